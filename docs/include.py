@@ -17,17 +17,17 @@ BLOCK = re.compile(r"(<!-- include (\S+) -->\n```python\n).*?(?=^```$)", re.DOTA
 
 
 def pages() -> list[Path]:
-    """The documents."""
+    """Lists the documents."""
     return [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/*.md"))]
 
 
 def included(text: str) -> str:
-    """A document with its programs as they are in their files."""
+    """Returns a document with its programs as they are in their files."""
     return BLOCK.sub(lambda found: found[1] + (ROOT / found[2]).read_text(), text)
 
 
 def main() -> int:
-    """The command line's entry point."""
+    """Runs the command line; returns the exit code."""
     behind = [page for page in pages() if page.read_text() != included(page.read_text())]
     if "--check" in sys.argv[1:]:
         for page in behind:

@@ -2,8 +2,8 @@
 
 orbax writes in the background, renames the directory when all is there, and deletes what is beyond
 `keep`: a run killed at any moment leaves its last complete checkpoint. But a flipped bit loads as
-another value, and a copied or renamed directory as another step. What tells stands beside the
-state: the step, and a checksum of each leaf and of itself.
+another value, and a copied or renamed directory as another step. To notice both, the step is stored
+beside the state, with a checksum of each leaf and one of this record.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 
 
 class CheckpointError(Exception):
-    """A directory or checkpoint that cannot be used as asked; the message is one sentence."""
+    """Reports a directory or checkpoint that cannot be used as asked, in one sentence."""
 
 
 class Checkpoints:
@@ -54,7 +54,7 @@ class Checkpoints:
             )
 
     def restore(self, like: Any, must_equal: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """The newest checkpoint.
+        """Reads the newest checkpoint.
 
         Args:
           like: A tree of NumPy arrays of the same structure; its values are not used.
@@ -84,16 +84,20 @@ class Checkpoints:
             what = f"holds step {run['step']}" if sound else "is damaged: run is not what was saved"
             raise CheckpointError(f"{path} {what}; {again}")
         saved = run["config"].get
-        if other := [f"{k} {saved(k)}, not {v}" for k, v in must_equal.items() if saved(k) != v]:
+        other = [f"{k} {saved(k)}, not {v}" for k, v in must_equal.items() if saved(k) != v]
+        if other:
             raise CheckpointError(f"cannot resume: {path} is of a run with {'; '.join(other)}")
         try:
             args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
             state = self._orbax.restore(step, args=args)["state"]
         except Exception as error:
             raise CheckpointError(f"{path} is damaged ({_why(error)}); {again}") from error
-        found = checksums(state)
-        if wrong := [name for name in found if found[name] != run["leaves"].get(name)]:
-            some = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if wrong[3:] else "")
+        now = checksums(state)
+        wrong = [name for name in now if now[name] != run["leaves"].get(name)]
+        if wrong:
+            some = ", ".join(wrong[:3])
+            if wrong[3:]:
+                some += f" and {len(wrong) - 3} more"
             raise CheckpointError(f"{path} is damaged: {some} is not what was saved; {again}")
         return state, run
 
@@ -134,12 +138,13 @@ class Checkpoints:
 
 
 def checksums(tree: Any) -> dict[str, str]:
-    """Of every leaf its dtype, its shape and a CRC-32 of its bytes, by name."""
-    leaves = [(path, np.asarray(x)) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
-    return {
-        jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)} {zlib.crc32(x.tobytes()):08x}"
-        for path, x in leaves
-    }
+    """Returns by leaf its dtype, its shape and a CRC-32 of its bytes."""
+    by_leaf = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        x = np.asarray(leaf)
+        name = jax.tree_util.keystr(path)
+        by_leaf[name] = f"{x.dtype}{list(x.shape)} {zlib.crc32(x.tobytes()):08x}"
+    return by_leaf
 
 
 def _checksum_of(run: dict[str, Any]) -> int:

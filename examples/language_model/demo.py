@@ -1,9 +1,9 @@
-"""What compression costs and saves: one small language model, trained with several strategies.
+"""Shows what compression costs and saves: trains one small language model with several strategies.
 
-The same model, data and seeds with an exact all-reduce and with PowerSGD. The bytes of rank 4 are
-spent in three ways: as they are, on five times the rank with 6-bit factors, and with 6-bit factors
-whose ranks follow the gradients' spectrum. Data parallel over CPU devices (or GPUs). Prints a table
-and five lines, and writes the curves as a picture and as JSON.
+Trains the same model on the same data with an exact all-reduce and with PowerSGD. The bytes of rank
+4 are spent in three ways: as they are, on five times the rank with 6-bit factors, and on 6-bit
+factors whose ranks follow the gradients' spectrum. Runs data parallel over CPU devices (or GPUs).
+Prints a table and five lines, and writes the curves as a picture and as JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PLAIN = (pictures.BLUE, pictures.SKY, pictures.OCHRE, pictures.GREEN)
 
 @dataclass
 class Result:
-    """What one strategy gave.
+    """Holds the results of one strategy.
 
     Attributes:
       name: For the table and the picture.
@@ -61,13 +61,13 @@ class Result:
     ratio: float = 1.0
 
     def against(self) -> str:
-        """The comparison with the exact run, in words."""
+        """Compares with the exact run, in words."""
         direction = "higher" if self.excess >= 0 else "lower"
         return f"{self.ratio:.1f} times fewer bytes, loss {abs(self.excess):.1%} {direction}"
 
 
 def progress(records: Iterable[Record], name: str, steps: int) -> Iterable[Record]:
-    """Shows in a terminal how far a run is; in a file nothing of that is left."""
+    """Shows in a terminal how far a run is; writes nothing to a file."""
     console = Console(stderr=True)
     if not console.is_terminal:
         return records
@@ -75,7 +75,7 @@ def progress(records: Iterable[Record], name: str, steps: int) -> Iterable[Recor
 
 
 def train(name: str, config: RunConfig, mesh: Mesh, ranks: Any = None) -> tuple[Result, Any]:
-    """Runs one strategy; its result, and Adam's first moment after a quarter of the steps."""
+    """Runs one strategy; returns its result, and Adam's momentum after a quarter of the steps."""
     records, record, momentum = [], None, None
     run = Run(config, mesh, ranks=ranks)
     for record in progress(run.steps(), name, config.steps):
@@ -94,7 +94,7 @@ def train(name: str, config: RunConfig, mesh: Mesh, ranks: Any = None) -> tuple[
 
 
 def train_all(runs: dict[str, RunConfig], mesh: Mesh) -> list[Result]:
-    """The exact run, the others, and the last of them again with ranks by spectrum."""
+    """Trains the exact run, the others, and the last of them again with ranks by spectrum."""
     names = list(runs)
     exact, momentum = train(names[0], runs[names[0]], mesh)
     results = [exact, *(train(name, runs[name], mesh)[0] for name in names[1:])]
@@ -113,7 +113,7 @@ def train_all(runs: dict[str, RunConfig], mesh: Mesh) -> list[Result]:
 
 
 def table(results: list[Result]) -> str:
-    """Held-out loss and bytes per replica, for a terminal and for Markdown."""
+    """Writes held-out loss and bytes per replica as a table in Markdown."""
     lines = [f"| {'strategy':23} |   loss | excess |  a step | fewer |   time |"]
     lines += ["|".join(["", "-" * 25, *("-" * n + ":" for n in (7, 7, 8, 6, 7)), ""])]
     for i, r in enumerate(results):
@@ -126,7 +126,7 @@ def table(results: list[Result]) -> str:
 
 
 def conclusions(results: list[Result], folder: Path) -> list[str]:
-    """The table in five lines."""
+    """Says the table in five lines."""
     exact, plain, narrow, last = results[0], results[1], results[-2], results[-1]
     return [
         f"The exact average sends {readable(exact.bytes_step)} per step and replica and ends at "
@@ -163,7 +163,7 @@ def save(folder: Path, config: RunConfig, replicas: int, results: list[Result]) 
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Makes the command line."""
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shown = " (default: %(default)s)"
     p.add_argument("--output", type=Path, default=Path("out"), help="directory to write to" + shown)
@@ -204,7 +204,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """The command line's entry point."""
+    """Runs the command line; returns the exit code."""
     p = parser()
     arguments = p.parse_args()
     try:

@@ -35,7 +35,7 @@ class Corpus(NamedTuple):
 
 
 def source_files(root: Path | None = None, suffix: str = ".py") -> list[tuple[str, bytes]]:
-    """(path, content) of the source files below a directory, in the order of the paths.
+    """Lists (path, content) of the source files below a directory, in the order of the paths.
 
     `root` is the running interpreter's standard library by default, which is the same on every
     machine with the same Python. Unreadable and empty files are left out.
@@ -80,17 +80,18 @@ def load_corpus(root: Path | None = None, suffix: str = ".py") -> Corpus:
 def training_batch(
     text: np.ndarray, step: int, *, seed: int, size: int, context: int
 ) -> np.ndarray:
-    """The global batch of one step: int32 (size, context + 1); the last token is but a target.
+    """Draws the global batch of one step: int32 (size, context + 1).
 
-    It depends on the seed and the step only, not on what was drawn before and not on the number of
-    replicas: a resumed run, on any number of devices, sees the same data as an uninterrupted one.
+    The last token of a row is a target only. The batch depends on the seed and the step, not on
+    what was drawn before and not on the number of replicas: a resumed run, on any number of
+    devices, sees the same data as an uninterrupted one.
     """
     starts = np.random.default_rng((seed, step)).integers(0, len(text) - context, size)
     return text[starts[:, None] + np.arange(context + 1)].astype(np.int32)
 
 
 def held_out_batches(text: np.ndarray, *, count: int, size: int, context: int) -> list[np.ndarray]:
-    """`count` evenly spaced batches, shaped as for training; the same for every run."""
+    """Returns `count` evenly spaced batches, shaped as for training, the same for every run."""
     starts = np.linspace(0, len(text) - context - 1, count * size).astype(np.int64)
     windows = text[starts[:, None] + np.arange(context + 1)].astype(np.int32)
     return list(windows.reshape(count, size, context + 1))
@@ -154,13 +155,13 @@ class Transformer(nn.Module):
 
 
 def init_params(model: Transformer, seed: int) -> Any:
-    """The model's initial parameters, float32; the same for the same seed, on any device count."""
+    """Makes the initial parameters, float32; the same for the same seed on any device count."""
     # Under `jit`, because one by one the initialisers' operations take longer to compile.
     return jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 1), jnp.int32))["params"]
 
 
 def loss_fn(model: Transformer, params: Any, tokens: jax.Array) -> jax.Array:
-    """Mean cross-entropy of each next byte, in nats; tokens are int (batch, context + 1)."""
+    """Returns the mean cross-entropy of each next byte, in nats; tokens: (batch, context + 1)."""
     logits = model.apply({"params": params}, tokens[:, :-1])
     assert isinstance(logits, jax.Array)  # for the type checker: nothing mutable was asked for
     log_probabilities = jax.nn.log_softmax(logits)

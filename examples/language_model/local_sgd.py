@@ -164,8 +164,8 @@ def train(strategy: Strategy, config: Config, corpus: lm.Corpus, mesh: Mesh) -> 
         )
         for step in range(first, last, phase.steps):
             options = {"seed": config.seed, "size": config.batch_size, "context": config.context}
-            steps = range(step, step + phase.steps)
-            batches = np.stack([lm.training_batch(corpus.train, i, **options) for i in steps])
+            draw = partial(lm.training_batch, corpus.train, **options)
+            batches = np.stack([*map(draw, range(step, step + phase.steps))])
             params, state = jax.block_until_ready(mapped(params, state, batches))
             sent += phase.bytes_per_step * phase.steps
             done = step + phase.steps
@@ -244,7 +244,9 @@ def main() -> int:
     print(f"\n{table(runs, config)}\n")
     plot(picture, runs, config)
     print(f"picture: {picture}, curves: {picture.with_suffix('.json')}")
-    curves = {name: [point._asdict() for point in points] for name, points in runs.items()}
+    curves = {}
+    for name, points in runs.items():
+        curves[name] = [point._asdict() for point in points]
     content = {"config": asdict(config), "runs": curves}
     picture.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
     return 0

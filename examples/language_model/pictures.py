@@ -25,7 +25,7 @@ _SMALL = 8.5  # points, of labels
 def panels(
     count: int, width: float, height: float, *, share_y: bool = True
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of so many panels side by side; sizes in inches."""
+    """Makes a figure of so many panels side by side; sizes in inches."""
     # A figure of its own, without pyplot: no window system is looked for.
     figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
@@ -43,7 +43,7 @@ def panels(
 
 
 def name_points(axis: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
-    """Names beside points, moved up where one would lie on another.
+    """Writes names beside points, moved up where one would lie on another.
 
     Call it when the limits and scales of the axis are the final ones.
 
@@ -74,7 +74,7 @@ def name_points(axis: Axes, points: Sequence[tuple[float, float, str, str]]) -> 
 
 
 def note(axis: Axes, text: str) -> None:
-    """A remark in the panel's upper left corner."""
+    """Writes a remark in the panel's upper left corner."""
     axis.text(
         0.015, 0.985, text, transform=axis.transAxes, va="top", color=MUTED, fontsize=_SMALL,
         linespacing=1.5,
@@ -98,7 +98,7 @@ class Curve(NamedTuple):
 
 
 def draw(path: Path, curves: Sequence[Curve], replicas: int) -> None:
-    """Held-out loss against steps, and against what was sent to get there; writes a PNG."""
+    """Draws held-out loss against steps, and against the bytes sent; writes a PNG."""
     figure, (by_step, by_bytes) = panels(2, 10, 4.3)
     for c in curves:
         sent = [x / 1e6 for x in c.bytes_sent]

@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    """The command line. Defaults are those of `RunConfig`."""
+    """Makes the command line; defaults are those of `RunConfig`."""
     form = argparse.RawDescriptionHelpFormatter
     p = Parser(description=__doc__, epilog=EXAMPLES, formatter_class=form)
     shown = " (default: %(default)s)"
@@ -86,10 +86,16 @@ def parser() -> Parser:
     return p
 
 
-def local_devices(count: int | None, default_cpus: int = 8) -> list[Any]:
-    """The devices to train on, those of other processes too; to be called before JAX looks at them.
+def config_of(arguments: argparse.Namespace) -> RunConfig:
+    """Returns the run that the command line asks for."""
+    return RunConfig(**{field.name: getattr(arguments, field.name) for field in fields(RunConfig)})
 
-    `count` of each process; None takes all GPUs, or CPU devices where there is no GPU.
+
+def local_devices(count: int | None, default_cpus: int = 8) -> list[Any]:
+    """Returns the devices to train on, those of other processes too.
+
+    Must be called before JAX looks at the devices. Takes `count` of each process; None takes all
+    GPUs, or CPU devices where there is no GPU.
     """
     # A CPU is split into as many devices as one asks for, but only before JAX looks at it; after
     # that (in a notebook, say) one takes what is there. Where GPUs are found it changes nothing.
@@ -125,9 +131,9 @@ def connect(arguments: argparse.Namespace) -> None:
 
 
 class Stop:
-    """Whether SIGTERM or Ctrl-C asks for an end, after a step on which all processes agree.
+    """Knows whether SIGTERM or Ctrl-C asks for an end, after a step on which all processes agree.
 
-    Before there is one of these a signal ends the process at once: nothing has been computed.
+    Before one of these is made, a signal ends the process at once: nothing has been computed.
     """
 
     EVERY = 8  # steps between two questions to all processes, each a collective of a byte
@@ -143,7 +149,7 @@ class Stop:
         signal.signal(number, signal.SIG_DFL)  # a second one does not wait
 
     def __call__(self, step: int) -> bool:
-        """Whether to end after this step; to be called after every one, on all processes."""
+        """Tells whether to end after this step; all processes must ask after every step."""
         if jax.process_count() == 1:
             return self._asked
         if step % self.EVERY:
@@ -171,7 +177,7 @@ class Log:
 
     @classmethod
     def takes(cls, record: Record) -> bool:
-        """Whether a record is one to write."""
+        """Tells whether a record is one to write."""
         return record.step % cls.EVERY == 0 or record.held_out is not None
 
     def add(self, record: Record) -> None:
@@ -191,7 +197,7 @@ class Log:
 
 
 def readable(size: float) -> str:
-    """Bytes for a person: 1234567 -> '1.23 MB'."""
+    """Writes a number of bytes for a person: 1234567 -> '1.23 MB'."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 999.5 or unit == "GB":
             break
@@ -200,7 +206,7 @@ def readable(size: float) -> str:
 
 
 def open_checkpoints(arguments: argparse.Namespace) -> Checkpoints | None:
-    """The directory of checkpoints that the command line asks for, if it does."""
+    """Opens the directory of checkpoints that the command line asks for, if it does."""
     if arguments.stop_at is not None and arguments.stop_at <= 0:
         raise UsageError("--stop-at must be positive")
     if arguments.resume and not arguments.checkpoint_dir:
@@ -215,11 +221,10 @@ def open_checkpoints(arguments: argparse.Namespace) -> Checkpoints | None:
 def together(action: Callable[[], None]) -> None:
     """Does something on all processes, and raises on all of them where it fails on one.
 
-    A process that ended alone would leave the others waiting in their next step, until JAX aborts
-    them.
+    If one process ended alone, the others would wait in their next step until JAX aborts them.
 
     Raises:
-      UsageError, CheckpointError: Of this process, or of another one, which says why.
+      UsageError, CheckpointError: The action failed on this process, or on another, which says why.
     """
     failure: UsageError | CheckpointError | None = None
     try:
@@ -250,7 +255,7 @@ def train(arguments: argparse.Namespace) -> int | None:
     Returns:
       The step that a signal stopped it after; None if none did.
     """
-    config = RunConfig(**{f.name: getattr(arguments, f.name) for f in fields(RunConfig)})
+    config = config_of(arguments)
     devices = local_devices(arguments.devices)
     run = Run(config, Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,)))
     checkpoints = open_checkpoints(arguments)
@@ -304,7 +309,7 @@ def leave(message: str, code: int) -> NoReturn:
 
 
 def main() -> int:
-    """The command line's entry point."""
+    """Runs the command line; returns the exit code."""
     p = parser()
     arguments = p.parse_args()
     # orbax logs the tracebacks of errors that it raises, too; here they become a sentence.

@@ -25,11 +25,11 @@ AXIS = "data"
 
 
 class UsageError(ValueError):
-    """An input that cannot work; the message is one sentence for the user."""
+    """Reports an input that cannot work, in one sentence for the user."""
 
 
 def option(default: Any, about: str) -> Any:
-    """A field of `RunConfig`, with what the command line says about it."""
+    """Makes a field of `RunConfig`, with what the command line says about it."""
     return field(default=default, metadata={"help": f"{about} (default: %(default)s)"})
 
 
@@ -74,7 +74,7 @@ class RunConfig:
 
 
 def flag(name: str) -> str:
-    """How the command line names a field."""
+    """Returns the name of a field on the command line."""
     return "--" + name.replace("_", "-")
 
 
@@ -92,9 +92,9 @@ STRATEGIES: dict[str, Callable[[RunConfig, Any], jaxcomp.types.Transformation]] 
 
 
 def adamw(learning_rate: float, steps: int) -> optax.GradientTransformation:
-    """AdamW with clipping, 10% linear warm-up and a cosine decay to 5%.
+    """Makes AdamW with clipping, 10% linear warm-up and a cosine decay to 5%.
 
-    It stands after the reducer: clipping then sees the averaged gradient, equal on all replicas.
+    Put it after the reducer: clipping then sees the averaged gradient, equal on all replicas.
     """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -107,7 +107,7 @@ def adamw(learning_rate: float, steps: int) -> optax.GradientTransformation:
 
 
 class State(NamedTuple):
-    """What a step changes; consolidated, what a checkpoint holds."""
+    """Holds everything that a step changes; consolidated, it is what a checkpoint holds."""
 
     params: Any
     opt_state: Any
@@ -115,12 +115,12 @@ class State(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What is known after a step."""
+    """Reports one step."""
 
     step: int  # steps done
     loss: jax.Array  # of the whole batch; reading it waits for the devices
     held_out: float | None  # nats per byte, where it was evaluated
-    bytes_step: float  # that each replica handed to the network in this step
+    bytes_step: float  # handed to the network by each replica in this step
     bytes_sent: float  # the same, since step 0
     seconds: float  # since the run was started or resumed, evaluations and compilation included
 
@@ -179,7 +179,7 @@ class Run:
         self.state = self._placed(jax.device_get(fresh))
 
     def _step(self, state: State, batch: jax.Array) -> tuple[State, jax.Array]:
-        """One step on the global batch, of which each replica has its rows."""
+        """Trains on the global batch, of which each replica has its rows."""
         (loss, grads), reducer_state = self._value_and_grad(
             state.reducer_state, state.params, batch
         )
@@ -187,7 +187,7 @@ class Run:
         return State(optax.apply_updates(state.params, updates), opt_state, reducer_state), loss
 
     def consolidated(self) -> State:
-        """The one state to save, on the host of every process; it restores onto any replicas.
+        """Returns the one state to save, in host memory; it restores onto any number of replicas.
 
         The run itself goes on with it: then a run that is restored from it computes the same
         numbers, bit for bit. With residuals of its own it would differ by rounding, which training
@@ -209,11 +209,11 @@ class Run:
         return State(params, opt_state, self._value_and_grad.restore(state.reducer_state, params))
 
     def _split(self, batch: np.ndarray) -> jax.Array:
-        """The global batch, which each process has, with its rows on the replicas' devices."""
+        """Puts the rows of the global batch, which each process has, on the replicas' devices."""
         return jax.make_array_from_callback(batch.shape, self._rows, lambda index: batch[index])
 
     def held_out_loss(self) -> float:
-        """Mean loss over the held-out sequences, in nats per byte."""
+        """Returns the mean loss over the held-out sequences, in nats per byte."""
         size = self.config.batch_size
         count = -(-self.config.eval_sequences // size)
         text, context = self._corpus.held_out, self.config.context
@@ -224,16 +224,16 @@ class Run:
         )
 
     def carried(self) -> float | None:
-        """Says what share of the gradients' energy the last step's factors carried.
+        """Returns the share of the gradients' energy that the last step's factors carried.
 
-        All processes call it together. None where nothing is sent as factors.
+        All processes must call it together. None where nothing is sent as factors.
         """
         if self.config.strategy != "powersgd":
             return None
         return float(jaxcomp.diagnostics(self.state.reducer_state).share)
 
     def steps(self, stop_at: int | None = None) -> Iterator[Record]:
-        """Trains, a record after each step; ends early after `stop_at` steps in all."""
+        """Trains, and yields a record after each step; ends early after `stop_at` steps in all."""
         config, began, loss = self.config, time.monotonic(), None
         shape = {"size": config.batch_size, "context": config.context}
         replicas = self._rows.mesh.size

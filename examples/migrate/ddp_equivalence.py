@@ -32,15 +32,15 @@ AXIS = "data"
 SAMPLES, FEATURES, HIDDEN, CLASSES = 500, 20, 32, 5
 BATCH, EPOCHS, SEED = 16, 3, 0
 RATE, MOMENTUM = 0.1, 0.9
-# The three ways add the same numbers in another order. How far training drives such runs apart is
-# what a control tells, a run whose first weights are one rounding apart; they round in every step.
+# The three ways add the same numbers in another order. A control tells how far training drives such
+# runs apart: its first weights differ by one rounding. The three ways round in every step.
 TIMES_CONTROL = 10
 
 Weights = dict[str, np.ndarray]
 
 
 def make_data() -> tuple[np.ndarray, np.ndarray]:
-    """Samples around class centres, float32 (n, features), and their classes, int32 (n,)."""
+    """Draws samples around class centres, float32 (n, features), and their classes, int32 (n,)."""
     rng = np.random.default_rng(SEED)
     classes = rng.integers(0, CLASSES, SAMPLES).astype(np.int32)
     centres = rng.normal(size=(CLASSES, FEATURES))
@@ -48,7 +48,7 @@ def make_data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def initial_weights() -> Weights:
-    """Of two dense layers, in JAX's layout: kernels are (in, out)."""
+    """Draws the weights of two dense layers, in JAX's layout: kernels are (in, out)."""
     rng = np.random.default_rng(SEED + 1)
     shapes = {
         "hidden/kernel": (FEATURES, HIDDEN),
@@ -60,14 +60,14 @@ def initial_weights() -> Weights:
 
 
 def loss_fn(weights: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Mean cross-entropy."""
+    """Returns the mean cross-entropy."""
     hidden = jnp.tanh(x @ weights["hidden/kernel"] + weights["hidden/bias"])
     logits = hidden @ weights["output/kernel"] + weights["output/bias"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
 
 
 def batches(n: int) -> Iterator[list[np.ndarray]]:
-    """For every step, the indices of the batch of each of n devices."""
+    """Yields for every step the indices of the batch of each of n devices."""
     for epoch in range(EPOCHS):
         shards = [
             torch_bridge.sharded_indices(SAMPLES, n, k, seed=SEED, epoch=epoch) for k in range(n)
@@ -77,7 +77,7 @@ def batches(n: int) -> Iterator[list[np.ndarray]]:
 
 
 def one_rounding_apart(weights: Weights) -> Weights:
-    """Every weight becomes the next number above or below it."""
+    """Moves every weight to the next number above or below it."""
     rng = np.random.default_rng(SEED)
     moved = {}
     for name, values in weights.items():
@@ -87,7 +87,7 @@ def one_rounding_apart(weights: Weights) -> Weights:
 
 
 def on_devices(n: int, weights: Any = None) -> Weights:
-    """Data parallel: the gradients of n devices are averaged in every step."""
+    """Trains data parallel: the gradients of n devices are averaged in every step."""
     x, y = make_data()
     tx = optax.chain(jaxcomp.allreduce(axis_name=AXIS), optax.sgd(RATE, MOMENTUM))
     mesh = jax.make_mesh((n,), (AXIS,), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
@@ -108,7 +108,7 @@ def on_devices(n: int, weights: Any = None) -> Weights:
 
 
 def accumulating(n: int) -> Weights:
-    """One device: n batches, one after the other, make one update."""
+    """Trains on one device: n batches, one after the other, make one update."""
     x, y = make_data()
     tx = jaxcomp.accumulate(optax.sgd(RATE, MOMENTUM), every_k=n)
 
@@ -126,7 +126,7 @@ def accumulating(n: int) -> Weights:
 
 
 def torch_process(rank: int, n: int, folder: Path) -> None:
-    """One process of the torch run; the first writes the weights to `folder`."""
+    """Runs one process of the torch run; the first writes the weights to `folder`."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -153,18 +153,18 @@ def torch_process(rank: int, n: int, folder: Path) -> None:
             torch.nn.functional.cross_entropy(ddp(inputs), classes).backward()
             optimizer.step()
     if rank == 0:
-        found: Any = [parameter.detach().numpy().T for parameter in model.parameters()]
-        np.savez(folder / "weights.npz", **dict(zip(start, found, strict=True)))
+        for name, parameter in zip(start, model.parameters(), strict=True):
+            start[name] = parameter.detach().numpy().T
+        np.savez(folder / "weights.npz", **start)  # pyright: ignore[reportArgumentType]
     dist.barrier()
     dist.destroy_process_group()
 
 
 def in_torch(n: int) -> Weights:
-    """The same training under DistributedDataParallel, in n processes over gloo."""
+    """Trains the same under DistributedDataParallel, in n processes over gloo."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--devices", str(n), "--torch-folder", folder]
-        ranks = [[*command, "--torch-rank", str(rank)] for rank in range(n)]
-        processes = [subprocess.Popen(own) for own in ranks]
+        processes = [subprocess.Popen([*command, "--torch-rank", str(rank)]) for rank in range(n)]
         try:
             for process in processes:
                 if process.wait(timeout=300):
@@ -176,7 +176,7 @@ def in_torch(n: int) -> Weights:
 
 
 def largest_difference(weights: Weights, others: Weights) -> float:
-    """Of any two weights, in units of the largest weight."""
+    """Returns the largest difference of two weights, in units of the largest weight."""
     scale = max(np.abs(leaf).max() for leaf in others.values())
     differences = [np.abs(weights[leaf] - others[leaf]).max() for leaf in others]
     return float(max(differences) / scale)
@@ -187,8 +187,11 @@ def report(columns: dict[str, Weights], control: Weights) -> bool:
     first = next(iter(columns.values()))
     print(f"{'three weights of':<18}" + "".join(f"{name:>34}" for name in columns))
     for leaf in first:
-        shown = ["".join(f"{v:+11.7f}" for v in w[leaf].ravel()[:3]) for w in columns.values()]
-        print(f"{leaf:<18}" + "".join(f"{numbers:>34}" for numbers in shown))
+        line = f"{leaf:<18}"
+        for weights in columns.values():
+            numbers = "{:+11.7f}{:+11.7f}{:+11.7f}".format(*weights[leaf].flat)
+            line += f"{numbers:>34}"
+        print(line)
     worst = 0.0
     for name, weights in list(columns.items())[1:]:
         difference = largest_difference(weights, first)
@@ -200,7 +203,7 @@ def report(columns: dict[str, Weights], control: Weights) -> bool:
 
 
 def main() -> int:
-    """The command line's entry point."""
+    """Runs the command line; returns the exit code."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--devices", type=int, default=4, help="n (default: %(default)s)")

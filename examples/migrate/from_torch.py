@@ -44,7 +44,7 @@ TIMES_CONTROL = 10
 
 
 def torch_job(phase: str, folder: pathlib.Path) -> None:
-    """Run both ranks of the torch half."""
+    """Runs both ranks of the torch half."""
     job = pathlib.Path(__file__).with_name("torch_job.py")
     ranks = [
         subprocess.Popen([sys.executable, str(job), phase, str(rank), str(folder)])
@@ -60,18 +60,20 @@ def torch_job(phase: str, folder: pathlib.Path) -> None:
 
 
 def mean_losses(run: str, folder: pathlib.Path) -> dict[str, np.ndarray]:
-    """Read what the ranks wrote: of every case the mean loss per step."""
-    losses = [json.loads((folder / f"{run}.{rank}.json").read_text()) for rank in range(WORLD)]
-    return {name: np.mean([each[name] for each in losses], axis=0) for name in losses[0]}
+    """Reads what the ranks wrote; returns for every case the mean loss of each step."""
+    by_rank = []
+    for rank in range(WORLD):
+        losses = json.loads((folder / f"{run}.{rank}.json").read_text())
+        by_rank.append({name: np.array(values) for name, values in losses.items()})
+    return jax.tree.map(lambda *ranks: np.mean(ranks, axis=0), *by_rank)
 
 
 def continue_in_jax(case: Case, folder: pathlib.Path, mesh: Mesh) -> np.ndarray:
     """Trains from the first move to the second; leaves a checkpoint and returns the losses."""
     checkpoint = torch_bridge.load(folder / f"{case.name}.to_jax.pt")
     module = FLAX_MODELS[case.model]()
-    like = jax.eval_shape(module.init, jax.random.key(0), flax_batch(case.model, 0, 1)["x"])[
-        "params"
-    ]
+    x = flax_batch(case.model, 0, 1)["x"]
+    like = jax.eval_shape(module.init, jax.random.key(0), x)["params"]
 
     def apply(params: Any, x: Any) -> Any:
         return module.apply({"params": params}, x)
@@ -102,7 +104,7 @@ def continue_in_jax(case: Case, folder: pathlib.Path, mesh: Mesh) -> np.ndarray:
 def compare(
     cases: Sequence[Case], folder: pathlib.Path, mesh: Mesh
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Run everything; per case the losses of the run that stayed and of the one that moved."""
+    """Runs everything; returns by case the losses that stayed, moved, and those of the control."""
     folder.mkdir(parents=True, exist_ok=True)
     for case in CASES:  # those of an earlier run
         (folder / case.name).unlink(missing_ok=True)
@@ -119,26 +121,21 @@ def compare(
     print(f"PyTorch again: steps {MOVES[1]} to {STEPS}")
     torch_job("LAST", folder)
     last = mean_losses("LAST", folder)
-    return {
-        case.name: {
-            "stayed": stayed[case.name],
-            "control": control[case.name],
-            "moved": np.concatenate(
-                [stayed[case.name][: MOVES[0]], middle[case.name], last[case.name]]
-            ),
-        }
-        for case in cases
-    }
+    runs = {}
+    for name in middle:
+        moved = np.concatenate([stayed[name][: MOVES[0]], middle[name], last[name]])
+        runs[name] = {"stayed": stayed[name], "control": control[name], "moved": moved}
+    return runs
 
 
 def differences(losses: dict[str, np.ndarray], run: str) -> tuple[float, float]:
-    """The largest relative difference of the losses after the first and after the second move."""
+    """Returns the largest relative difference of losses after the first and the second move."""
     relative = np.abs(losses[run] - losses["stayed"]) / np.abs(losses["stayed"])
     return float(relative[MOVES[0] : MOVES[1]].max()), float(relative[MOVES[1] :].max())
 
 
 def show(runs: dict[str, dict[str, np.ndarray]]) -> bool:
-    """Prints the table; whether every run is as near to the one that stayed as its control."""
+    """Prints the table; returns whether every run is as near to the first as its control."""
     print("First loss, last losses, and how far they are apart after each move")
     names = ("first", "stayed", "moved", "in JAX", "control", "back", "control")
     print(f"{'':24}" + "".join(f"{name:>10}" for name in names))
@@ -152,15 +149,15 @@ def show(runs: dict[str, dict[str, np.ndarray]]) -> bool:
         good &= back <= TIMES_CONTROL * max(later_control, unit)
         ends = (losses["stayed"][0], losses["stayed"][-1], losses["moved"][-1])
         apart = (in_jax, control, back, later_control)
-        numbers = [*(f"{x:10.6f}" for x in ends), *(f"{x:10.1e}" for x in apart)]
-        print(f"{name:24}{''.join(numbers)}")
+        numbers = "".join(f"{x:10.6f}" for x in ends) + "".join(f"{x:10.1e}" for x in apart)
+        print(f"{name:24}{numbers}")
     verdict = "all" if good else "NOT all"
     print(f"{verdict} within {TIMES_CONTROL} times the difference of a run one rounding apart")
     return good
 
 
 def main() -> int:
-    """Run, compare and print."""
+    """Runs, compares and prints; returns the exit code."""
     parser = argparse.ArgumentParser(description="Move a run from PyTorch DDP to JAX and back.")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/migration"))
     parser.add_argument("--only", help="run the cases whose name contains this text")
@@ -177,10 +174,7 @@ def main() -> int:
     mesh = jax.make_mesh((WORLD,), ("data",), devices=jax.devices()[:WORLD])
     runs = compare(cases, folder, mesh)
     good = show(runs)
-    table = {
-        name: {key: value.tolist() for key, value in losses.items()}
-        for name, losses in runs.items()
-    }
+    table = jax.tree.map(np.ndarray.tolist, runs)
     (folder / "losses.json").write_text(json.dumps(table))
     print(f"wrote {arguments.out / 'losses.json'}")
     return 0 if good else 1

@@ -22,7 +22,7 @@ BATCH = 32  # of one replica
 
 
 def batch(model: str, step: int, replica: int) -> dict[str, np.ndarray]:
-    """Arrays ``x`` and ``y`` of one replica at one step; images ("cnn") are in torch's NCHW."""
+    """Draws ``x`` and ``y`` of one replica at one step; images ("cnn") are in torch's NCHW."""
     random = np.random.default_rng([step, replica])
     if model == "cnn":
         y = random.integers(CLASSES, size=BATCH)
@@ -40,7 +40,7 @@ def batch(model: str, step: int, replica: int) -> dict[str, np.ndarray]:
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """As ``flax.linen.gelu`` computes it."""
+    """Computes the same as ``flax.linen.gelu``."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -55,7 +55,7 @@ class TorchCNN(torch.nn.Module):
         self.output = torch.nn.Linear(64, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images (N, 3, H, W) to logits (N, CLASSES)."""
+        """Maps images (N, 3, H, W) to logits (N, CLASSES)."""
         x = gelu(self.conv2(gelu(self.conv1(x)))).mean((2, 3))
         return self.output(gelu(self.hidden(x)))
 
@@ -94,7 +94,7 @@ class TorchTransformer(torch.nn.Module):
         self.output = torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Tokens (N, T) to logits (N, T, VOCABULARY)."""
+        """Maps tokens (N, T) to logits (N, T, VOCABULARY)."""
         x = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
         return self.output(self.final_norm(self.block_1(self.block_0(x))))
 
@@ -103,24 +103,24 @@ TORCH_MODELS = {"cnn": TorchCNN, "transformer": TorchTransformer}
 
 
 def torch_loss(model: torch.nn.Module, data: dict[str, np.ndarray]) -> torch.Tensor:
-    """Mean cross-entropy."""
+    """Returns the mean cross-entropy."""
     logits = model(torch.from_numpy(data["x"]))
     return F.cross_entropy(logits.flatten(0, -2), torch.from_numpy(data["y"]).long().flatten())
 
 
 class FlaxCNN(nn.Module):
-    """As `TorchCNN`, on images (N, H, W, 3)."""
+    """The same as `TorchCNN`, on images (N, H, W, 3)."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Images to logits."""
+        """Maps images to logits."""
         x = nn.gelu(nn.Conv(16, (3, 3), padding=1, name="conv1")(x))
         x = nn.gelu(nn.Conv(32, (3, 3), strides=2, padding=1, name="conv2")(x)).mean((1, 2))
         return nn.Dense(CLASSES, name="output")(nn.gelu(nn.Dense(64, name="hidden")(x)))
 
 
 class FlaxBlock(nn.Module):
-    """As `TorchBlock`."""
+    """The same as `TorchBlock`."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -135,11 +135,11 @@ class FlaxBlock(nn.Module):
 
 
 class FlaxTransformer(nn.Module):
-    """As `TorchTransformer`."""
+    """The same as `TorchTransformer`."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Tokens to logits."""
+        """Maps tokens to logits."""
         positions = nn.Embed(CONTEXT, WIDTH, name="positions")(jnp.arange(x.shape[1]))
         x = nn.Embed(VOCABULARY, WIDTH, name="tokens")(x) + positions
         x = FlaxBlock(name="block_1")(FlaxBlock(name="block_0")(x))
@@ -151,14 +151,16 @@ FLAX_MODELS = {"cnn": FlaxCNN, "transformer": FlaxTransformer}
 
 
 def flax_batch(model: str, step: int, replicas: int) -> dict[str, np.ndarray]:
-    """The global batch, with the replicas' shares one after the other; images in NHWC."""
-    parts = [batch(model, step, replica) for replica in range(replicas)]
-    data = {name: np.concatenate([part[name] for part in parts]) for name in ("x", "y")}
-    return {**data, "x": np.moveaxis(data["x"], 1, -1)} if model == "cnn" else data
+    """Draws the global batch: the replicas' shares one after the other, images in NHWC."""
+    shares = [batch(model, step, replica) for replica in range(replicas)]
+    data = jax.tree.map(lambda *arrays: np.concatenate(arrays), *shares)
+    if model == "cnn":
+        data["x"] = np.moveaxis(data["x"], 1, -1)
+    return data
 
 
 def flax_loss(model: nn.Module, params: Any, data: dict[str, jax.Array]) -> jax.Array:
-    """Mean cross-entropy."""
+    """Returns the mean cross-entropy."""
     logits = model.apply({"params": params}, data["x"])
     assert isinstance(logits, jax.Array)
     return optax.softmax_cross_entropy_with_integer_labels(logits, data["y"]).mean()

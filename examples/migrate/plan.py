@@ -20,7 +20,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For files and tables."""
+        """Returns the name in files and tables."""
         return f"{self.model}-{self.optimizer}-rank{self.rank}"
 
 

@@ -28,7 +28,7 @@ import torch_bridge
 
 
 def optimizer_of(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Momentum SGD or AdamW."""
+    """Makes momentum SGD or AdamW."""
     # Rates at which every case descends smoothly: where a loss jumps about, any two runs that round
     # differently part within a few steps, moved or not.
     if case.optimizer == "sgd":
@@ -38,14 +38,15 @@ def optimizer_of(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def fresh(case: Case) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-    """The model under DDP in one bucket (the hook hangs with several over gloo), the optimizer."""
+    """Makes the model under DDP and its optimizer."""
     torch.manual_seed(1)
+    # One bucket: over gloo, the hook hangs with several.
     model = DistributedDataParallel(TORCH_MODELS[case.model](), bucket_cap_mb=1000)
     return model, optimizer_of(case, model)
 
 
 def train(case: Case, model: Any, optimizer: torch.optim.Optimizer, step: int, rank: int) -> float:
-    """One step; the loss of this rank."""
+    """Trains for one step; returns the loss of this rank."""
     optimizer.zero_grad()
     loss = torch_loss(model, batch(case.model, step, rank))
     loss.backward()
@@ -54,7 +55,7 @@ def train(case: Case, model: Any, optimizer: torch.optim.Optimizer, step: int, r
 
 
 def uninterrupted(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
-    """All steps in torch, with a checkpoint at the first move."""
+    """Trains for all steps in torch, and saves a checkpoint at the first move."""
     model, optimizer = fresh(case)
     state = powerSGD_hook.PowerSGDState(None, case.rank, start_powerSGD_iter=START)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -62,7 +63,7 @@ def uninterrupted(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
     for step in range(STEPS):
         if step == MOVES[0]:
             path = folder / f"{case.name}.to_jax.pt"
-            # A few rows and what the model gives for them, by which the one in JAX is proved.
+            # The file gets a few inputs and the model's outputs, to check the model in JAX with.
             inputs = torch.from_numpy(batch(case.model, step, rank)["x"][:4])
             torch_bridge.save_checkpoint(path, model, state, optimizer=optimizer, example=inputs)
         losses.append(train(case, model, optimizer, step, rank))
@@ -70,7 +71,7 @@ def uninterrupted(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
 
 
 def move_by_one_rounding(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Every weight becomes the next number above or below it."""
+    """Moves every weight to the next number above or below it."""
     with torch.no_grad():
         for parameter in model.parameters():
             up = torch.rand(parameter.shape, generator=generator) < 0.5
@@ -79,7 +80,7 @@ def move_by_one_rounding(model: torch.nn.Module, generator: torch.Generator) -> 
 
 
 def one_rounding_apart(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
-    """All steps in torch, from the first move on with weights that are moved before each step."""
+    """Trains in torch; from the first move on, weights are moved before each step."""
     model, optimizer = fresh(case)
     state = powerSGD_hook.PowerSGDState(None, case.rank, start_powerSGD_iter=START)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -93,7 +94,7 @@ def one_rounding_apart(case: Case, rank: int, folder: pathlib.Path) -> list[floa
 
 
 def returned(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
-    """The steps after the second move, from what JAX left behind."""
+    """Trains on after the second move, from the checkpoint that came back from JAX."""
     path = folder / f"{case.name}.to_torch.pt"
     document = torch.load(path, weights_only=True)
     checkpoint = torch_bridge.load(path)
@@ -110,7 +111,7 @@ def returned(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
 
 
 def main() -> None:
-    """Run all cases as one rank."""
+    """Runs all cases as one rank."""
     phase, rank, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent process says that it was interrupted
     torch.set_num_threads(1)
