@@ -1,4 +1,4 @@
-"""What goes wrong on many hosts, with real processes: the example ends, and goes on from there."""
+"""Harms runs on many hosts, with real processes: the example ends, and goes on from there."""
 
 import os
 import re

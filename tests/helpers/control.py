@@ -31,15 +31,18 @@ def apart(tree, seed=0):
 
 def distance(tree, other):
     """Returns the largest difference of any value."""
-    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-    return max(float(np.abs(np.subtract(a, b, dtype=np.float64)).max()) for a, b in leaves)
+
+    def largest(a, b):
+        return float(np.abs(np.subtract(a, b, dtype=np.float64)).max())
+
+    return max(jax.tree.leaves(jax.tree.map(largest, tree, other)))
 
 
 def record(difference, allowed):
     """Does nothing; `tests.perturb` sets what notes how much of a tolerance is used."""
 
 
-def assert_no_further(values, expected, *controls, terms=100, factor=FACTOR):
+def assert_no_further(values, expected, *controls, terms=100):
     """Asserts that a run ends as near to another as controls of it do.
 
     Args:
@@ -48,15 +51,11 @@ def assert_no_further(values, expected, *controls, terms=100, factor=FACTOR):
       *controls: What the other one gives where it is moved by one rounding, see `apart`.
       terms: How many terms a value is a sum of, in all; for values that are rounded already in the
         first step, before anything is enlarged.
-      factor: How many times further than the furthest control `values` may be.
     """
     furthest = max(distance(control, expected) for control in controls)
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
-    allowed = factor * furthest + rounding(terms, largest=largest)
+    allowed = FACTOR * furthest + rounding(terms, largest=largest)
     difference = distance(values, expected)
-    print(
-        f"RATIO {difference / allowed * factor:.2f} {difference:.1e} {allowed:.1e} {furthest:.1e}"
-    )
     record(difference, allowed)
     assert difference <= allowed, (
         f"{difference:.1e} apart where controls are {furthest:.1e}, which allows {allowed:.1e}"

@@ -36,7 +36,7 @@ def _run(said, arguments, environment, largest_file):
 
 
 def in_this_process(module, *arguments):
-    """Calls ``main()`` of an example with such arguments; what it prints, or SystemExit."""
+    """Calls ``main()`` of an example with such arguments, and returns what it prints."""
     printed = io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
@@ -65,15 +65,19 @@ class Job:
         with socket.create_server(("127.0.0.1", 0)) as free:
             where = f"127.0.0.1:{free.getsockname()[1]}"
         for index, said in enumerate(self._said):
-            own = [*map(str, arguments), *(each[index] if each else ())]
+            flags = [str(argument) for argument in arguments]
+            if each:
+                flags += each[index]
+            environment = {}
             if scheduler:
-                own += ["--distributed"]
+                environment = scheduler(index)
+                flags += ["--distributed"]
             elif processes > 1:
-                own += ["--coordinator", where, "--processes", str(processes)]
-                own += ["--process-id", str(index)]
+                flags += ["--coordinator", where, "--processes", str(processes)]
+                flags += ["--process-id", str(index)]
             said.touch()
-            environment = scheduler(index) if scheduler else {}
-            process = _FORKS.Process(target=_run, args=(str(said), own, environment, largest_file))
+            run = (str(said), flags, environment, largest_file)
+            process = _FORKS.Process(target=_run, args=run)
             process.start()
             self.processes.append(process)
 
@@ -96,7 +100,7 @@ class Job:
             condition,
             running=lambda: any(process.is_alive() for process in self.processes),
             seconds=seconds,
-            said=lambda: [self.said(i)[-1000:] for i in range(len(self.processes))],
+            said=lambda: [path.read_text()[-1000:] for path in self._said],
         )
 
     def codes(self, seconds=300):

@@ -39,8 +39,8 @@ def step_of(optimizer):
 def run(mapping, tx, params, targets, gradient=towards):
     """Trains every replica towards its own targets ``(n, steps, *shape)``, an update for each.
 
-    In NumPy: the parameters after every step, ``(n, steps, *shape)``, and the final state as the
-    mapping leaves it.
+    Returns the parameters after every step, ``(n, steps, *shape)``, and the final state as the
+    mapping leaves it, both in NumPy.
     """
     n = jax.tree.leaves(targets)[0].shape[0]
     state, specs = start(mapping, tx.init(params), n)
@@ -51,8 +51,8 @@ def run(mapping, tx, params, targets, gradient=towards):
         return optax.apply_updates(params, updates), state
 
     mapped = over_replicas(mapping, step, n, specs, out=jax.P(AXIS))
-    params = stack(params, n)
     trajectory = []
+    params = stack(params, n)
     if mapping != "vmap":
         params = spread(params, n)
     for target in steps_of(targets):
@@ -66,11 +66,15 @@ def run(mapping, tx, params, targets, gradient=towards):
 def rounds(round_, params, targets, state=None, mapping="shard_map", weights=None):
     """Runs rounds over ``(n, steps, *shape)`` targets, in one compiled program.
 
-    From a consolidated state, by default ``round_.init(params)``: the parameters as each device has
-    them, ``(n, *shape)``; the state; what the steps returned besides, ``(n, steps, ...)``.
+    They begin with a consolidated state, by default ``round_.init(params)``.
+
+    Returns the parameters as each device has them, ``(n, *shape)``; the state; and what the steps
+    returned besides, ``(n, steps, ...)``.
     """
     n, steps = jax.tree.leaves(targets)[0].shape[:2]
-    state, specs = start(mapping, round_.init(params) if state is None else state, n)
+    if state is None:
+        state = round_.init(params)
+    state, specs = start(mapping, state, n)
 
     def train(own, state, params):
         targets, weight = own
@@ -79,15 +83,12 @@ def rounds(round_, params, targets, state=None, mapping="shard_map", weights=Non
             params, state, ends = round_(*carry, batches, weight=weight)
             return (params, state), ends
 
-        def in_rounds(leaf):
-            return leaf.reshape(-1, round_.sync_every, *leaf.shape[1:])
+        def reshaped(tree, kept, *lengths):
+            return jax.tree.map(lambda x: x.reshape(*lengths, *x.shape[kept:]), tree)
 
-        def in_one_row(leaf):
-            return leaf.reshape(steps, *leaf.shape[2:])
-
-        batches = jax.tree.map(in_rounds, targets)
+        batches = reshaped(targets, 1, -1, round_.sync_every)
         (params, state), ends = jax.lax.scan(one, (params, state), batches)
-        return (params, jax.tree.map(in_one_row, ends)), state
+        return (params, reshaped(ends, 2, steps)), state
 
     mapped = over_replicas(mapping, train, n, specs, shared=1, out=(WHOLE, jax.P(AXIS)))
     (params, ends), state = mapped((targets, weights), state, params)

@@ -1,4 +1,4 @@
-"""Signals, full disks and flipped bits, spread over the whole life of a run.
+"""Harms a run with signals, full disks and flipped bits, spread over its whole life.
 
 python -m tests.helpers.many_faults --each 20 --disks 5 --bits 100
 
@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import jax
@@ -30,7 +29,7 @@ sys.path.insert(0, str(LANGUAGE_MODEL))
 
 import train
 from checkpoints import CheckpointError, Checkpoints
-from training import AXIS, Run, RunConfig
+from training import AXIS, Run
 
 STEPS = 60
 MODEL = ["--layers", 1, "--width", 32, "--heads", 2, "--context", 16, "--rank", 2]
@@ -42,8 +41,13 @@ RUN = [*MODEL, "--steps", STEPS, "--eval-every", 20, "--checkpoint-every", 1]
 
 def curve(log):
     """Returns by step the loss, the held-out loss where there is one, and the bytes sent so far."""
-    _, *records = [json.loads(line) for line in log.read_text().splitlines()]
-    return {r["step"]: (r["loss"], r.get("held_out", r["loss"]), r["bytes_sent"]) for r in records}
+    _, *lines = log.read_text().splitlines()
+    by_step = {}
+    for line in lines:
+        record = json.loads(line)
+        held_out = record.get("held_out", record["loss"])
+        by_step[record["step"]] = (record["loss"], held_out, record["bytes_sent"])
+    return by_step
 
 
 def losses_of(curve):
@@ -52,145 +56,167 @@ def losses_of(curve):
 
 
 def saved(directory):
-    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
-def start(here, processes):
-    """Processes of two devices in all that begin a run in `here`, or continue it."""
-    (here / "run").mkdir(exist_ok=True)
-    files = ["--log", here / "log", "--checkpoint-dir", here / "run", "--resume"]
-    return Job(processes, here, *RUN, *files, "--devices", 2 // processes)
-
-
-def finish(here, expected, at_least, processes):
-    """Starts again, and compares with the run that nothing happened to."""
-    newest = (saved(here / "run") or [0])[-1]
-    assert newest >= at_least, f"step {at_least} was saved, {newest} is left"
-    with start(here, processes) as job:
-        codes = job.codes(900)
-        assert codes == [0] * processes, (codes, job.said())
-        assert f"from step {newest}\n" in job.said()
-    assert curve(here / "log") == expected
-
-
-def signalled(here, number, after, expected, processes):
-    """Sends a signal to the last process; says the exit codes, and how long all lived then."""
-    with start(here, processes) as job:
-        time.sleep(after)
-        before = (saved(here / "run") or [0])[-1]
-        sent = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-            job.signal(number, processes - 1)
-        codes = job.codes(120)
-        took = time.monotonic() - sent
-    finish(here, expected, before, processes)
-    return f"{codes} after {took:.1f} s, step {before} was saved before"
-
-
-def full_disk(here, size, expected, processes):
-    """Saves on a disk of so many kilobytes, and again when it is larger; how the first ended."""
-    disk = here / "run"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}k", "none", str(disk)]
-    subprocess.run(mount, check=True)
-    try:
-        began = time.monotonic()
-        with start(here, processes) as job:
-            codes, said = job.codes(900), job.said()
-            before = saved(disk)
-        took = time.monotonic() - began
-        assert 0 not in codes, said
-        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-        finish(here, expected, (before or [0])[-1], processes)
-        why = said.strip().splitlines()[-1]
-        return f"{codes} after {took:.1f} s, steps {before} saved: {why}"
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
-def fresh():
-    given = vars(train.parser().parse_args([*map(str, RUN)]))
-    config = RunConfig(**{field.name: given[field.name] for field in fields(RunConfig)})
-    return Run(config, Mesh(jax.devices()[:1], (AXIS,))).consolidated()
+    """Lists the steps of which there are checkpoints."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
 
 
 def restored(directory, like, must_equal):
     """Returns the newest checkpoint, and what was stored beside it."""
-    checkpoints = Checkpoints(directory, keep=2, resume=True)
-    try:
+    with contextlib.closing(Checkpoints(directory, keep=2, resume=True)) as checkpoints:
         return checkpoints.restore(like, must_equal)
-    finally:
-        checkpoints.close()
 
 
 def files_of(checkpoint):
     """Returns the files of a saved step that have bytes, and how many."""
-    sizes = {path: path.stat().st_size for path in sorted(checkpoint.rglob("*")) if path.is_file()}
-    return [(path, size) for path, size in sizes.items() if size]
+    files = []
+    for path in sorted(checkpoint.rglob("*")):
+        size = path.stat().st_size
+        if path.is_file() and size:
+            files.append((path, size))
+    return files
 
 
 def flipped(spots, read):
-    """Flips one bit (file, byte, bit) after another; the errors of `read`, else nothing changes."""
-    errors, whole = [], jax.tree.leaves(read())
+    """Flips one bit (file, byte, bit) after another, and reads.
+
+    Returns what the errors say; where there is none, what is read must not have changed.
+    """
+    errors = []
+    whole = read()
     for file, byte, bit in spots:
         data = file.read_bytes()
         broken = bytearray(data)
         broken[byte] ^= 1 << bit
         file.write_bytes(broken)
         try:
-            assert all(map(np.array_equal, whole, jax.tree.leaves(read()))), (file, byte, bit)
+            jax.tree.map(np.testing.assert_array_equal, read(), whole)
         except CheckpointError as error:
             errors.append(str(error))
         file.write_bytes(data)
     return errors
 
 
-def random_bits(directory, count):
-    """Flips bits of the newest checkpoint: how many were refused, all by its name."""
-    rng, newest, like = np.random.default_rng(0), directory / str(saved(directory)[-1]), fresh()
-    files = files_of(newest)
-    chosen = [files[k] for k in rng.integers(len(files), size=count)]
-    spots = [(file, int(rng.integers(size)), int(rng.integers(8))) for file, size in chosen]
-    refused = flipped(spots, lambda: restored(directory, like, {}))
-    assert all(str(newest) in said for said in refused), refused
-    return f"{len(refused)} of {count} flipped bits were refused, the others changed nothing"
+def fresh():
+    """Makes the state that a run begins with, as it would be saved."""
+    config = train.config_of(train.parser().parse_args([*map(str, RUN)]))
+    return Run(config, Mesh(jax.devices()[:1], (AXIS,))).consolidated()
+
+
+class Campaign:
+    """Runs the same job in one folder after another, and harms it; rows of a table come out."""
+
+    def __init__(self, root, processes):
+        self.root = root
+        self.processes = processes
+        self.expected = None  # the curve of a run that nothing happened to
+
+    def start(self, name):
+        """Begins or continues a run on two devices in all."""
+        here = self.root / name
+        (here / "run").mkdir(parents=True, exist_ok=True)
+        files = ["--log", here / "log", "--checkpoint-dir", here / "run", "--resume"]
+        return Job(self.processes, here, *RUN, *files, "--devices", 2 // self.processes)
+
+    def newest(self, name):
+        return max(saved(self.root / name / "run"), default=0)
+
+    def undisturbed(self, name):
+        """Runs to the end, and returns the curve and the seconds."""
+        began = time.monotonic()
+        with self.start(name) as job:
+            assert job.codes(900) == [0] * self.processes, job.said()
+        return curve(self.root / name / "log"), time.monotonic() - began
+
+    def finish(self, name, at_least):
+        """Starts again, and compares with the run that nothing happened to."""
+        newest = self.newest(name)
+        assert newest >= at_least, f"step {at_least} was saved, {newest} is left"
+        with self.start(name) as job:
+            codes = job.codes(900)
+            assert codes == [0] * self.processes, (codes, job.said())
+            assert f"from step {newest}\n" in job.said()
+        assert curve(self.root / name / "log") == self.expected
+
+    def signalled(self, name, number, after):
+        """Sends a signal to the last process."""
+        with self.start(name) as job:
+            time.sleep(after)
+            before = self.newest(name)
+            sent = time.monotonic()
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                job.signal(number, self.processes - 1)
+            codes = job.codes(120)
+            took = time.monotonic() - sent
+        self.finish(name, before)
+        return f"{number.name} after {after:.1f} s | {codes} | {took:.1f} | {before}"
+
+    def full_disk(self, name, kilobytes):
+        """Saves on a disk that is too small, and again when it is larger."""
+        disk = self.root / name / "run"
+        disk.mkdir(parents=True)
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "none", str(disk)]
+        subprocess.run(mount, check=True)
+        try:
+            began = time.monotonic()
+            with self.start(name) as job:
+                codes = job.codes(900)
+                said = job.said()
+            took = time.monotonic() - began
+            before = self.newest(name)
+            assert 0 not in codes, said
+            subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+            self.finish(name, before)
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)
+        why = said.strip().splitlines()[-1]
+        return f"a disk of {kilobytes} kB: {why} | {codes} | {took:.1f} | {before}"
+
+    def random_bits(self, name, count):
+        """Flips bits of the newest checkpoint; what is refused must be refused by its name."""
+        generator = np.random.default_rng(0)
+        checkpoint = self.root / name / "run" / str(self.newest(name))
+        files = files_of(checkpoint)
+        spots = []
+        for index in generator.integers(len(files), size=count):
+            file, size = files[index]
+            spots.append((file, generator.integers(size), int(generator.integers(8))))
+        like = fresh()
+        refused = flipped(spots, lambda: restored(checkpoint.parent, like, {}))
+        assert all(str(checkpoint) in said for said in refused), refused
+        return f"{count} bits: {len(refused)} refused, the others changed nothing | | |"
+
+
+def rows(campaign, each, disks, bits):
+    """Yields the rows of the table."""
+    campaign.expected, _ = campaign.undisturbed("first")  # which fills the cache
+    again, life = campaign.undisturbed("undisturbed")
+    assert again == campaign.expected
+    yield f"none | [0] | {life:.1f} | {campaign.newest('undisturbed')}"
+    yield campaign.random_bits("undisturbed", bits)
+    one = sum(size for _, size in files_of(campaign.root / "undisturbed/run" / str(STEPS)))
+    for i, part in enumerate(np.linspace(0.2, 3.2, disks)):
+        yield campaign.full_disk(f"disk-{i}", int(part * one / 1024) + 40)
+    for after in np.random.default_rng(0).permutation(np.linspace(0.1, life, each)):
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            yield campaign.signalled(f"{number.name}-{after:.2f}", number, after)
 
 
 def main():
-    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    p.add_argument("--each", type=int, default=2, help="SIGKILLs, and SIGTERMs")
-    p.add_argument("--disks", type=int, default=0, help="full disks; takes root")
-    p.add_argument("--bits", type=int, default=10, help="flipped bits")
-    p.add_argument("--processes", type=int, default=2, choices=(1, 2))
-    given = p.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(root / "cache"))
-
-        def place(what):
-            (root / what).mkdir()
-            return root / what
-
-        for what in ("first", "undisturbed"):  # the first fills the cache
-            began, whole = time.monotonic(), place(what)
-            with start(whole, given.processes) as job:
-                assert job.codes(900) == [0] * given.processes, job.said()
-            life = time.monotonic() - began
-        expected = curve(whole / "log")
-        assert curve(root / "first/log") == expected
-        print(f"undisturbed: {life:.0f} s, saved {saved(whole / 'run')}", flush=True)
-        print(random_bits(whole / "run", given.bits), flush=True)
-        one = sum(x.stat().st_size for x in (whole / "run" / str(STEPS)).rglob("*")) // 1024
-        for i, part in enumerate(np.linspace(0.2, 3.2, given.disks)):
-            said = full_disk(place(f"disk-{i}"), int(part * one) + 40, expected, given.processes)
-            print(f"a disk for {part:.1f} checkpoints: {said}", flush=True)
-        moments = np.random.default_rng(0).permutation(np.linspace(0.1, life, given.each))
-        for i, after in enumerate(moments):
-            for number in (signal.SIGKILL, signal.SIGTERM):
-                here = place(f"{number.name}-{i}")
-                said = signalled(here, number, after, expected, given.processes)
-                print(f"{number.name} after {after:.1f} s: {said}", flush=True)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--each", type=int, default=2, help="SIGKILLs, and SIGTERMs")
+    parser.add_argument("--disks", type=int, default=0, help="full disks; takes root")
+    parser.add_argument("--bits", type=int, default=10, help="flipped bits")
+    parser.add_argument("--processes", type=int, default=2, choices=(1, 2))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/cache")
+        campaign = Campaign(Path(folder), options.processes)
+        print("| fault | exit codes | seconds until all ended | step saved before |")
+        print("|---|---|--:|--:|", flush=True)
+        for row in rows(campaign, options.each, options.disks, options.bits):
+            print(f"| {row} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,10 @@ def mesh_of(n, axis=AXIS):
 
 def sharded(mesh, function, in_specs, out_specs, **options):
     """Returns a jitted `jax.shard_map` over a mesh, or over AXIS of so many devices."""
-    mesh = mesh_of(mesh) if isinstance(mesh, int) else mesh
-    specs = {"in_specs": in_specs, "out_specs": out_specs}
-    return jax.jit(jax.shard_map(function, mesh=mesh, **specs, **options))
+    if isinstance(mesh, int):
+        mesh = mesh_of(mesh)
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
+    return jax.jit(mapped)
 
 
 def first(tree):
@@ -38,7 +39,7 @@ def stack(tree, n):
 
 
 def spread(tree, n):
-    """Arrays ``(n, ...)``, one entry on each device: placed as the outputs of pmap are."""
+    """Places arrays ``(n, ...)`` as the outputs of pmap are, one entry on each device."""
     return jax.device_put(tree, jax.NamedSharding(mesh_of(n), jax.P(AXIS)))
 
 
@@ -46,7 +47,11 @@ def steps_of(grads):
     """Splits a tree of ``(n, steps, *shape)`` into one of ``(n, *shape)`` for each step."""
     grads = jax.device_get(grads)
     count = jax.tree.leaves(grads)[0].shape[1]
-    return [jax.tree.map(lambda g, t=t: np.asarray(g[:, t]), grads) for t in range(count)]
+
+    def step(index):
+        return jax.tree.map(lambda g: np.asarray(g[:, index]), grads)
+
+    return [step(index) for index in range(count)]
 
 
 def simulate(mapping, tx, grads, state=None, params=None, *, optimised=False, **extra):
@@ -58,25 +63,27 @@ def simulate(mapping, tx, grads, state=None, params=None, *, optimised=False, **
     are ``(n, *shape)``.
     """
     n = jax.tree.leaves(grads)[0].shape[0]
-    state = tx.init(zeros_of_one(grads)) if state is None else state
+    if state is None:
+        state = tx.init(zeros_of_one(grads))
     axes = jaxcomp.state_axes(state)
     state, specs = start(mapping, state, n)
-    run, outputs = None, []
-    for g in steps_of(grads):
-        arguments = (g, state, params, extra)
-        run = run or _compiled(mapping, tx, n, specs, arguments, optimised)
-        output, new = run(*arguments)
-        assert types_of(new) == types_of(state)
-        state = new
+    outputs = []
+    for gradients in steps_of(grads):
+        arguments = (gradients, state, params, extra)
+        before = types_of(state)
+        output, state = _compiled(mapping, tx, n, specs, arguments, optimised)(*arguments)
+        assert types_of(state) == before
         outputs.append(jax.device_get(output))
+    outputs = jax.tree.map(lambda *steps: np.stack(steps), *outputs)
     state = jax.device_get(state)
     if mapping == "shard_map":
-        return _stacked(outputs), state
-    outputs = [jax.tree.map(_replicated, x) for x in outputs]
-    flags = jax.tree.leaves(axes, is_leaf=lambda x: x is None)
-    leaves, treedef = jax.tree.flatten(state)
-    shared = [x if own == 0 else _replicated(x) for x, own in zip(leaves, flags, strict=True)]
-    return _stacked(outputs), treedef.unflatten(shared)
+        return outputs, state
+    outputs = jax.tree.map(lambda x: _replicated(x.swapaxes(0, 1)), outputs)
+
+    def without_copies(axis, leaf):
+        return leaf if axis == 0 else _replicated(leaf)
+
+    return outputs, jax.tree.map(without_copies, axes, state, is_leaf=lambda x: x is None)
 
 
 def start(mapping, state, n):
@@ -84,14 +91,13 @@ def start(mapping, state, n):
     if mapping == "shard_map":
         return jaxcomp.shard_state(state, mesh_of(n), AXIS), jaxcomp.state_specs(state, AXIS)
     state = stack(state, n)
-    return spread(state, n) if mapping == "pmap" else state, None
-
-
-def _stacked(outputs):
-    return jax.tree.map(lambda *x: np.stack(x), *outputs)
+    if mapping == "pmap":
+        state = spread(state, n)
+    return state, None
 
 
 def _replicated(x):
+    """Takes one of the replicas' entries, which must be equal."""
     np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
     return x[0]
 
@@ -113,13 +119,12 @@ def _compiled(mapping, tx, n, specs, arguments, optimised):
     """Returns the executable of one step, the same for the same transformation and shapes."""
     key = (mapping, tx, n, optimised, types_of(arguments))
     if key not in _programs:
-        mapped = _mapped(mapping, tx, n, specs)
-        if mapping == "pmap":  # whose executables want the arguments of the shard_map inside
-            assert not optimised
-            _programs[key] = mapped
-        else:
-            lowered = mapped.lower(*arguments)
-            _programs[key] = as_users_get_it(lowered) if optimised else lowered.compile()
+        program = _mapped(mapping, tx, n, specs)
+        if optimised:
+            program = as_users_get_it(program.lower(*arguments))
+        elif mapping != "pmap":  # whose executables want the arguments of the shard_map inside
+            program = program.lower(*arguments).compile()
+        _programs[key] = program
     return _programs[key]
 
 
@@ -143,10 +148,14 @@ def over_replicas(mapping, step, n, specs, shared=0, out=WHOLE):
     if mapping == "pmap":
         return jax.pmap(step, devices=jax.devices()[:n], **over)
 
+    def with_axis(spec, outputs):
+        if spec == WHOLE:
+            return outputs
+        return jax.tree.map(lambda x: x[None], outputs)
+
     def local(own, state, *rest):
-        found, state = step(first(own), state, *rest)
-        lead = lambda x: jax.tree.map(lambda y: y[None], x)  # noqa: E731
-        return jax.tree.map(lambda s, x: x if s == WHOLE else lead(x), out, found), state
+        outputs, state = step(first(own), state, *rest)
+        return jax.tree.map(with_axis, out, outputs), state
 
     return sharded(n, local, (jax.P(AXIS), specs, *[WHOLE] * shared), (out, specs))
 

@@ -8,6 +8,8 @@ the first compressed step draws (``RANK:EPS/q/NAME``: ``(cols, r)``), before tor
 them.
 """
 
+import collections
+import math
 import sys
 
 import numpy as np
@@ -31,33 +33,32 @@ class Recorded(torch.nn.Module):
 
 def first_factors(order, shapes, rank, min_rate):
     """Draws the factors of the first compressed step by name, as torch does: shape by shape."""
-    groups = {}
+    groups = collections.defaultdict(list)
     for name in order:
-        n, m = shapes[name][0], int(np.prod(shapes[name][1:]))
-        r = min(n, m, rank)
-        if (n + m) * r * min_rate < n * m:
-            groups.setdefault((n, m), []).append((name, r))
+        rows, *rest = shapes[name]
+        groups[rows, math.prod(rest)].append(name)
     torch.manual_seed(np.random.RandomState(0).randint(1_000_000_000))
-    return {
-        name: torch.randn(1, m, r)[0].numpy()
-        for (_, m), members in groups.items()
-        for name, r in members
-    }
+    factors = {}
+    for (rows, cols), names in groups.items():
+        r = min(rows, cols, rank)
+        if (rows + cols) * r * min_rate < rows * cols:
+            for name in names:
+                factors[name] = torch.randn(1, cols, r)[0].numpy()
+    return factors
 
 
 def run(index, data, setting, start):
     """Returns every step's result of the hook on this process, and the first factors."""
-    rank, eps = setting.split(":")
-    rank = int(rank)
+    rank, eps = map(float, setting.split(":"))
     shapes = {name: x.shape[2:] for name, x in data.items()}
     module = Recorded(shapes)
     # One bucket: with several, the hook's collectives over gloo wait for each other for ever.
     model = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1000)
     state = hook.PowerSGDState(
         None,
-        matrix_approximation_rank=rank,
+        matrix_approximation_rank=int(rank),
         start_powerSGD_iter=start,
-        orthogonalization_epsilon=float(eps),
+        orthogonalization_epsilon=eps,
     )
     names = {p: n for n, p in module.named_parameters()}
     orders = []
@@ -67,15 +68,18 @@ def run(index, data, setting, start):
         return hook.powerSGD_hook(state, bucket)
 
     model.register_comm_hook(state, recording_hook)
-    outputs = {name: [] for name in shapes}
+    steps = []
     for step in range(next(iter(data.values())).shape[1]):
         model.zero_grad()
         model({name: torch.from_numpy(x[index, step]) for name, x in data.items()}).backward()
-        for name, p in module.named_parameters():
-            outputs[name].append(p.grad.numpy().copy())
-    q = first_factors(orders[start], shapes, rank, state.min_compression_rate)
-    arrays = {f"{setting}/out/{n}": np.stack(x) for n, x in outputs.items()}
-    return arrays | {f"{setting}/q/{n}": x for n, x in q.items()}
+        steps.append([p.grad.numpy().copy() for p in module.parameters()])
+    arrays = {}
+    for name, *outputs in zip(shapes, *steps, strict=True):
+        arrays[f"{setting}/out/{name}"] = np.stack(outputs)
+    factors = first_factors(orders[start], shapes, int(rank), state.min_compression_rate)
+    for name, q in factors.items():
+        arrays[f"{setting}/q/{name}"] = q
+    return arrays
 
 
 def worker(index, source, target, start, settings):

@@ -1,4 +1,4 @@
-"""A torch run of local SGD over gloo; a script for subprocesses.
+"""Runs local SGD in torch over gloo; a script for subprocesses.
 
     python -m tests.helpers.torch_local_sgd FOLDER WORLD
 
@@ -86,18 +86,21 @@ def worker(rank, folder, world):
     data = np.load(folder / "data.npz")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", ACCELERATE_USE_CPU="true")
-    found = {}
+    runs = {}
+    averager = PeriodicModelAverager(4, warmup_steps=10)
     if world == 2:
-        found["periodic"] = post_local(data, rank, PeriodicModelAverager(4, warmup_steps=10), 10)
+        runs["periodic"] = post_local(data, rank, averager, 10)
         if importlib.util.find_spec("accelerate"):
-            found["accelerate"] = accelerate_local_sgd(data, rank, 8)
+            runs["accelerate"] = accelerate_local_sgd(data, rank, 8)
     else:
         subgroup, _ = dist.new_subgroups(2)
-        averager = PeriodicModelAverager(4, warmup_steps=10)
-        found["subgroup"] = post_local(data, rank, averager, 10, subgroup)
+        runs["subgroup"] = post_local(data, rank, averager, 10, subgroup)
         averager = HierarchicalModelAverager(OrderedDict([(2, 2), (8, 4)]), warmup_steps=5)
-        found["hierarchical"] = post_local(data, rank, averager, 5)
-    arrays = {f"{case}_{i}": w for case, ws in found.items() for i, w in enumerate(ws)}
+        runs["hierarchical"] = post_local(data, rank, averager, 5)
+    arrays = {}
+    for case, leaves in runs.items():
+        for index, leaf in enumerate(leaves):
+            arrays[f"{case}_{index}"] = leaf
     np.savez(folder / f"{rank}.npz", **arrays)
 
 

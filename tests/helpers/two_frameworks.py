@@ -38,26 +38,28 @@ class FlaxModel(nn.Module):
 
 
 class Conv1D(tnn.Module):
-    """transformers': a Linear whose weight is stored (in, out)."""
+    """The Linear of transformers, whose weight is stored (in, out)."""
 
     def __init__(self, ins, out):
         super().__init__()
-        self.weight, self.bias = tnn.Parameter(torch.ones(ins, out)), tnn.Parameter(torch.ones(out))
+        self.weight = tnn.Parameter(torch.ones(ins, out))
+        self.bias = tnn.Parameter(torch.ones(out))
 
     def forward(self, x):
         return x @ self.weight + self.bias
 
 
 class TorchLayers:
-    relu, relu6, gelu, silu, sigmoid, softmax = map(
-        staticmethod, (F.relu, F.relu6, F.gelu, F.silu, F.sigmoid, F.softmax)
-    )
-    max, concatenate, einsum, zeros, asarray = map(
-        staticmethod, (torch.amax, torch.concatenate, torch.einsum, torch.zeros, torch.as_tensor)
-    )
+    """Layers of torch, of the module that they are made in."""
+
+    max = staticmethod(torch.amax)
 
     def __init__(self, module):
         self.module = module
+
+    def __getattr__(self, name):
+        """Takes a function without parameters from torch."""
+        return getattr(F, name, None) or getattr(torch, name)
 
     def _at(self, name, make, *sizes, **more):
         """Returns the layer of such a name, made at the first time."""
@@ -133,63 +135,73 @@ class Bare(nn.Module):
 
 
 class FlaxLayers:
+    """The same layers in Flax."""
+
     gelu = functools.partial(nn.gelu, approximate=False)
-    relu, relu6, silu, sigmoid, softmax = map(
-        staticmethod, (nn.relu, nn.relu6, nn.silu, nn.sigmoid, nn.softmax)
-    )
-    max, concatenate, einsum, zeros, asarray = map(
-        staticmethod, (jnp.max, jnp.concatenate, jnp.einsum, jnp.zeros, jnp.asarray)
-    )
 
     def __init__(self, module):
-        self.module, self.tables = module, {}
+        self.module = module
+        self.tables = {}
+
+    def __getattr__(self, name):
+        """Takes a function without parameters from JAX or Flax."""
+        return getattr(jnp, name, None) or getattr(nn, name)
 
     def _name(self, name):
-        return {"name": None if name.isdecimal() else name.replace(".", "_")}
+        return None if name.isdecimal() else name.replace(".", "_")
 
     def conv(self, x, name, out, k, s=1, p=0, groups=1, bias=True):
-        more = {"padding": p, "feature_group_count": groups, "use_bias": bias, **self._name(name)}
-        return nn.Conv(out, (k,) * (x.ndim - 2), s, **more)(x)
+        layer = nn.Conv(
+            out,
+            (k,) * (x.ndim - 2),
+            s,
+            padding=p,
+            feature_group_count=groups,
+            use_bias=bias,
+            name=self._name(name),
+        )
+        return layer(x)
 
     def conv_transpose(self, x, name, out, k):
-        return nn.ConvTranspose(out, (k, k), (k, k), **self._name(name))(x)
+        return nn.ConvTranspose(out, (k, k), (k, k), name=self._name(name))(x)
 
     def bn(self, x, name):
-        more = {"momentum": 0.9, "epsilon": 1e-5, **self._name(name)}
-        return nn.BatchNorm(not self.module.train, **more)(x)
+        return nn.BatchNorm(
+            not self.module.train, momentum=0.9, epsilon=1e-5, name=self._name(name)
+        )(x)
 
     def dense(self, x, name, out, bias=True):
-        return nn.Dense(out, bias, **self._name(name))(x)
+        return nn.Dense(out, bias, name=self._name(name))(x)
 
     conv1d = dense
 
     def ln(self, x, name):
-        return nn.LayerNorm(1e-5, **self._name(name))(x)
+        return nn.LayerNorm(1e-5, name=self._name(name))(x)
 
     def rms(self, x, name):
-        return nn.RMSNorm(1e-6, **self._name(name))(x)
+        return nn.RMSNorm(1e-6, name=self._name(name))(x)
 
     def embed(self, ids, name, size, width):
         if name not in self.tables:
-            self.tables[name] = nn.Embed(size, width, **self._name(name))
+            self.tables[name] = nn.Embed(size, width, name=self._name(name))
         return self.tables[name](ids)
 
     def tied(self, x, name, table):
         return self.tables[table].attend(x)
 
     def attention(self, x, name, heads):
-        return nn.MultiHeadDotProductAttention(heads, **self._name(name))(x)
+        return nn.MultiHeadDotProductAttention(heads, name=self._name(name))(x)
 
     def recurrent(self, x, name, kind, width, layers):
         cell = {"LSTM": nn.OptimizedLSTMCell, "GRU": nn.GRUCell}[kind]
         for k in range(layers):
-            x = nn.RNN(cell(width, **self._name(f"{name}_{k}")))(x)
+            x = nn.RNN(cell(width, name=self._name(f"{name}_{k}")))(x)
         return x
 
     def param(self, name, *shape):
         parents, _, last = name.rpartition(".")
         if parents:
-            return Bare(**self._name(parents))(last, shape)
+            return Bare(name=self._name(parents))(last, shape)
         return self.module.param(last, ONES, shape)
 
     def flatten(self, x):

@@ -1,4 +1,4 @@
-"""DDP jobs of two ranks over gloo that stay in torch, wait for JAX, and go on from what it left.
+"""Runs DDP jobs of two ranks over gloo that stay in torch, wait for JAX, and go on from its files.
 
     python -m tests.helpers.whole_run FOLDER CASE [CASE ...]
 
@@ -64,7 +64,9 @@ RANKS = dict.fromkeys(HOOKS, 2) | {"static": 4}
 def fresh(case):
     """Makes the model in buckets, which DDP cuts anew if it need not look for unused layers."""
     torch.manual_seed(1)
-    module, looks, static = TorchModel(network), case in ("own", "half"), case == "static"
+    module = TorchModel(network)
+    looks = case in ("own", "half")
+    static = case == "static"
     module(torch.from_numpy(batch(0, 0)[0]))  # which makes the layers
     module.norm.reset_running_stats()
     module.conv2.to(memory_format=torch.channels_last)
@@ -77,10 +79,9 @@ def fresh(case):
         static_graph=static,
     )
     trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
-    named = case != "own"  # else what is trained alone, by the layout's names
-    return model, torch.optim.SGD(
-        trained if named else [p for _, p in trained], lr=0.1, momentum=0.9
-    )
+    if case == "own":  # an optimizer without names: the layout's are taken
+        trained = [parameter for _, parameter in trained]
+    return model, torch.optim.SGD(trained, lr=0.1, momentum=0.9)
 
 
 def loss_of(model, step, rank):
@@ -92,13 +93,24 @@ def train(model, optimizer, rank, first, last):
     return steps_in_torch(lambda step: loss_of(model, step, rank), optimizer, range(first, last))
 
 
+def end_of(losses, model):
+    """Returns what is compared: the losses, and a running mean at the end."""
+    return losses, model.module.norm.running_mean.tolist()
+
+
 def stayed(case, rank, folder):
+    """Trains without a break, and saves on the way."""
     model, optimizer = fresh(case)
     state = PowerSGDState(None, RANKS[case], start_powerSGD_iter=START)
     model.register_comm_hook(state, HOOKS[case])
     losses = train(model, optimizer, rank, 0, MOVES[0])
-    document = {"state_dict": model.state_dict(), "comm_hook": powerSGD_hook, "epoch": 3}
-    document |= {"comm_hook_state": state, "optimizer": optimizer.state_dict()}
+    document = {
+        "state_dict": model.state_dict(),
+        "comm_hook": powerSGD_hook,
+        "comm_hook_state": state,
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+    }
     torch.save(document, folder / f"{case}.{rank}.pt")
     # What rank 0 cannot write is said on both, and neither waits for the other.
     with pytest.raises(RuntimeError, match="hooks of `extra`"):
@@ -106,7 +118,7 @@ def stayed(case, rank, folder):
     path = folder / f"{case}.to_jax.pt"
     torch_bridge.save_checkpoint(path, model, state, optimizer=optimizer, extra={"epoch": 3})
     losses += train(model, optimizer, rank, MOVES[0], STEPS)
-    return losses, model.module.norm.running_mean.tolist()
+    return end_of(losses, model)
 
 
 def apart(hook, seed):
@@ -141,10 +153,11 @@ def control(case, rank, seed):
     losses = []
     for steps in range(1, STEPS + 1):
         losses += train(model, optimizer, rank, steps - 1, steps)
-    return losses, model.module.norm.running_mean.tolist()
+    return end_of(losses, model)
 
 
 def returned(case, rank, folder):
+    """Trains on from what JAX left."""
     path = folder / f"{case}.to_torch.pt"
     wait_for(path.exists)
     model, optimizer = fresh(case)
@@ -160,19 +173,18 @@ def returned(case, rank, folder):
         lambda: loss_of(model, 1_000, rank).backward(),
         hook=HOOKS[case],
     )
-    losses = train(model, optimizer, rank, MOVES[1], STEPS)
-    return losses, model.module.norm.running_mean.tolist()
+    return end_of(train(model, optimizer, rank, MOVES[1], STEPS), model)
 
 
 def worker(rank, folder, *cases):
     first = {case: stayed(case, rank, folder) for case in cases}
     for case in cases:
         controls = [control(case, rank, seed) for seed in range(CONTROLS)]
-        names = ("stayed", "stayed_mean", "returned", "mean")
-        found = dict(zip(names, (*first[case], *returned(case, rank, folder)), strict=True))
-        found["controls"] = [losses for losses, _ in controls]
-        found["control_means"] = [mean for _, mean in controls]
-        (folder / f"{case}.{rank}.json").write_text(json.dumps(found))
+        runs = {}
+        runs["stayed"], runs["stayed_mean"] = first[case]
+        runs["returned"], runs["mean"] = returned(case, rank, folder)
+        runs["controls"], runs["control_means"] = zip(*controls, strict=True)
+        (folder / f"{case}.{rank}.json").write_text(json.dumps(runs))
 
 
 if __name__ == "__main__":
