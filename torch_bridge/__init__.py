@@ -2,6 +2,8 @@
 
 What makes torch's tensors, and what runs in a torch job, needs torch: without it they raise a
 ``ModuleNotFoundError`` that says what to install. Everything else works without torch.
+
+What is only named in annotations is in `torch_bridge.types`.
 """
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
@@ -11,9 +13,9 @@ from torch_bridge._convert.optimizer import optimizer_from_torch, optimizer_to_t
 from torch_bridge._convert.params import params_from_torch, params_to_torch
 from torch_bridge._convert.powersgd import powersgd_from_torch, powersgd_to_torch
 from torch_bridge._convert.sampling import sharded_indices
-from torch_bridge._convert.to_flax import FlaxRun, to_flax
+from torch_bridge._convert.to_flax import to_flax
 from torch_bridge._convert.to_torch import to_torch
-from torch_bridge._hook.buckets import BucketEntry, BucketLayout
+from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import infer_layout
 from torch_bridge._hook.load import load
@@ -21,15 +23,11 @@ from torch_bridge._job.resume import resume_powersgd, state_from_record, waiting
 from torch_bridge._job.save import record_layout, save_checkpoint
 from torch_bridge._pairing.matrix_dims import matrix_dims_of, torch_matrix_dims
 from torch_bridge._pairing.pair import pair
-from torch_bridge._pairing.pairs import Pair
 
 __all__ = [
-    "BucketEntry",
     "BucketLayout",
     "Checkpoint",
     "CheckpointMismatch",
-    "FlaxRun",
-    "Pair",
     "PowerSGDRecord",
     "UnsafeCheckpoint",
     "infer_layout",

@@ -13,7 +13,7 @@ from typing import Any
 from docutils import nodes
 
 import jaxcomp
-import torch_bridge
+import torch_bridge.types
 
 project = "jaxcomp"
 author = "The jaxcomp authors"
@@ -68,7 +68,7 @@ CODE = re.compile(r":\w+:`[^`]*`|``[^`]*``|`([^`]+)`")
 def _public_names() -> dict[str, str]:
     """Every public name, by its last part: `DataParallel` -> `jaxcomp.types.DataParallel`."""
     names = {}
-    for module in (torch_bridge, jaxcomp.types, jaxcomp.extend, jaxcomp):
+    for module in (torch_bridge, torch_bridge.types, jaxcomp.types, jaxcomp.extend, jaxcomp):
         for name in module.__all__:
             names[name] = f"{module.__name__}.{name}"
     return names

@@ -18,7 +18,7 @@ import pytest
 import train
 
 import jaxcomp
-import torch_bridge
+import torch_bridge.types
 from tests.helpers.control import apart, assert_no_further
 from tests.helpers.paths import ROOT
 from tests.helpers.runners import mesh_of, sharded
@@ -86,7 +86,7 @@ def test_every_public_name_has_its_place_in_the_reference():
     listed = re.findall(r":: ([\w.]+)$", (ROOT / "docs/site/api.md").read_text(), re.MULTILINE)
     public = [
         f"{module.__name__}.{name}"
-        for module in (jaxcomp, jaxcomp.extend, jaxcomp.types, torch_bridge)
+        for module in (jaxcomp, jaxcomp.extend, jaxcomp.types, torch_bridge, torch_bridge.types)
         for name in module.__all__
         if name not in ("extend", "types")
     ]

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from torch_bridge._base.framework import import_torch
 from torch_bridge._base.tensors import is_tensor
 
@@ -68,7 +70,7 @@ def run_example(
                 f"the model does not run on `example` in evaluation mode "
                 f"({type(error).__name__}: {error!s:.300})"
             ) from error
-    if not _has_tensor(outputs):
+    if not any(map(is_tensor, jax.tree.leaves(outputs))):
         raise ValueError("the model gives no tensor for `example`")
     return tuple(value.cpu() for value in placed), outputs
 
@@ -109,11 +111,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(_plain(part) for part in value)
     return value if isinstance(value, _PLAIN) else None
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_has_tensor(part) for part in value.values())
-    if isinstance(value, tuple):
-        return any(_has_tensor(part) for part in value)
-    return is_tensor(value)

@@ -16,8 +16,7 @@ from torch_bridge._job.save import (
     awaits_rebuild,
     holds_buffers,
     record_layout,
-    require_ddp,
-    require_powersgd,
+    require,
 )
 
 if TYPE_CHECKING:
@@ -104,8 +103,7 @@ def resume_powersgd(
       (20, 20)
     """
     torch = import_torch()
-    require_ddp(ddp_model)
-    require_powersgd(state)
+    require(ddp_model=ddp_model, state=state)
     count = state.iter
     start = state.start_powerSGD_iter
     begun = holds_buffers(state)

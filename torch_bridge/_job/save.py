@@ -11,6 +11,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.files import replacing
 from torch_bridge._base.framework import import_torch
@@ -55,8 +57,7 @@ def record_layout(
       >>> record_layout(ddp_model).sizes
       (36,)
     """
-    require_ddp(ddp_model)
-    require_powersgd(state)
+    require(ddp_model=ddp_model, state=state)
     parameters = _bucketed(ddp_model)
     order = _present_order(ddp_model, parameters)
     layout = BucketLayout.from_order(order, parameters)
@@ -118,32 +119,36 @@ def _present_order(
     return order
 
 
-def require_ddp(ddp_model: Any) -> None:
-    """Refuse the bare module, which knows nothing of buckets.
+# Argument -> what it has, what it is, and what it is not. Not isinstance: what torch.compile makes
+# of a model serves as well.
+_WANTED = {
+    "ddp_model": (
+        "_get_ddp_logging_data",
+        "the DistributedDataParallel model",
+        "not the module in it",
+    ),
+    "state": (
+        "error_dict",
+        "the PowerSGDState",
+        "pass None where the hook is another: of post_localSGD_hook there is nothing to save but "
+        "the step",
+    ),
+    "optimizer": ("state_dict", "the optimizer itself", "not its state_dict()"),
+    "scaler": ("get_scale", "the GradScaler itself", "not its state_dict()"),
+}
+
+
+def require(**arguments: Any) -> None:
+    """Refuses arguments of other kinds; None stands for none, but for the model.
 
     Raises:
-      TypeError: It is no ``DistributedDataParallel`` model.
+      TypeError: With the argument that is something else.
     """
-    # Not isinstance: what torch.compile makes of one serves as well.
-    if not hasattr(ddp_model, "_get_ddp_logging_data"):
-        raise TypeError(
-            f"`ddp_model` must be the DistributedDataParallel model, got a "
-            f"{type(ddp_model).__name__}; not the module in it."
-        )
-
-
-def require_powersgd(state: Any) -> None:
-    """Refuses the state of another hook; None stands for no state.
-
-    Raises:
-      TypeError: It is no ``PowerSGDState``.
-    """
-    if state is None or hasattr(state, "error_dict"):
-        return
-    raise TypeError(
-        f"`state` must be the PowerSGDState, got a {type(state).__name__}. Pass None where the "
-        "hook is another: of post_localSGD_hook there is nothing to save but the step."
-    )
+    for name, value in arguments.items():
+        attribute, wanted, instead = _WANTED[name]
+        absent = value is None and name != "ddp_model"
+        if not absent and not hasattr(value, attribute):
+            raise TypeError(f"`{name}` must be {wanted}, got a {type(value).__name__}; {instead}.")
 
 
 def awaits_rebuild(ddp_model: DistributedDataParallel) -> bool:
@@ -217,10 +222,7 @@ def save_checkpoint(
       (['weight', 'bias'], {'epoch': 3})
     """
     dist = import_torch("torch.distributed")
-    require_ddp(ddp_model)
-    _refuse_dictionary(optimizer, "optimizer", "optimizer", "state_dict")
-    _refuse_dictionary(scaler, "scaler", "GradScaler", "get_scale")
-    require_powersgd(state)
+    require(ddp_model=ddp_model, state=state, optimizer=optimizer, scaler=scaler)
     inputs = None if example is None else example_inputs(example)
     group: Any = getattr(state, "process_group", None) or ddp_model.process_group
     layout = None
@@ -258,19 +260,6 @@ def save_checkpoint(
         raise RuntimeError(f"Rank 0 could not write {path}: {problem[0]}")
 
 
-def _refuse_dictionary(value: Any, name: str, kind: str, method: str) -> None:
-    """Refuses the ``state_dict()`` of what is wanted itself; None stands for none.
-
-    Raises:
-      TypeError: It is something else.
-    """
-    if value is None or hasattr(value, method):
-        return
-    raise TypeError(
-        f"`{name}` must be the {kind} itself, got a {type(value).__name__}; not its state_dict()."
-    )
-
-
 def _registered(ddp_model: DistributedDataParallel) -> str | None:
     """Returns the name of the registered hook."""
     hooks = getattr(ddp_model, "_comm_hooks", ())  # torch says it nowhere else
@@ -282,17 +271,12 @@ def _named_groups(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> 
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     document = dict(optimizer.state_dict())
     groups = []
-    saved = document.get("param_groups", ())
-    current: Any = getattr(optimizer, "param_groups", ())
-    for group, live in zip(saved, current, strict=False):
+    for group, live in zip(document["param_groups"], optimizer.param_groups, strict=True):
         held = [names.get(id(parameter)) for parameter in live["params"]]
         if None in held:  # of another module
             return document
-        group = dict(group)
-        group["param_names"] = held
-        groups.append(group)
-    if groups:
-        document["param_groups"] = groups
+        groups.append(dict(group, param_names=held))
+    document["param_groups"] = groups
     return document
 
 
@@ -333,17 +317,13 @@ def _records(
     """Makes the record of each rank; tensors on the CPU share their memory with the state's."""
     if state is None:
         return ()
-    slots: dict[str, Any] = {}
-    for field in dataclasses.fields(PowerSGDRecord):
-        slots[field.name] = getattr(state, field.name)
+    slots = {field.name: getattr(state, field.name) for field in dataclasses.fields(PowerSGDRecord)}
     for name in BUFFERS:
-        slots[name] = {bucket: to_numpy(tensor) for bucket, tensor in slots[name].items()}
+        slots[name] = jax.tree.map(to_numpy, slots[name])
     record = record_from_slots(slots)
-    records = []
-    for error in errors:
-        buffers: Any = dict(error)  # of tensors, which `write_document` wants
-        records.append(dataclasses.replace(record, error_dict=buffers))
-    return tuple(records)
+    # Errors stay tensors, which `write_document` wants.
+    buffers: Any = errors
+    return tuple(dataclasses.replace(record, error_dict=error) for error in buffers)
 
 
 def write_document(path: pathlib.Path, document: Any) -> None:
