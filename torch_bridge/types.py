@@ -1,0 +1,7 @@
+"""Classes that one meets as results and names in annotations, and need not construct."""
+
+from torch_bridge._convert.to_flax import FlaxRun
+from torch_bridge._hook.buckets import BucketEntry
+from torch_bridge._pairing.pairs import Pair
+
+__all__ = ["BucketEntry", "FlaxRun", "Pair"]
