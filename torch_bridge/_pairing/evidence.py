@@ -1,7 +1,7 @@
 """One example through both models: torch's outputs are known, and the Flax model is run.
 
-What is found out here is how far the outputs are apart for given leaves, and in which order the
-Flax model uses its leaves.
+What is found out here is how far the outputs are apart for given leaves, in which order the Flax
+model uses its leaves, and what it flattens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from torch_bridge._base.tensors import is_tensor, shape_of, to_numpy
+from torch_bridge._base.tensors import shape_of, to_numpy
 from torch_bridge._pairing.leaves import Tree
 
 Apply: TypeAlias = Callable[..., Any]
@@ -39,14 +39,21 @@ class Apart(NamedTuple):
     mean: float
 
 
+class Layout(NamedTuple):
+    """The inputs in a layout with which the Flax model runs, and its operations if traced."""
+
+    inputs: tuple[np.ndarray, ...]
+    program: core.Jaxpr | None
+
+
 class Evidence:
     """An example, ready to be run with any leaves.
 
     Attributes:
       layouts: The layouts of the inputs with which the Flax model runs, the likeliest first.
-      layout: The one with which it is run.
       order: Path of a leaf -> its place in the order in which the Flax model uses them.
-      upward: Paths of the kernels that it uses in a ConvTranspose.
+      upward: Paths of the kernels that it uses in a ConvTranspose with a stride.
+      maps: What it flattens or takes apart: how many values there are, and of how many channels.
       tolerance: How far outputs may be apart that are equal but for rounding.
       runs: How often the model was run.
     """
@@ -63,28 +70,23 @@ class Evidence:
         Raises:
           ValueError: The example has another form, or `apply` does not run with it.
         """
-        self._apply = apply
         self._tree = tree
         inputs, self._theirs = _read(example)
+        dtypes = [to_numpy(tensor).dtype for tensor in tensors if hasattr(tensor, "dtype")]
+        real = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
         self._leaves: dict[tuple[str, ...], Any] = {}
-        dtype = _first_dtype(tensors)
         for path, leaf in tree.leaves.items():
-            comes_from_torch = path in tree.shapes
-            self._leaves[path] = _filled(leaf, dtype if comes_from_torch else None)
-        self.layouts = self._running_layouts(inputs)
-        self.layout = self.layouts[0]
-        self._run: Callable[..., Any] = jax.jit(apply)
-        self.order: dict[tuple[str, ...], int] = {}
-        self.upward: set[tuple[str, ...]] = set()
-        self._trace()
-        self.tolerance = _tolerance([*tensors, *self._theirs])
-        self.inputs = inputs
+            dtype = real[0] if real and path in tree.shapes else None
+            self._leaves[path] = _filled(leaf, dtype)
+        widest = max((float(jnp.finfo(dtype).eps) for dtype in real), default=0.0)
+        narrow = widest > float(jnp.finfo(jnp.float32).eps)
+        self.tolerance = _UNITS * widest if narrow else TOLERANCE
+        self.layouts = self._running_layouts(apply, inputs)
         self.runs = 0
-
-    @property
-    def outputs(self) -> list[np.ndarray]:
-        """Torch's outputs."""
-        return self._theirs
+        traced = all(layout.program for layout in self.layouts)
+        # What decides by values cannot be compiled.
+        self._run: Callable[..., Any] = jax.jit(apply) if traced else apply
+        self.use(self.layouts[0])
 
     def apart(self, leaves: Mapping[tuple[str, ...], Any]) -> Apart:
         """Runs the model with some leaves and compares.
@@ -93,23 +95,12 @@ class Evidence:
           leaves: Path -> leaf, of all that come from torch.
         """
         self.runs += 1
-        params = self._params({**self._leaves, **leaves})
+        params = self._tree.with_leaves(self._leaves | dict(leaves))
         # On a GPU products of float32 are rounded to fewer bits unless this is said.
         with jax.default_matmul_precision("highest"):
-            outputs = self._outputs(params, self.layout)
-        return compare(outputs, self._theirs)
+            return compare(self._run(params, *self._inputs), self._theirs)
 
-    def _outputs(self, params: Any, inputs: Sequence[Any]) -> Any:
-        try:
-            return self._run(params, *inputs)
-        except jax.errors.ConcretizationTypeError:  # it decides by values: run it as it is
-            self._run = self._apply
-            return self._run(params, *inputs)
-
-    def _params(self, leaves: Mapping[tuple[str, ...], Any]) -> Any:
-        return self._tree.with_leaves(leaves)
-
-    def _running_layouts(self, inputs: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+    def _running_layouts(self, apply: Apply, inputs: Sequence[np.ndarray]) -> list[Layout]:
         """Finds the layouts of the inputs with which the model runs and gives as many values."""
         choices: list[list[np.ndarray]] = []
         for array in inputs:
@@ -118,25 +109,27 @@ class Evidence:
                 moved = np.ascontiguousarray(np.moveaxis(array, 1, -1))
                 # Pictures have their channels last in Flax; a sequence is the same in both.
                 choices[-1].insert(0 if array.ndim > _MAP_AXES else 1, moved)
-        layouts: list[list[np.ndarray]] = []
+        layouts: list[Layout] = []
         errors: list[str] = []
-        params = self._params(self._leaves)
-        for chosen in itertools.product(*choices):
+        params = self._tree.with_leaves(self._leaves)
+        for layout in itertools.product(*choices):
             try:
-                shapes = jax.eval_shape(self._apply, params, *chosen)
+                with jax.disable_jit():  # what functions inside would hide lies open
+                    trace = jax.make_jaxpr(apply, return_shape=True)
+                    program, outputs = trace(params, *layout)
             except jax.errors.ConcretizationTypeError:
-                layouts.append(list(chosen))
+                layouts.append(Layout(layout, None))
                 continue
             except Exception as error:  # it is the user's code, so it may raise anything
-                shown = ", ".join(str(array.shape) for array in chosen)
+                shown = ", ".join(str(array.shape) for array in layout)
                 text = str(error).strip().partition("\n")[0]
                 errors.append(f"with inputs of {shown}: {type(error).__name__}: {text}")
                 continue
-            ours = [leaf for leaf in jax.tree.leaves(shapes) if _is_real(leaf)]
+            ours = [leaf for leaf in jax.tree.leaves(outputs) if _is_real(leaf)]
             if _matched(ours, self._theirs):
-                layouts.append(list(chosen))
+                layouts.append(Layout(layout, program.jaxpr))
             else:
-                shown = ", ".join(str(shape_of(leaf)) for leaf in ours) or "nothing"
+                shown = ", ".join(str(leaf.shape) for leaf in ours) or "nothing"
                 errors.append(f"the Flax model gives outputs of {shown}")
         if layouts:
             return layouts
@@ -148,24 +141,31 @@ class Evidence:
             f"gives, here arrays of {torch_shapes}."
         )
 
-    def _trace(self) -> None:
-        """Finds out in which order the model uses its leaves, unused ones last, and how."""
-        params = self._params(self._leaves)
-        try:
-            traced = jax.make_jaxpr(self._apply)(params, *self.layout)
-        except jax.errors.ConcretizationTypeError:
-            self.order = {path: place for place, path in enumerate(self._leaves)}
+    def use(self, layout: Layout) -> None:
+        """Takes one of the layouts, and finds out what the model does with its leaves there."""
+        self._inputs = layout.inputs
+        self.order = dict.fromkeys(self._leaves, math.inf)  # of leaves without a use
+        self.upward: set[tuple[str, ...]] = set()
+        self.maps: list[tuple[int, int]] = []
+        if layout.program is None:
             return
-        paths = list(self._leaves)
-        sources: dict[Any, int] = {}
-        for place, variable in enumerate(traced.jaxpr.invars[: len(paths)]):
-            sources[variable] = place
-        used: dict[int, int] = {}
-        upward: set[int] = set()
-        _follow(traced.jaxpr, sources, used, upward)
-        self.upward = {paths[place] for place in upward}
-        for place, path in enumerate(paths):
-            self.order[path] = used.get(place, len(paths))
+        leaves = dict(zip(layout.program.invars, self._leaves, strict=False))
+        for place, equation in enumerate(layout.program.eqns):
+            operands = [value for value in equation.invars if not isinstance(value, core.Literal)]
+            met = [leaves[value] for value in operands if value in leaves]
+            result = equation.outvars[0]
+            name = equation.primitive.name
+            if met and name in _VIEWS:
+                leaves[result] = met[0]
+                continue
+            for path in met:
+                self.order[path] = min(self.order[path], place)
+            if max(equation.params.get("lhs_dilation", ()), default=1) > 1:
+                self.upward.update(met)
+            if name == "reshape":
+                self.maps += _merged(operands[0].aval.shape, result.aval.shape)
+                self.maps += _merged(result.aval.shape, operands[0].aval.shape)
+        self.maps = list(dict.fromkeys(self.maps))
 
 
 def compare(ours: Any, theirs: Sequence[np.ndarray]) -> Apart:
@@ -181,12 +181,10 @@ def compare(ours: Any, theirs: Sequence[np.ndarray]) -> Apart:
         for view in _views(other):
             if _squeezed(view.shape) != _squeezed(value.shape):
                 continue
-            error = value.reshape(view.shape) - view
+            error = np.abs(value.reshape(view.shape) - view)
             if np.all(np.isfinite(error)):
-                apart = Apart(
-                    float(np.abs(error).max(initial=0.0)) / scale,
-                    float(np.sqrt(np.mean(np.square(error)))) / norm,
-                )
+                root = float(np.sqrt(np.mean(np.square(error))))
+                apart = Apart(float(error.max(initial=0.0)) / scale, root / norm)
                 nearest = min(nearest, apart, key=lambda one: one.mean)
         largest = max(largest, nearest.largest)
         mean = max(mean, nearest.mean)
@@ -204,20 +202,14 @@ def _read(example: Example) -> tuple[list[np.ndarray], list[np.ndarray]]:
         ) from error
     if not isinstance(inputs, list | tuple):
         inputs = (inputs,)
-    arrays: list[np.ndarray] = []
-    for value in inputs:
-        array = to_numpy(value)
-        arrays.append(np.asarray(jnp.asarray(array)))  # int64 becomes int32, as in JAX
-    theirs: list[np.ndarray] = []
-    for leaf in jax.tree.leaves(outputs):
-        value = to_numpy(leaf)
-        if _is_real(value):
-            theirs.append(np.asarray(value).astype(np.float64))
+    # int64 becomes int32, as in JAX.
+    arrays = [np.asarray(jnp.asarray(to_numpy(value))) for value in inputs]
+    values = [to_numpy(leaf) for leaf in jax.tree.leaves(outputs)]
+    theirs = [np.asarray(value).astype(np.float64) for value in values if _is_real(value)]
     if not theirs:
         raise ValueError("`example` has no outputs of floating point to compare with.")
-    for array in theirs:
-        if not np.all(np.isfinite(array)):
-            raise ValueError("torch's outputs in `example` are not finite. Take other inputs.")
+    if not all(np.all(np.isfinite(array)) for array in theirs):
+        raise ValueError("torch's outputs in `example` are not finite. Take other inputs.")
     return arrays, theirs
 
 
@@ -225,26 +217,24 @@ def _is_real(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
-def _tolerance(values: Sequence[Any]) -> float:
-    """Returns the tolerance for the narrowest type among some arrays."""
-    widest = 0.0
-    for value in values:
-        dtype = getattr(value, "dtype", None)
-        name = str(dtype).removeprefix("torch.")
-        if name in ("float16", "bfloat16"):
-            widest = max(widest, _UNITS * float(jnp.finfo(name).eps))
-    return max(TOLERANCE, widest)
+def _merged(wide: Sequence[int], narrow: Sequence[int]) -> list[tuple[int, int]]:
+    """Finds how many values, of how many channels, become the last axis; in a list, or none."""
+    sizes = _squeezed(wide)
+    last = (_squeezed(narrow) or (0,))[-1]
+    for cut in range(len(sizes) - 1):
+        if math.prod(sizes[cut:]) == last:
+            return [(last, sizes[-1])]
+    return []
 
 
 def _matched(ours: Sequence[Any], theirs: Sequence[np.ndarray]) -> list[tuple[Any, np.ndarray]]:
     """Pairs outputs in order; where Flax gives fewer, each with torch's next of its shape."""
     matched: list[tuple[Any, np.ndarray]] = []
-    rest = list(theirs)
+    rest = iter(theirs)
     for mine in ours:
-        shapes = [_squeezed(shape_of(mine))]
-        while rest:
-            other = rest.pop(0)
-            if any(_squeezed(view.shape) in shapes for view in _views(other)):
+        shape = _squeezed(shape_of(mine))
+        for other in rest:
+            if any(_squeezed(view.shape) == shape for view in _views(other)):
                 matched.append((mine, other))
                 break
         else:
@@ -262,16 +252,6 @@ def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def _first_dtype(tensors: Sequence[Any]) -> Any:
-    """Finds the type of the first tensor of real values; float32 if there is none."""
-    for tensor in tensors:
-        if is_tensor(tensor) or isinstance(tensor, np.ndarray):
-            dtype = to_numpy(tensor).dtype
-            if jnp.issubdtype(dtype, jnp.floating):
-                return dtype
-    return np.float32
-
-
 def _filled(leaf: Any, dtype: Any) -> Any:
     """Gives a leaf of which only the shape is known a value; what comes from torch replaces it.
 
@@ -286,54 +266,3 @@ def _filled(leaf: Any, dtype: Any) -> Any:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(jax.random.key(0), leaf.shape)
     return np.zeros(leaf.shape, leaf.dtype)
-
-
-def _follow(
-    jaxpr: core.Jaxpr, sources: dict[Any, int], used: dict[int, int], upward: set[int]
-) -> None:
-    """Notes the order in which leaves meet an operation that is not a view of one.
-
-    Args:
-      jaxpr: What is looked through, with all that it calls.
-      sources: Variable -> number of the leaf that it is; views are added.
-      used: Number of a leaf -> its place in the order; filled here.
-      upward: The leaves that a convolution with gaps between its inputs uses; filled here.
-    """
-    for equation in jaxpr.eqns:
-        leaves: list[int] = []
-        for variable in equation.invars:
-            if not isinstance(variable, core.Literal) and variable in sources:
-                leaves.append(sources[variable])
-        if not leaves:
-            continue
-        called = list(_called(equation))
-        for inner in called:
-            inside: dict[Any, int] = {}
-            arguments = equation.invars[len(equation.invars) - len(inner.invars) :]
-            for variable, argument in zip(inner.invars, arguments, strict=False):
-                if not isinstance(argument, core.Literal) and argument in sources:
-                    inside[variable] = sources[argument]
-            _follow(inner, inside, used, upward)
-            for result, outer in zip(inner.outvars, equation.outvars, strict=False):
-                if not isinstance(result, core.Literal) and result in inside:
-                    sources[outer] = inside[result]
-        if called:
-            continue
-        if equation.primitive.name in _VIEWS:
-            sources[equation.outvars[0]] = leaves[0]
-            continue
-        for leaf in leaves:
-            used.setdefault(leaf, len(used))
-        if max(equation.params.get("lhs_dilation", ()), default=1) > 1:
-            upward.update(leaves)
-
-
-def _called(equation: Any) -> Iterator[core.Jaxpr]:
-    """Lists the functions that an operation calls."""
-    for value in equation.params.values():
-        values = value if isinstance(value, list | tuple) else [value]
-        for part in values:
-            if isinstance(part, core.ClosedJaxpr):
-                yield part.jaxpr
-            elif isinstance(part, core.Jaxpr):
-                yield part

@@ -1,7 +1,7 @@
-"""The kinds of layers: which tensors belong together, which leaf each becomes, and how.
+"""The kinds of layers: which tensor becomes which leaf, and in which ways.
 
-A kind is a small class without state. `links` says which tensor belongs to which leaf, `forms` how
-the shapes allow the weight to be stored, the usual way first, and `pair` makes the exact map.
+A kind is a small class with one method, `links`. Each link has a tensor, a leaf, and the views that
+the shapes allow, the usual one first. Where there are several, what is said or found out decides.
 
 References: ``torch.nn`` stores Linear as (out, in), Conv as (out, in / groups, *spatial) and
 ConvTranspose as (in, out, *spatial). Flax stores (in, out), (*spatial, in / groups, out) and, with
@@ -14,29 +14,26 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch_bridge._base.tensors import STATISTICS
-from torch_bridge._pairing.layers import Layer, Shape
+from torch_bridge._pairing.layers import Layer, Shape, Share
 from torch_bridge._pairing.pairs import Maps, Pair
 
-# Names of the forms in which a weight can be stored, as errors and tests say them.
+# Names of the forms in which a weight can be stored; others are orders of axes.
 OUT_IN = "(out, in)"
 IN_OUT = "(in, out)"
-AS_IT_IS = "as it is"
-TURNED = "turned"
-_ROWS = "outputs in the order "
-_PACKED_AXES = (0, 1, 2)  # the outputs of one packed kernel: query, key and value, heads, width
 _BARE_AXES = 5  # a bare parameter of more axes is not turned
-_MAP_AXES = 4  # of so many axes, those of space stay together
+_SPACE_AXES = 4  # of so many axes, those of space stay together
+_PACKED_AXES = 3  # the outputs of one packed kernel: query, key and value, heads, width
 # Leaves that are never the turned matrix of a Linear.
-_AS_THEY_ARE = frozenset({"scale", "bias", "mean", "var", "negative_slope", "embedding"})
+AS_THEY_ARE = frozenset({"scale", "bias", "mean", "var", "negative_slope", "embedding"})
 
 
 class Answer(NamedTuple):
     """What the names and shapes of two layers do not say."""
 
-    form: str = ""  # of the weight; '' is the usual one of those that fit
+    form: str = ""  # of the weight; "" is the usual one
     flatten: Maps = ()  # the inputs that are a flattened map, or what a norm is of
     unflatten: Maps = ()  # the outputs that become a map
 
@@ -44,363 +41,305 @@ class Answer(NamedTuple):
 USUAL = Answer()
 
 
+class View(NamedTuple):
+    """How a tensor, or a share of its rows, becomes a leaf: fields of a `Pair`, by its names.
+
+    `row_maps` and `column_maps` name the field of an `Answer` that says what is a map there.
+    """
+
+    kind: str
+    split: Shape
+    axes: Shape
+    row_axes: int = 1
+    flip: Shape = ()
+    row_maps: str = ""
+    column_maps: str = ""
+
+
+Views: TypeAlias = Mapping[str, View]  # form -> view, the usual one first
+
+
 class Link(NamedTuple):
     """One tensor of a layer and its leaf, by what the layers call them."""
 
     tensor: str
     leaf: str
-    share: tuple[int, int] | None = None  # (k, n): the leaf is the k-th of n parts of the rows
-    fields: Mapping[str, Any] = {}  # of the pair
-    reads_map: bool = True  # whether `flatten` speaks of this weight
+    views: Views  # none if the shapes do not fit
+    share: Share | None = None
+    terms: int = 1
+    must_be_zero: tuple[int, int] | None = None
+
+    def view(self, form: str) -> View:
+        """Returns the view of a form, or the usual one where there is none of it."""
+        return self.views.get(form) or next(iter(self.views.values()))
 
 
-class _View(NamedTuple):
-    """How the rows and columns of a tensor become a leaf: four fields of a `Pair`, by its names."""
+class Kind(Protocol):
+    """What torch's and Flax's layers of one sort have in common."""
 
-    split: Shape
-    axes: Shape
-    row_axes: int
-    flip: Shape = ()
+    def links(self, torch: Layer, flax: Layer) -> Iterator[Link]:
+        """Lists which tensor belongs to which leaf; both may be missing in the layers."""
+        ...
 
 
 class Linear:
     """Linear, Conv1D of transformers, and a Conv of one place that is a Dense on one side."""
 
-    name = "linear"
-
     def links(self, torch: Layer, flax: Layer) -> Iterator[Link]:
-        """Pairs ``weight`` with ``kernel`` and ``bias`` with ``bias``."""
-        yield Link("weight", "kernel", torch.share)
-        yield Link("bias", "bias", torch.share)
+        """Links ``weight`` with ``kernel`` and ``bias`` with ``bias``.
 
-    def forms(self, torch: Layer, flax: Layer) -> tuple[str, ...]:
-        """Lists how the weight can be stored: (out, in), or (in, out) as by ``Conv1D``.
-
-        Where Flax has three axes of outputs (query, key and value of each head), torch may have
-        them in another order.
+        The weight is (out, in), or (in, out) as by ``Conv1D``. Where Flax has three axes of outputs
+        (query, key and value of each head), torch may have them in another order.
         """
-        height, width = _sides(torch)
+        shape = torch.shape("weight")
+        height = _height(shape, torch.share)
         kernel = flax.shape("kernel")
-        forms: list[str] = []
-        cut = dense_cut(kernel, width, height)
+        bias = flax.shape("bias")
+        weights: dict[str, View] = {}
+        biases = dict(_vector(torch.shape("bias"), bias, torch.share, "unflatten"))
+        cut = _cut(kernel, shape[1], height)
         if cut:
-            forms.append(OUT_IN)
-        if dense_cut(kernel, height, width) and not torch.share and (height, width) != (1, 1):
-            forms.append(IN_OUT)
-        if cut and len(kernel) - cut == len(_PACKED_AXES):
-            for order in itertools.permutations(_PACKED_AXES):
-                if order != _PACKED_AXES:
-                    forms.append(f"{_ROWS}{','.join(map(str, order))}")
-        return tuple(forms)
-
-    def pair(self, torch: Layer, flax: Layer, link: Link, answer: Answer) -> Pair | None:
-        """Makes the pair of a weight or of a bias."""
-        order = _rows_of(answer.form)
-        if link.tensor == "bias":
-            if order:
-                return make_pair(
-                    torch, flax, link, "vector", _turned((), flax.shape("bias"), order)
-                )
-            return vector_pair(torch, flax, link, answer.unflatten)
-        height, width = _sides(torch)
-        kernel = flax.shape("kernel")
-        if answer.form == IN_OUT:
-            cut = dense_cut(kernel, height, width)
-            ins = kernel[:cut]
-            outs = kernel[cut:]
-            view = _View((*ins, *outs), tuple(range(len(kernel))), len(ins))
-            maps = {"row_maps": answer.flatten, "column_maps": answer.unflatten}
-            kind = "conv1d.weight"
-        else:
-            cut = dense_cut(kernel, width, height)
-            ins = kernel[:cut]
-            outs = kernel[cut:]
-            view = _turned(ins, outs, order)
-            maps = {"row_maps": answer.unflatten, "column_maps": answer.flatten}
-            kind = "linear.weight"
-        if not cut:
-            return None
-        return make_pair(torch, flax, link, kind, view, maps)
+            weights[OUT_IN] = _turned(kernel, cut, "unflatten", "flatten")
+        turned = _cut(kernel, height, shape[1])
+        if turned and not torch.share and shape[:2] != (1, 1):
+            axes = tuple(range(len(kernel)))
+            weights[IN_OUT] = View(
+                "conv1d.weight", kernel, axes, turned, (), "flatten", "unflatten"
+            )
+        if cut and len(kernel) - cut == _PACKED_AXES:
+            for order in [*itertools.permutations(range(_PACKED_AXES))][1:]:
+                weights[axes_name(order)] = _turned(kernel, cut, "", "flatten", order)
+                biases[axes_name(order)] = _turned(bias, 0, "", "", order)._replace(kind="vector")
+        yield Link("weight", "kernel", weights, torch.share)
+        yield Link("bias", "bias", biases, torch.share)
 
 
 class Conv:
-    """Conv and ConvTranspose."""
-
-    name = "conv"
+    """Conv, ConvTranspose and Bilinear."""
 
     def links(self, torch: Layer, flax: Layer) -> Iterator[Link]:
-        """Pairs ``weight`` with ``kernel`` and ``bias`` with ``bias``."""
-        yield Link("weight", "kernel")
-        yield Link("bias", "bias")
+        """Links ``weight`` with ``kernel`` and ``bias`` with ``bias``.
 
-    def forms(self, torch: Layer, flax: Layer) -> tuple[str, ...]:
-        """Lists how the weight can be stored: (out, in, *space), or that of a ConvTranspose.
-
-        A Flax ConvTranspose with ``transpose_kernel=True`` has the first form, too.
+        The weight is (out, in, *space), or that of a ConvTranspose. A Flax ConvTranspose with
+        ``transpose_kernel=True`` has the first form, too. A Bilinear may have any order of axes.
         """
         weight = torch.shape("weight")
         kernel = flax.shape("kernel")
-        first, second, *space = weight
+        space = tuple(range(2, len(weight)))
+        straight = (*space, 1, 0)
+        crossed = (*space, 0, 1)
+        views: dict[str, View] = {}
         if len(weight) != len(kernel):  # a Conv2d over one channel that is a Conv1d in Flax
             wide = _without_ones(weight)
             orders = [_kernel_order(len(wide)), (*range(1, len(wide)), 0)]
-            return _fitting_orders(wide, _without_ones(kernel), orders)
-        forms: list[str] = []
-        if kernel == (*space, second, first):
-            forms.append(OUT_IN)
-        if kernel == (*space, first, second) and (first, second) != (1, 1):
-            forms.append(IN_OUT)
-        if len(weight) == 3:  # it may be of a Bilinear: any order of three axes that fits
-            usual = {_wide_order(weight, order) for order in ((2, 1, 0), (2, 0, 1))}
+            views = _orders(wide, _without_ones(kernel), orders)
+        if _moved(weight, straight) == kernel:
+            views[OUT_IN] = View("conv.weight", weight, straight)
+        if _moved(weight, crossed) == kernel and weight[:2] != (1, 1):
+            reversed_space = tuple(range(len(space)))
+            views[IN_OUT] = View("conv_transpose.weight", weight, crossed, 1, reversed_space)
+        if len(weight) == len(kernel) == 3:
+            usual = {_wide_order(weight, straight), _wide_order(weight, crossed)}
+            others = []
             for order in itertools.permutations(range(3)):
-                turned = tuple(weight[axis] for axis in order)
-                if turned == kernel and _wide_order(weight, order) not in usual:
-                    forms.append(axes_name(order))
-        return tuple(forms)
-
-    def pair(self, torch: Layer, flax: Layer, link: Link, answer: Answer) -> Pair | None:
-        """Makes the pair of a kernel or of a bias."""
-        if link.tensor == "bias":
-            return vector_pair(torch, flax, link)
-        form = answer.form or usual_form(torch, flax)
-        weight = torch.shape("weight")
-        if not form:
-            return None
-        space = tuple(range(2, len(weight)))
-        reverse = tuple(range(len(space)))
-        if form == OUT_IN:
-            view = _View(weight, (*space, 1, 0), 1)
-            kind = "conv.weight"
-        elif form == IN_OUT:
-            view = _View(weight, (*space, 0, 1), 1, reverse)
-            kind = "conv_transpose.weight"
-        else:
-            if len(weight) != len(flax.shape("kernel")):
-                weight = _without_ones(weight)
-            view = _View(weight, axes_of(form) or tuple(range(len(weight))), 1)
-            kind = "array"
-        return make_pair(torch, flax, link, kind, view)
+                if _wide_order(weight, order) not in usual:
+                    others.append(order)
+            views.update(_orders(weight, kernel, others))
+        yield Link("weight", "kernel", views)
+        yield Link("bias", "bias", _vector(torch.shape("bias"), flax.shape("bias")))
 
 
 class Embedding:
-    """A table of rows."""
-
-    name = "embedding"
+    """A table of rows, which may be flattened maps."""
 
     def links(self, torch: Layer, flax: Layer) -> Iterator[Link]:
-        """Pairs ``weight`` with ``embedding``."""
-        yield Link("weight", "embedding")
-
-    def forms(self, torch: Layer, flax: Layer) -> tuple[str, ...]:
-        """Lists the only form that there is."""
-        return (AS_IT_IS,) if torch.shape("weight") == flax.shape("embedding") else ()
-
-    def pair(self, torch: Layer, flax: Layer, link: Link, answer: Answer) -> Pair | None:
-        """Makes the pair of the table, whose rows may be flattened maps, too."""
+        """Links ``weight`` with ``embedding``."""
         shape = torch.shape("weight")
-        if shape != flax.shape("embedding"):
-            return None
-        view = _View(shape, tuple(range(len(shape))), 1)
-        maps = {"column_maps": answer.unflatten}
-        return make_pair(torch, flax, link, "embedding", view, maps)
+        views: dict[str, View] = {}
+        if shape == flax.shape("embedding"):
+            axes = tuple(range(len(shape)))
+            views[OUT_IN] = View("embedding", shape, axes, column_maps="unflatten")
+        yield Link("weight", "embedding", views)
 
 
 class Norm:
     """A norm of any sort, running statistics included, and PReLU."""
 
-    name = "norm"
-    _leaves: Mapping[str, tuple[str, ...]] = {
-        "weight": ("scale", "negative_slope"),
-        "bias": ("bias",),
-        "running_mean": ("mean",),
-        "running_var": ("var",),
-    }
-
     def links(self, torch: Layer, flax: Layer) -> Iterator[Link]:
-        """Pairs ``weight`` with ``scale``, and each running statistic with its own."""
+        """Links ``weight`` with ``scale``, and each running statistic with its own."""
+        scale = "negative_slope" if "negative_slope" in flax.parts else "scale"
+        leaves = {"weight": scale, "bias": "bias", "running_mean": "mean", "running_var": "var"}
         for tensor in torch.parts:
-            leaves = self._leaves[tensor]
-            present = [leaf for leaf in leaves if leaf in flax.parts]
-            yield Link(tensor, present[0] if present else leaves[0])
-
-    def forms(self, torch: Layer, flax: Layer) -> tuple[str, ...]:
-        """Lists the only form that there is."""
-        return (AS_IT_IS,)
-
-    def pair(self, torch: Layer, flax: Layer, link: Link, answer: Answer) -> Pair | None:
-        """Makes the pair of one vector; the map that a neighbour flattens moves it, too."""
-        return vector_pair(torch, flax, link, answer.flatten or answer.unflatten)
+            leaf = leaves[tensor]
+            views = _vector(torch.shape(tensor), flax.shape(leaf), None, "flatten")
+            if tensor in STATISTICS and views:
+                views = {OUT_IN: views[OUT_IN]._replace(kind="buffer")}
+            yield Link(tensor, leaf, views)
 
 
 class Attention:
     """MultiheadAttention, whose projections are one tensor in torch and three kernels in Flax."""
 
-    name = "attention"
-
     def links(self, torch: Layer, flax: Layer) -> Iterator[Link]:
-        """Pairs the parts of the packed projection with the three kernels, and the output's."""
+        """Links the parts of the packed projection with the three kernels, and the output's."""
         for place, name in enumerate(("query", "key", "value")):
-            yield Link("in_proj_weight", f"{name}.kernel", (place, 3))
-            yield Link(f"{name[0]}_proj_weight", f"{name}.kernel")
-            yield Link("in_proj_bias", f"{name}.bias", (place, 3))
-        yield Link("out_proj.weight", "out.kernel")
-        yield Link("out_proj.bias", "out.bias")
-
-    def forms(self, torch: Layer, flax: Layer) -> tuple[str, ...]:
-        """Lists the only form that there is."""
-        return (OUT_IN,)
-
-    def pair(self, torch: Layer, flax: Layer, link: Link, answer: Answer) -> Pair | None:
-        """Makes the pair of one projection."""
-        return matrix_or_vector_pair(torch, flax, link)
+            yield _gate(torch, flax, "in_proj_weight", f"{name}.kernel", (place, 3))
+            yield _gate(torch, flax, f"{name[0]}_proj_weight", f"{name}.kernel")
+            yield _gate(torch, flax, "in_proj_bias", f"{name}.bias", (place, 3))
+        yield _gate(torch, flax, "out_proj.weight", "out.kernel")
+        yield _gate(torch, flax, "out_proj.bias", "out.bias")
 
 
 class Recurrent:
     """One level and direction of an LSTM, GRU or RNN, or a cell."""
 
-    name = "recurrent"
     # Gates in torch's order, by the number of them; a cell without gates has one unnamed one.
     _gates: Mapping[int, str] = {4: "ifgo", 3: "rzn", 1: ""}
 
     def links(self, torch: Layer, flax: Layer) -> Iterator[Link]:
-        """Pairs the parts of the packed gates with the kernels of the gates."""
-        packed, hidden = torch.shape("weight_hh") or (1, 2)
-        letters = None if packed % hidden else self._gates.get(packed // hidden)
-        if letters is None:
-            return
-        names = [("i", "h")]
-        shares: list[tuple[int, int] | None] = [None]
-        if "dense_i.kernel" in flax.parts:  # flax.nnx packs the gates as torch does
-            names = [("dense_i", "dense_h")]
-        elif letters:
-            names = [(f"i{letter}", f"h{letter}") for letter in letters]
-            shares = [(place, len(letters)) for place in range(len(letters))]
-        for (of_input, of_hidden), share in zip(names, shares, strict=True):
-            yield Link("weight_ih", f"{of_input}.kernel", share)
-            yield Link("weight_hh", f"{of_hidden}.kernel", share, reads_map=False)
-            if {"bias_ih", "bias_hh"} <= torch.parts.keys():
-                of_n = (2 * hidden, 3 * hidden) if letters == "rzn" and share is None else None
-                yield from self._biases(flax, f"{of_input}.bias", f"{of_hidden}.bias", share, of_n)
+        """Links the parts of the packed gates with the kernels of the gates.
 
-    def _biases(
-        self,
-        flax: Layer,
-        of_input: str,
-        of_hidden: str,
-        share: tuple[int, int] | None,
-        of_n: tuple[int, int] | None,
-    ) -> Iterator[Link]:
-        """Pairs torch's two biases, which are added at once, with both of Flax or with their sum.
-
-        nnx.GRUCell adds no bias to the hidden side of gate n, inside torch's reset gate, so that
-        these values of torch's have to be zero.
+        torch adds its two biases at once; Flax has both or their sum. nnx.GRUCell adds none to the
+        hidden side of gate n, inside torch's reset gate, so that these values have to be zero.
         """
-        if of_input in flax.parts and of_hidden in flax.parts:
-            yield Link("bias_ih", of_input, share, {"terms": 1})
-            yield Link("bias_hh", of_hidden, share, {"terms": 1})
-        elif of_hidden in flax.parts:
-            yield Link("bias_hh", of_hidden, share, {"terms": 2})
-            yield Link("bias_ih", of_hidden, share, {"terms": 2, "must_be_zero": of_n})
-        else:
-            yield Link("bias_ih", of_input, share, {"terms": 2})
-            yield Link("bias_hh", of_input, share, {"terms": 2, "must_be_zero": of_n})
-
-    def forms(self, torch: Layer, flax: Layer) -> tuple[str, ...]:
-        """Lists the only form that there is."""
-        return (OUT_IN,)
-
-    def pair(self, torch: Layer, flax: Layer, link: Link, answer: Answer) -> Pair | None:
-        """Makes the pair of one gate's matrix or bias."""
-        maps = answer.flatten if link.tensor == "weight_ih" else ()
-        return matrix_or_vector_pair(torch, flax, link, maps)
+        packed, hidden = torch.shape("weight_hh") or (1, 2)
+        count = packed // hidden
+        if packed % hidden or count not in self._gates:
+            return
+        letters = self._gates[count]
+        shares: dict[str, Share | None] = {"": None}
+        if letters:
+            shares = {letter: (place, count) for place, letter in enumerate(letters)}
+        prefix = ""
+        if "dense_i.kernel" in flax.parts:  # flax.nnx packs the gates as torch does
+            shares = {"": None}
+            prefix = "dense_"
+        for letter, share in shares.items():
+            inputs = f"{prefix}i{letter}"
+            state = f"{prefix}h{letter}"
+            kernel = _gate(torch, flax, "weight_ih", f"{inputs}.kernel", share)
+            for form, view in kernel.views.items():
+                kernel = kernel._replace(views={form: view._replace(column_maps="flatten")})
+            yield kernel
+            yield _gate(torch, flax, "weight_hh", f"{state}.kernel", share)
+            if "bias_ih" not in torch.parts:
+                continue
+            leaves = [f"{inputs}.bias", f"{state}.bias"]
+            tensors = ["bias_ih", "bias_hh"]
+            if flax.parts.keys() >= {*leaves}:
+                yield _gate(torch, flax, tensors[0], leaves[0], share)
+                yield _gate(torch, flax, tensors[1], leaves[1], share)
+                continue
+            if leaves[1] in flax.parts:
+                leaves.reverse()
+                tensors.reverse()
+            of_n = (2 * hidden, 3 * hidden) if count == 3 and share is None else None
+            first = _gate(torch, flax, tensors[0], leaves[0], share)
+            second = _gate(torch, flax, tensors[1], leaves[0], share)
+            yield first._replace(terms=2)
+            yield second._replace(terms=2, must_be_zero=of_n)
 
 
 class Bare:
     """A parameter without a module of its own, or a layer of one part beside one."""
 
-    name = "bare"
-
     def links(self, torch: Layer, flax: Layer) -> Iterator[Link]:
-        """Pairs the only tensor with the only leaf."""
-        if len(torch.parts) == 1 and len(flax.parts) == 1:
-            yield Link(next(iter(torch.parts)), next(iter(flax.parts)))
+        """Links the only tensor with the only leaf, in all orders of the axes that fit.
 
-    def forms(self, torch: Layer, flax: Layer) -> tuple[str, ...]:
-        """Lists the orders of the axes that make the shapes equal, the likeliest first.
-
-        Axes of one place take no part. What a module of torch multiplies with is turned, and
-        another parameter is as it is, if both orders fit. Orders that no layer has are tried where
-        no other fits.
+        Axes of one place take no part. What a module of torch multiplies with is usually turned,
+        and another parameter is as it is. Orders that no layer has come where no other fits.
         """
         if len(torch.parts) != 1 or len(flax.parts) != 1:
-            return ()
-        ((_, shape),) = torch.parts.values()
-        ((path, target),) = flax.parts.values()
+            return
+        ((tensor, (_, shape)),) = torch.parts.items()
+        ((leaf, (path, target)),) = flax.parts.items()
         wide = _without_ones(shape)
         goal = _without_ones(target)
-        if sorted(wide) != sorted(goal) or len(wide) > _BARE_AXES:
-            return ()
         same = tuple(range(len(wide)))
-        if wide == goal and path[-1] in _AS_THEY_ARE:
-            return (AS_IT_IS,)
-        if torch.sort in ("weight", "recurrent", "attention"):
-            orders = [_kernel_order(len(wide)), same]
-        else:
-            orders = [same, _kernel_order(len(wide))]
-        if len(wide) < _MAP_AXES:
-            orders += itertools.permutations(same)
-        else:
-            orders += [(*same[2:], *same[:2]), (same[0], *same[2:], same[1])]
-        forms = _fitting_orders(wide, goal, orders)
-        return forms or _fitting_orders(wide, goal, itertools.permutations(same))
-
-    def pair(self, torch: Layer, flax: Layer, link: Link, answer: Answer) -> Pair | None:
-        """Makes the pair, with the axes in the order that the form says."""
-        forms = self.forms(torch, flax)
-        if not forms:
-            return None
-        shape = torch.shape(link.tensor)
-        wide = _without_ones(shape)
-        order = axes_of(answer.form or forms[0]) or tuple(range(len(wide)))
         if len(wide) < 2:
-            return vector_pair(torch, flax, link, answer.flatten or answer.unflatten)
+            maps = "flatten" if torch.sort == "bare" else ""
+            yield Link(tensor, leaf, _vector(shape, target, None, maps))
+            return
+        orders = [same, _kernel_order(len(wide))]
+        if wide == goal and path[-1] in AS_THEY_ARE:
+            orders = [same]
+        elif torch.sort in ("weight", "recurrent", "attention"):
+            orders.reverse()
+        if len(orders) == 2 and len(wide) < _SPACE_AXES:
+            orders += itertools.permutations(same)
+        elif len(orders) == 2:
+            orders += [(*same[2:], *same[:2]), (same[0], *same[2:], same[1])]
         # Without axes of one place, the first of those that stay may be torch's columns.
         row_axes = 1 if shape[0] > 1 else 0
-        kind = "array" if order == tuple(range(len(order))) else "linear.weight"
-        if len(wide) > 2 and kind != "array":
-            kind = "conv.weight"
-        return make_pair(torch, flax, link, kind, _View(wide, order, row_axes))
+        views = _orders(wide, goal, orders, row_axes)
+        if not views and len(wide) <= _BARE_AXES:
+            views = _orders(wide, goal, itertools.permutations(same), row_axes)
+        yield Link(tensor, leaf, views)
 
 
-Kind: TypeAlias = Linear | Conv | Embedding | Norm | Attention | Recurrent | Bare
-LINEAR = Linear()
-CONV = Conv()
-EMBEDDING = Embedding()
-NORM = Norm()
-ATTENTION = Attention()
-RECURRENT = Recurrent()
-BARE = Bare()
-_SAME_SORT: Mapping[str, Kind] = {"norm": NORM, "attention": ATTENTION, "recurrent": RECURRENT}
+_BARE = Bare()
+_SAME_SORT: Mapping[str, Kind] = {
+    "norm": Norm(),
+    "attention": Attention(),
+    "recurrent": Recurrent(),
+}
+_WEIGHTS: Mapping[str, Kind] = {"embedding": Embedding(), "kernel": Conv()}
+_LINEAR = Linear()
 
 
-def kind_of(torch: Layer, flax: Layer) -> Kind:
+def _kind_of(torch: Layer, flax: Layer) -> Kind:
     """Finds the kind that two layers have in common; of others, only single parts can meet."""
-    if torch.sort == flax.sort:
-        return _SAME_SORT.get(torch.sort, BARE)
-    if (torch.sort, flax.sort) == ("weight", "embedding"):
-        return EMBEDDING
-    if (torch.sort, flax.sort) != ("weight", "kernel"):
-        return BARE
     weight = torch.shape("weight")
-    if len(weight) == 2 or (math.prod(weight[2:]) == 1 and len(flax.shape("kernel")) == 2):
-        return LINEAR
-    return CONV
+    if torch.sort == flax.sort:
+        return _SAME_SORT.get(torch.sort, _BARE)
+    if torch.sort != "weight" or flax.sort not in _WEIGHTS:
+        return _BARE
+    is_dense = len(weight) == 2 or (math.prod(weight[2:]) == 1 and len(flax.shape("kernel")) == 2)
+    if flax.sort == "kernel" and is_dense:
+        return _LINEAR
+    return _WEIGHTS[flax.sort]
 
 
-def usual_form(torch: Layer, flax: Layer) -> str:
-    """Returns the likeliest form in which the weight of two layers fits; '' if none does."""
-    forms = kind_of(torch, flax).forms(torch, flax)
-    return forms[0] if forms else ""
+def links_of(torch: Layer, flax: Layer) -> list[Link]:
+    """Lists the links of two layers whose tensor torch has."""
+    links = _kind_of(torch, flax).links(torch, flax)
+    return [link for link in links if link.tensor in torch.parts]
+
+
+def forms_of(torch: Layer, flax: Layer) -> list[str]:
+    """Lists the forms in which the weight of two layers fits, the usual one first."""
+    links = links_of(torch, flax)
+    return list(links[0].views) if links else []
+
+
+def map_sizes(torch: Layer, flax: Layer, form: str) -> dict[str, int]:
+    """Returns of how many values `flatten` and `unflatten` speak; what moves nothing is left out.
+
+    Args:
+      torch: The one layer.
+      flax: The other.
+      form: How the weight is stored.
+    """
+    sizes: dict[str, int] = {}
+    for link in links_of(torch, flax):
+        if not link.views:
+            continue
+        view = link.view(form)
+        if view.row_maps:
+            sizes.setdefault(view.row_maps, math.prod(view.split[: view.row_axes]))
+        if view.column_maps:
+            sizes.setdefault(view.column_maps, math.prod(view.split[view.row_axes :]))
+    return sizes
+
+
+def channels_of(torch: Layer, flax: Layer, form: str) -> tuple[int, int]:
+    """Returns how many channels a convolution reads and gives; zeros of another layer."""
+    if not isinstance(_kind_of(torch, flax), Conv):
+        return (0, 0)
+    first, second = torch.shape("weight")[:2]
+    if (form or forms_of(torch, flax)[:1]) in (IN_OUT, [IN_OUT]):
+        return (first, second)
+    return (second, first)
 
 
 class Built(NamedTuple):
@@ -425,27 +364,20 @@ def build(torch: Layer, flax: Layer, answer: Answer = USUAL) -> Built:
       flax: The other.
       answer: What is known about them.
     """
-    kind = kind_of(torch, flax)
-    forms = kind.forms(torch, flax)
-    if answer.form not in forms:
-        answer = answer._replace(form=forms[0] if forms else "")
     built = Built([], [], [], [])
     placed: set[str] = set()
     lost: set[str] = set()
     filled: set[str] = set()
-    for link in kind.links(torch, flax):
-        if link.tensor not in torch.parts:
-            continue
+    for link in links_of(torch, flax):
         if link.leaf not in flax.parts:
             lost.add(link.tensor)  # of a packed tensor, every part must have a leaf
             continue
         placed.add(link.tensor)
         filled.add(link.leaf)
-        pair = kind.pair(torch, flax, link, answer)
-        if pair:
-            built.pairs.append(pair)
-            continue
-        built.mis_shaped.append(f"{torch.line(link.tensor)} <-> {flax.line(link.leaf)}")
+        if link.views:
+            built.pairs.append(_pair(torch, flax, link, answer))
+        else:
+            built.mis_shaped.append(f"{torch.line(link.tensor)} <-> {flax.line(link.leaf)}")
     for leaf in flax.parts:
         if leaf not in filled:
             built.missing.append(flax.line(leaf))
@@ -455,138 +387,114 @@ def build(torch: Layer, flax: Layer, answer: Answer = USUAL) -> Built:
     return built
 
 
-def make_pair(
-    torch: Layer,
-    flax: Layer,
-    link: Link,
-    kind: str,
-    view: _View,
-    maps: Mapping[str, Maps] | None = None,
-) -> Pair | None:
-    """Makes a pair if the sizes of its sides agree; None if they do not.
-
-    Args:
-      torch: The torch layer.
-      flax: The Flax layer.
-      link: Which tensor and leaf of them.
-      kind: The pair's.
-      view: How the selected rows become the leaf.
-      maps: Its ``row_maps`` and ``column_maps``.
-    """
+def _pair(torch: Layer, flax: Layer, link: Link, answer: Answer) -> Pair:
+    """Makes the pair of a tensor and a leaf."""
     name, torch_shape = torch.parts[link.tensor]
     path, shape = flax.parts[link.leaf]
-    height = math.prod(torch_shape[:1])
-    width = math.prod(torch_shape[1:])
+    view = link.view(answer.form)
     rows = None
     if link.share:
-        place, count = link.share
-        height //= count
-        rows = (place * height, (place + 1) * height)
-    split_rows = math.prod(view.split[: view.row_axes])
-    split_columns = math.prod(view.split[view.row_axes :])
-    if (split_rows, split_columns) != (height, width) or math.prod(shape) != height * width:
-        return None
-    fields = {**view._asdict(), **link.fields}
-    sizes = {"row_maps": height, "column_maps": width}
-    for side, said in (maps or {}).items():
-        if said and map_size(said) > sizes[side]:
-            return None
-        fields[side] = said
-    return Pair(name, torch_shape, path, shape, kind, rows=rows, **fields)
+        height = _height(torch_shape, link.share)
+        rows = (link.share[0] * height, (link.share[0] + 1) * height)
+    return Pair(
+        name,
+        torch_shape,
+        path,
+        shape,
+        view.kind,
+        view.split,
+        view.axes,
+        view.row_axes,
+        view.flip,
+        rows,
+        link.terms,
+        link.must_be_zero,
+        row_maps=getattr(answer, view.row_maps, ()),
+        column_maps=getattr(answer, view.column_maps, ()),
+    )
 
 
-def vector_pair(torch: Layer, flax: Layer, link: Link, maps: Maps = ()) -> Pair | None:
-    """Makes the pair of a bias, a scale or a running statistic."""
-    kind = "buffer" if link.tensor in STATISTICS else "vector"
-    shape = flax.shape(link.leaf)
-    rank = len(torch.shape(link.tensor))
-    view = _View(shape, tuple(range(len(shape))), len(shape))
-    if rank > 1:  # (C, 1, 1) and the like, or (1, C)
-        leading = 0 if torch.shape(link.tensor)[0] == 1 else len(shape)
-        view = view._replace(row_axes=leading)
-    return make_pair(torch, flax, link, kind, view, {"row_maps": maps})
+def _gate(torch: Layer, flax: Layer, tensor: str, leaf: str, share: Share | None = None) -> Link:
+    """Links a matrix (out, in) or a vector with a leaf; a share of its rows if there is one."""
+    shape = torch.shape(tensor)
+    target = flax.shape(leaf)
+    if len(shape) < 2:
+        return Link(tensor, leaf, _vector(shape, target, share), share)
+    cut = _cut(target, shape[1], _height(shape, share))
+    return Link(tensor, leaf, {OUT_IN: _turned(target, cut)} if cut else {}, share)
 
 
-def matrix_or_vector_pair(torch: Layer, flax: Layer, link: Link, flatten: Maps = ()) -> Pair | None:
-    """Makes the pair of a matrix (out, in) that becomes (in, out), or of a vector."""
-    shape = torch.shape(link.tensor)
-    if len(shape) == 1:
-        return vector_pair(torch, flax, link)
-    height, width = shape
-    if link.share:
-        height //= link.share[1]
-    kernel = flax.shape(link.leaf)
-    cut = dense_cut(kernel, width, height)
-    if not cut:
-        return None
-    view = _turned(kernel[:cut], kernel[cut:])
-    return make_pair(torch, flax, link, "linear.weight", view, {"column_maps": flatten})
+def _height(shape: Shape, share: Share | None) -> int:
+    """Returns the rows of a tensor or of a share of it; 0 if it has no equal shares."""
+    rows = math.prod(shape[:1])
+    if share is None:
+        return rows
+    return 0 if rows % share[1] else rows // share[1]
 
 
-def dense_cut(shape: Shape, n_in: int, n_out: int) -> int:
+def _vector(shape: Shape, target: Shape, share: Share | None = None, maps: str = "") -> Views:
+    """Sees a bias, a scale or a running statistic as the leaf, if it has as many values."""
+    if _height(shape, share) * math.prod(shape[1:]) != math.prod(target):
+        return {}
+    # (C, 1, 1) and the like has its values in rows, and (1, C) in columns.
+    is_row = len(shape) > 1 and shape[0] == 1
+    row_axes = 0 if is_row else len(target)
+    axes = tuple(range(len(target)))
+    return {OUT_IN: View("vector", target, axes, row_axes, row_maps=maps)}
+
+
+def _cut(kernel: Shape, n_in: int, n_out: int) -> int:
     """Finds where the input axes of a dense kernel end; 0 if its shape does not fit."""
-    for cut in range(1, len(shape)):
-        if math.prod(shape[:cut]) == n_in and math.prod(shape[cut:]) == n_out:
+    for cut in range(1, len(kernel)):
+        if math.prod(kernel[:cut]) == n_in and math.prod(kernel[cut:]) == n_out:
             return cut
     return 0
 
 
-def map_size(maps: Maps) -> int:
-    """Returns how many values there are up to the end of the last map."""
-    start, channels, places = maps[-1]
-    return start + channels * places
-
-
-def _sides(torch: Layer) -> tuple[int, int]:
-    """Returns the rows (of a share, if it is one) and the columns of a weight without space."""
-    weight = torch.shape("weight")
-    if len(weight) < 2 or math.prod(weight[2:]) != 1:
-        return 0, 0
-    height, width = weight[:2]
-    if torch.share:
-        height = height // torch.share[1] if height % torch.share[1] == 0 else 0
-    return height, width
-
-
-def _turned(ins: Shape, outs: Shape, order: Shape = ()) -> _View:
+def _turned(
+    kernel: Shape, cut: int, row_maps: str = "", column_maps: str = "", order: Shape = ()
+) -> View:
     """Sees (*outs, *ins) in torch as (*ins, *outs) in Flax.
 
     Args:
-      ins: The axes of inputs in Flax.
-      outs: The axes of outputs in Flax.
-      order: The order of those in torch, if it is another.
+      kernel: The shape in Flax.
+      cut: How many of its axes are inputs.
+      row_maps: As in `View`.
+      column_maps: As in `View`.
+      order: The order in which torch has the axes of outputs, if it is another.
     """
+    outs = kernel[cut:]
     order = order or tuple(range(len(outs)))
-    rows = [outs[axis] for axis in order]
-    axes = [len(outs) + k for k in range(len(ins))]
-    axes += [order.index(k) for k in range(len(outs))]
-    return _View((*rows, *ins), tuple(axes), len(outs))
+    split = (*_moved(outs, order), *kernel[:cut])
+    axes = [len(outs) + axis for axis in range(cut)]
+    axes += [order.index(axis) for axis in range(len(outs))]
+    return View("linear.weight", split, tuple(axes), len(outs), (), row_maps, column_maps)
 
 
-def _rows_of(form: str) -> Shape:
-    """Reads the order of packed outputs from a form; () of another form."""
-    if not form.startswith(_ROWS):
-        return ()
-    return tuple(int(axis) for axis in form.removeprefix(_ROWS).split(","))
+def _moved(shape: Shape, order: Iterable[int]) -> Shape:
+    return tuple(shape[axis] for axis in order)
 
 
 def _without_ones(shape: Shape) -> Shape:
     return tuple(size for size in shape if size != 1)
 
 
-def _wide_order(shape: Shape, order: Iterable[int]) -> Shape:
+def _wide_order(shape: Shape, order: Shape) -> Shape:
     """Drops axes of one place from an order; they change nothing."""
     return tuple(axis for axis in order if shape[axis] != 1)
 
 
-def _fitting_orders(shape: Shape, goal: Shape, orders: Iterable[Shape]) -> tuple[str, ...]:
-    """Names those orders of the axes of a shape that make it another, each once."""
-    names: list[str] = []
+def _orders(shape: Shape, goal: Shape, orders: Iterable[Shape], row_axes: int = 1) -> Views:
+    """Sees a shape in those orders of its axes that make it another, each once."""
+    kinds = {1: "vector", 2: "linear.weight"}
+    views: dict[str, View] = {}
     for order in orders:
-        name = axes_name(order)
-        if tuple(shape[axis] for axis in order) == goal and name not in names:
-            names.append(name)
-    return tuple(names)
+        kind = kinds.get(len(order), "conv.weight")
+        if order == tuple(range(len(order))):
+            kind = "array"
+        if _moved(shape, order) == goal:
+            views.setdefault(axes_name(order), View(kind, shape, order, row_axes))
+    return views
 
 
 def _kernel_order(count: int) -> Shape:
@@ -596,19 +504,6 @@ def _kernel_order(count: int) -> Shape:
     return (*range(2, count), 1, 0)
 
 
-def axes_name(order: Shape) -> str:
-    """Names an order of axes: as it is, turned (of a matrix), or the axes themselves."""
-    if order == tuple(range(len(order))):
-        return AS_IT_IS
-    if order == (1, 0):
-        return TURNED
+def axes_name(order: Iterable[int]) -> str:
+    """Names the form in which a weight has its axes in another order."""
     return f"axes {','.join(map(str, order))}"
-
-
-def axes_of(form: str) -> Shape:
-    """Reads what `axes_name` wrote; a form without axes is as it is."""
-    if form == TURNED:
-        return (1, 0)
-    if form.startswith("axes "):
-        return tuple(int(axis) for axis in form.removeprefix("axes ").split(","))
-    return ()

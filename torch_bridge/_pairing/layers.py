@@ -6,6 +6,7 @@ direction of an LSTM. Layers are what `match` brings together.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
@@ -15,6 +16,7 @@ from torch_bridge._pairing.leaves import Tree
 
 Sort: TypeAlias = Literal["weight", "kernel", "embedding", "norm", "attention", "recurrent", "bare"]
 Shape: TypeAlias = tuple[int, ...]
+Share: TypeAlias = tuple[int, int]  # (k, n): the k-th of n equal parts of the rows
 Part: TypeAlias = tuple[Any, Shape]  # the name of a tensor or the path of a leaf, and its shape
 Parts: TypeAlias = dict[str, Part]
 
@@ -29,8 +31,12 @@ _RECURRENT = re.compile(r"(weight_ih|weight_hh|bias_ih|bias_hh|weight_hr)(_l\d+)
 _RECURRENT_PARTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 _PACKED = ("in_proj_weight", "q_proj_weight")
 # What torch's weight_norm keeps, in its old form and as a parametrization: length and direction.
-_LENGTHS = {"weight_g": "weight_g", "parametrizations.weight.original0": "weight_g"}
-_DIRECTIONS = {"weight_v": "weight", "parametrizations.weight.original1": "weight"}
+_WEIGHT_NORM = {
+    ".weight_g": "weight_g",
+    ".parametrizations.weight.original0": "weight_g",
+    ".weight_v": "weight",
+    ".parametrizations.weight.original1": "weight",
+}
 _NORM_PARTS = ("weight", "bias", *STATISTICS)
 _NORM_LEAVES = ("scale", "bias", "mean", "var", "negative_slope")
 
@@ -57,7 +63,7 @@ class Layer:
         sort: Sort,
         parts: Parts,
         sep: str = ".",
-        share: tuple[int, int] | None = None,
+        share: Share | None = None,
     ) -> None:
         self.segments = segments
         self.sort: Sort = sort
@@ -75,7 +81,7 @@ class Layer:
         """The name, also of what has none."""
         return self.name or "(root)"
 
-    @property
+    @functools.cached_property
     def signature(self) -> tuple[Any, ...]:
         """Sort, shapes and share: equal for layers that can stand for each other."""
         shapes = frozenset((key, shape) for key, (_, shape) in self.parts.items())
@@ -118,7 +124,8 @@ class Layer:
         return layers
 
 
-def words_of(segments: Collection[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+@functools.lru_cache(maxsize=2**16)
+def words_of(segments: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Splits a name into its words, with # for each number, and its numbers."""
     words: list[str] = []
     numbers: list[int] = []
@@ -185,10 +192,9 @@ def _children(tree: Tree) -> dict[tuple[str, ...], set[str]]:
 
 def _torch_place(clean: str, packed: Collection[str], attention: bool) -> tuple[str, str]:
     """Finds the layer that a tensor belongs to, and what it is called there."""
-    for names in (_LENGTHS, _DIRECTIONS):
-        for ending, local in names.items():
-            if clean.endswith(f".{ending}"):
-                return clean.removesuffix(f".{ending}"), local
+    for ending, local in _WEIGHT_NORM.items():
+        if clean.endswith(ending):
+            return clean.removesuffix(ending), local
     module, _, local = clean.rpartition(".")
     parent, _, last = module.rpartition(".")
     if module in packed and not attention and local.startswith("in_proj_"):

@@ -56,7 +56,7 @@ def torch_matrix_dims(path: Any, leaf: Any) -> MatrixDims | None:
         rows = (ndim - 1,)
         if module in _SPLIT_OUTPUTS and ndim > 2:
             rows = tuple(range(1, ndim))
-        elif ndim > 2 and _TRANSPOSED_WORDS.intersection(words_of([module.lower()])[0]):
+        elif ndim > 2 and _TRANSPOSED_WORDS.intersection(words_of((module.lower(),))[0]):
             rows = (ndim - 2,)
     return MatrixDims(rows=rows, cols=tuple(axis for axis in range(ndim) if axis not in rows))
 

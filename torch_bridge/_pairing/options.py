@@ -9,7 +9,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
-from torch_bridge._pairing.kinds import AS_IT_IS, IN_OUT, OUT_IN, axes_name
+from torch_bridge._base.tensors import clean_names
+from torch_bridge._pairing.kinds import IN_OUT, axes_name
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.maps import Flattened
 
@@ -73,58 +74,44 @@ class Options:
             elif value and name != "plain":
                 yield name, value
 
-    def map_of(self, option: str, layer: Layer) -> tuple[Flattened | None] | None:
-        """Returns what the last pattern that names a layer says, in a tuple; None if none does."""
+    def kept(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Selects the tensors that shall not be left out."""
+        names = clean_names(list(tensors))
+        pattern = self.ignore or "(?!)"
+        return {n: value for n, value in tensors.items() if not re.fullmatch(pattern, names[n])}
+
+    def map_of(self, option: str, layer: Layer) -> tuple[str, Flattened | None] | None:
+        """Returns the last pattern that names a layer, and what it says; None if none does."""
         answer = None
         for pattern, parts in (getattr(self, option) or {}).items():
             if re.fullmatch(pattern, layer.name):
-                answer = (parts,)
+                answer = (pattern, parts)
         return answer
 
     def form_of(self, option: str, layer: Layer) -> str | None:
-        """Returns the form that an option says the weight of a layer has; None if it is open."""
+        """Returns the form that an option says a weight has, "" for the usual one; None if open."""
         said = getattr(self, option)
-        if option == "turned":
-            for pattern, axes in (said or {}).items():
-                if re.fullmatch(pattern, layer.name):
-                    return axes_name(axes)
-            usual = AS_IT_IS
-        else:
-            if said and re.fullmatch(said, layer.name):
-                return IN_OUT
-            usual = OUT_IN
-        return usual if said is not None or self.plain else None
+        patterns = {said: IN_OUT} if isinstance(said, str) else said or {}
+        for pattern, form in patterns.items():
+            if re.fullmatch(pattern, layer.name):
+                return form if isinstance(form, str) else axes_name(form)
+        return "" if said is not None or self.plain else None
 
 
-def idle_patterns(
-    options: Options,
-    tensors: Collection[str],
-    layers: Collection[str],
-    movable: Mapping[str, Collection[str]],
-) -> list[str]:
-    """Lists patterns that match nothing, or with a shape no layer in which anything moves.
-
-    What is misspelled would be ignored without a word.
+def idle_patterns(options: Options, tensors: Collection[str], layers: Collection[str]) -> list[str]:
+    """Lists patterns that match nothing, since what is misspelled would be ignored without a word.
 
     Args:
       options: The options.
       tensors: The names of all tensors of the model.
       layers: The names of all its layers.
-      movable: By option the names of the layers that it can move.
     """
     modules = {name.rpartition(".")[0] for name in tensors} | {*layers}
     idle: list[str] = []
     for option, pattern in options.patterns():
-        names: Collection[str]
-        if option in ("rules", "turned"):
-            names = {*modules, *tensors}
-        elif option == "conv1d":
-            names = modules
-        elif option in movable:
-            names = movable[option] if getattr(options, option)[pattern] else modules
-        else:
-            continue
-        if pattern and not any(re.fullmatch(pattern, name) for name in names):
+        names = modules | {*tensors} if option in ("rules", "turned") else modules
+        may_be_idle = option in ("ignore", "conv_transpose")
+        if pattern and not may_be_idle and not any(re.fullmatch(pattern, name) for name in names):
             idle.append(f"{option}: {pattern}")
     return idle
 

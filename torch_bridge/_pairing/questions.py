@@ -5,35 +5,26 @@ Nothing here decides: a question that the options do not answer stays open, with
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
-from torch_bridge._pairing.kinds import (
-    IN_OUT,
-    LINEAR,
-    OUT_IN,
-    Answer,
-    axes_of,
-    kind_of,
-)
+from torch_bridge._pairing.kinds import IN_OUT, OUT_IN, USUAL, forms_of
 from torch_bridge._pairing.layers import Layer
-from torch_bridge._pairing.maps import Flow, maps_of, size_of
-from torch_bridge._pairing.match import Match, Two, common_rule, grouped, pair_in_order
+from torch_bridge._pairing.maps import VERBS, Answers, Flattened, Flow, maps_of, size_of
+from torch_bridge._pairing.match import Group, Match, grouped
 from torch_bridge._pairing.options import Options
 
 # Matrices of which torch's own modules say that they are (out, in).
-_OF_TORCH = re.compile(r".*\b(in_proj_weight|weight_[ih]h(_l\d+)?(_reverse)?)$")
+_OF_TORCH = re.compile(r"(.*\b)(in_proj_weight|weight_[ih]h(_l\d+)?(_reverse)?)$")
 _HEADINGS = {
-    "order": "alike, so that only the user can tell which is which",
     "conv1d": "square, which does not show whether it is stored (out, in) or, as by transformers' "
     "Conv1D, (in, out)",
     "conv_transpose": "as many inputs as outputs, which does not show a Conv from a ConvTranspose",
-    "turned": "bare, of a shape that fits in several orders of its axes",
+    "turned": "of a shape that fits in several orders of its axes",
 }
-_SHOWN = 4  # candidates of one layer
 
 
 class Questions:
@@ -42,278 +33,185 @@ class Questions:
     Attributes:
       answers: What is known about each layer that has a partner.
       asked: The questions, each a line with its answers.
+      order: Whether one of them is which of several layers is which.
       wrong: Lines for answers that do not fit.
-      plain: Whether `plain=True` answers all that is asked.
     """
 
     def __init__(self, match: Match, options: Options, known: Mapping[str, str]) -> None:
-        self.options = options
-        self.answers: dict[Layer, Answer] = {}
+        """Answers what the options answer, and asks the rest.
+
+        Args:
+          match: The layers; with ``plain=True`` alike ones are paired here.
+          options: What the user says.
+          known: Module name -> how its weight is stored, of torch's own classes.
+        """
+        self._options = options
+        self.answers: Answers = {}
         self.asked: list[str] = []
         self.wrong: list[str] = []
-        self.plain = True
-        self._ask_order(match)
+        for group in match.groups():
+            self._ask_order(match, group)
+        self.order = bool(self.asked)
         self._ask_forms(match, known)
-        self.flow = Flow(match.torch, match.partners, self.answers)
-        self._ask_maps("flatten", self.flow.readers())
-        self._ask_maps("unflatten", self.flow.givers())
-        self._say_of_norms()
-        self._ask_norms()
-        self.answers = self.flow.with_norms(self.answers)
+        self._flow = Flow(match.torch, match.partners, self.answers)
+        self._take_maps()
+        if not options.plain:
+            self._ask_maps()
 
-    # --- which of several layers ----------------------------------------------------------------
-
-    def _ask_order(self, match: Match) -> None:
+    def _ask_order(self, match: Match, group: Group) -> None:
         """Pairs alike layers in the order of their numbers if that was said; else asks."""
-        candidates, _ = match.candidates()
-        groups = grouped(
-            [layer for layer, targets in candidates.items() if targets],
-            lambda layer: (layer.words, tuple(candidates[layer])),
+        two = group.in_order()
+        in_order = bool(two) and _rising(match, two)
+        if in_order and self._options.plain:
+            match.partners.update(two)
+            return
+        first = group.torch[0]
+        shapes = ", ".join(str(shape) for _, shape in first.parts.values())
+        hint = " If both sides number them in the same order, plain=True says so." * in_order
+        self.asked.append(
+            f"{listed(group.torch)} {shapes} could be {listed(group.flax)}: say which is which, as "
+            f"in rules={{{re.escape(first.label)!r}: {group.flax[0].label!r}}}.{hint}"
         )
-        wanted: dict[Layer, int] = {}
-        for layers in groups.values():
-            for target in candidates[layers[0]]:
-                wanted[target] = wanted.get(target, 0) + 1
-        for layers in groups.values():
-            targets = candidates[layers[0]]
-            two = pair_in_order(layers, targets)
-            same_words = len({target.words for target in targets}) == 1
-            contested = max(wanted[target] for target in targets) > 1
-            if not two or not same_words or contested or not _rising(match, two):
-                self._list(layers, targets)
-            elif self.options.plain:
-                match.partners.update(two)
-            else:
-                self.asked.append(
-                    f"{listed(layers)} -> {listed(targets)}: {_HEADINGS['order']}. plain=True "
-                    f"takes them in the order of their numbers; else {_rule_text(two)}"
-                )
-
-    def _list(self, layers: Sequence[Layer], targets: Sequence[Layer]) -> None:
-        """Says of alike layers where they could go, and the rules for it."""
-        self.plain = False
-        by_words = list(grouped(targets, lambda target: target.words).values())
-        rules: list[tuple[str, str]] = []
-        for group in by_words:
-            two = pair_in_order(layers, group)
-            rule = common_rule(two) if two else None
-            if rule:
-                rules.append(rule)
-        shapes = ", ".join(str(shape) for _, shape in layers[0].parts.values())
-        if len(rules) == len(by_words) and len(by_words) > 1:
-            could_be = {rules[0][0]: [path for _, path in rules]}
-        else:
-            could_be = {}
-            for layer in layers:
-                could_be[re.escape(layer.label)] = [target.label for target in targets]
-        for pattern, names in could_be.items():
-            shown = " or ".join(names[:_SHOWN])
-            if len(names) > _SHOWN:
-                shown += " or ..."
-            self.asked.append(
-                f"{pattern} {shapes} could be {shown}: say which, as in "
-                f"rules={{{pattern!r}: {names[0]!r}}}"
-            )
-
-    # --- how a weight is stored -----------------------------------------------------------------
 
     def _ask_forms(self, match: Match, known: Mapping[str, str]) -> None:
         """Finds the form of every weight that fits in several; asks about those left open."""
-        of_torch = _known_linears(match.torch)
         open_layers: dict[str, list[Layer]] = {}
-        for layer in match.torch:
-            target = match.partners.get(layer)
-            if target is None:
-                continue
-            kind = kind_of(layer, target)
-            forms = kind.forms(layer, target)
+        of_torch = _known_linears(match.torch)
+        for layer, target in match.partners.items():
+            forms = forms_of(layer, target)
             if len(forms) < 2:
                 continue
             if layer.name in known or layer in of_torch:
-                self._know(layer, known.get(layer.name, OUT_IN))
+                self.answers[layer] = USUAL._replace(form=known.get(layer.name, OUT_IN))
                 continue
-            options = []
+            options: list[str] = []
             if IN_OUT in forms:
-                options.append("conv1d" if kind is LINEAR else "conv_transpose")
+                is_matrix = len(layer.shape("weight")) == 2
+                options.append("conv1d" if is_matrix else "conv_transpose")
             if any(form not in (OUT_IN, IN_OUT) for form in forms):
                 options.append("turned")
             for option in options:
-                form = self.options.form_of(option, layer)
+                form = self._options.form_of(option, layer)
                 if form is None:
                     open_layers.setdefault(option, []).append(layer)
-                elif axes_of(form) and form not in forms:
+                elif form and form not in forms:
                     leaf = target.line(next(iter(target.parts)))
-                    self.wrong.append(f"{layer.label} <-> {leaf}, with turned={axes_of(form)}")
-                elif form in forms:
-                    self._know(layer, form)
+                    self.wrong.append(f"{layer.label} <-> {leaf}, with {option}: {form}")
+                elif form:
+                    self.answers[layer] = USUAL._replace(form=form)
         for option, layers in open_layers.items():
             pattern = listed(layers)
-            none, one = f"{option}=''", f"{option}=<regular expression of those that are>"
+            none = f"{option}=''"
+            one = f"{option}=<regular expression of those that are>"
             if option == "turned":
-                none, one = "turned={}", f"turned={{{pattern!r}: (1, 0)}}, or another order"
+                none = "turned={}"
+                one = f"turned={{{pattern!r}: (1, 0)}}, or another order"
             self.asked.append(
                 f"{pattern}: {_HEADINGS[option]}. Say {none} if none of these is, else {one}"
             )
 
-    def _know(self, layer: Layer, form: str) -> None:
-        self.answers[layer] = Answer(form=form)
-
     # --- what is a flattened map ----------------------------------------------------------------
 
-    def _ask_maps(self, option: str, layers: Iterable[Layer]) -> None:
-        """Takes what was said of flattened maps; asks where a layer may read or give one."""
-        open_layers: dict[Any, list[tuple[Layer, str]]] = {}
-        for layer in layers:
-            sizes = self.flow.sizes[layer]
-            values = sizes.reads if option == "flatten" else sizes.gives
-            if option == "flatten":
-                proposal = self.flow.map_before(layer)
-            else:
-                proposal = self.flow.map_behind(layer)
-            said = self.options.map_of(option, layer)
+    def _take_maps(self) -> None:
+        """Takes what the user says of flattened maps, and of norms that are of one."""
+        idle: dict[str, bool] = {}
+        for layer, (option, verb) in itertools.product(self._flow.layers, VERBS.items()):
+            said = self._options.map_of(option, layer)
             if said is None:
-                answered = self.options.plain or getattr(self.options, option) is not None
-                if proposal and not answered:
-                    key = layer.words, proposal[0], values
-                    open_layers.setdefault(key, []).append((layer, proposal[1]))
                 continue
-            parts = said[0]
-            if parts is None:
-                continue
+            field = "flatten" if layer.is_vector else option
+            values = self._flow.sizes[layer].get(field)
+            parts = said[1] or ()
             shown = parts[0] if len(parts) == 1 else list(parts)
-            if size_of(parts) != values:
-                verb = "reads" if option == "flatten" else "gives"
+            line = f"{option}={{{said[0]!r}: {shown}}}: none of these {verb} values in a row"
+            idle[line] = idle.get(line, True) and bool(parts) and values is None
+            if values is None:
+                continue
+            if parts and size_of(parts) != values:
                 self.wrong.append(f"{layer.label} {verb} {values} values, with {option}={shown}")
                 continue
-            if proposal and len(parts) == 1 and _channels_last(parts[0], proposal[0]):
-                warnings.warn(
-                    f"{option}={shown} has the channels last, but {layer.name} {proposal[1]}: "
-                    f"the shape is torch's (C, H, W), here {proposal[0]} perhaps.",
-                    stacklevel=2,
-                )
-            answer = self.answers.get(layer, Answer())
-            self.answers[layer] = answer._replace(**{option: maps_of(parts)})
-        for (_, shape, _), alike in open_layers.items():
-            names = listed([layer for layer, _ in alike])
-            fact = alike[0][1]
-            self.asked.append(
-                f"{names} {fact}: say {option}={{{names!r}: {shape}}} if they are a flattened map; "
-                f"{option} names all layers of which that is so, {option}={{}} none"
+            self._warn_of_channels_last(option, layer, parts)
+            answer = self.answers.get(layer, USUAL)
+            self.answers[layer] = answer._replace(**{field: maps_of(parts)})
+        self.wrong += [line for line, moves_nothing in idle.items() if moves_nothing]
+
+    def _warn_of_channels_last(self, option: str, layer: Layer, parts: Flattened) -> None:
+        if layer.is_vector or len(parts) != 1 or len(parts[0]) < 2:
+            return
+        proposal = self._flow.proposal(option, layer)
+        channels, *space = proposal[0] if proposal else (0,)
+        *first, last = parts[0]
+        if (last, math.prod(first)) == (channels, math.prod(space)) and first[0] != channels:
+            warnings.warn(
+                f"{option}={parts[0]} has the channels last, but {layer.name} {VERBS[option]} "
+                f"{math.prod(parts[0])} values of {channels} channels: the shape is torch's "
+                f"(C, H, W), here {(channels, *space)} perhaps.",
+                stacklevel=2,
             )
 
-    def _say_of_norms(self) -> None:
-        """Takes what was said of norms by their names."""
-        for layer in self.flow.layers:
-            if not layer.is_vector:
-                continue
-            for option in ("flatten", "unflatten"):
-                said = self.options.map_of(option, layer)
-                if said is None:
+    def _ask_maps(self) -> None:
+        """Asks where a layer may read or give a map, and names what is of as many values."""
+        for option, verb in VERBS.items():
+            for layers, values in self._flow.movable(option):
+                if layers[0].is_vector or self._flow.is_table(layers[0]):
                     continue
-                parts = said[0] or ()
-                if parts and size_of(parts) != self.flow.sizes[layer].gives:
-                    self.wrong.append(f"{layer.label}, with {option}={parts[0]}")
-                else:
-                    self.answers[layer] = Answer(flatten=maps_of(parts))
-
-    def _ask_norms(self) -> None:
-        """Asks about norms and tables of as many values as a map that a layer elsewhere reads."""
-        if self.options.plain or self.options.flatten is not None:
-            return
-        following = self.flow.with_norms(self.answers)
-        maps: dict[int, Any] = {}
-        for layer in self.flow.readers():
-            proposal = self.flow.map_before(layer)
-            if proposal:
-                maps[self.flow.sizes[layer].reads] = proposal[0], layer
-        for layer in self.flow.layers:
-            values = self.flow.sizes[layer].gives
-            if layer in following or values not in maps:
-                continue
-            if self.flow.is_table(layer):
-                shape, reader = maps[values]
-                self.asked.append(
-                    f"{layer.label} has rows of {values} values, as many as {reader.label} reads: "
-                    f"say unflatten={{{layer.label!r}: {shape}}} if they are a flattened map; "
-                    "unflatten={} if not"
+                proposals = [self._flow.proposal(option, layer) for layer in layers]
+                shape = next((parts for parts in proposals if parts), None)
+                if shape is None or getattr(self._options, option) is not None:
+                    continue
+                names = listed(layers)
+                shown = str(shape[0] if len(shape) == 1 else shape)
+                others: list[Layer] = []
+                for other in self._flow.layers:
+                    is_loose = other.is_vector or self._flow.is_table(other)
+                    follows = self._flow.neighbour(other, 1) in layers
+                    if is_loose and not follows and values in self._flow.sizes[other].values():
+                        others.append(other)
+                hint = (
+                    f". {listed(others)} may be of the same map; then name it, too"
+                    if others
+                    else ""
                 )
-            if not layer.is_vector:
-                continue
-            shape, reader = maps[values]
-            beside = self.flow.before(layer) + self.flow.behind(layer)
-            if self.flow.behind(layer) == [reader]:
-                continue
-            if not any(self.flow.sizes[other].space for other in beside):
                 self.asked.append(
-                    f"{layer.label} is of {values} values, as many as {reader.label} reads: say "
-                    f"flatten={{{layer.label!r}: {shape}}} if they are a flattened map"
+                    f"{names} {verb} {values} values: say {option}={{{names!r}: {shown}}} if they "
+                    f"are a flattened map of such a shape; {option} names all layers of which that "
+                    f"is so, {option}={{}} none{hint}"
                 )
-
-    def movable(self) -> dict[str, Collection[str]]:
-        """Returns by option the names of the layers that it can move."""
-        vectors = {layer.name for layer in self.flow.layers if layer.is_vector}
-        return {
-            "flatten": {layer.name for layer in self.flow.readers()} | vectors,
-            "unflatten": {layer.name for layer in self.flow.givers()} | vectors,
-        }
 
 
 def listed(layers: Iterable[Layer]) -> str:
     """Writes the names as one regular expression: those that differ in numbers only are one."""
-    alike: dict[Any, list[str]] = {}
-    for layer in layers:
-        cased = re.sub(r"\d+", "#", layer.name)
-        alike.setdefault(cased, []).append(layer.name)
     patterns: list[str] = []
-    for names in alike.values():
-        if len(names) == 1:
-            patterns.append(names[0])
-        else:
-            patterns.append(re.sub(r"\d+", r"\\d+", names[0].replace(".", r"\.")))
+    for names in grouped(layers, lambda layer: re.sub(r"\d+", "#", layer.label)).values():
+        name = names[0].label
+        if len(names) > 1:
+            name = re.sub(r"\d+", r"\\d+", name.replace(".", r"\."))
+        patterns.append(name)
     return "|".join(patterns)
 
 
-def _rising(match: Match, two: Sequence[Two]) -> bool:
+def _rising(match: Match, two: Sequence[tuple[Layer, Layer]]) -> bool:
     """Tells whether the order of numbers agrees with what is decided of the same series."""
-    words = two[0][0].words
-    others = two[0][1].words
-    numbers: dict[Any, Any] = {}
+    names = two[0][0].words, two[0][1].words
+    numbers = {layer.numbers: target.numbers for layer, target in two}
     for layer, target in match.partners.items():
-        if layer.words == words and target.words == others and layer not in match.by_rule:
+        if (layer.words, target.words) == names and layer not in match.by_rule:
             numbers[layer.numbers] = target.numbers
-    for layer, target in two:
-        numbers[layer.numbers] = target.numbers
     places = [numbers[number] for number in sorted(numbers)]
     return places == sorted(places)
 
 
-def _rule_text(two: Sequence[Two]) -> str:
-    rule = common_rule(two)
-    if rule is None:
-        rule = re.escape(two[0][0].label), two[0][1].label
-    return f"rules={{{rule[0]!r}: {rule[1]!r}}} and so on"
-
-
 def _known_linears(layers: Iterable[Layer]) -> set[Layer]:
     """Collects the layers whose weight one of torch's own modules stores (out, in)."""
-    packed: set[str] = set()
+    modules: set[str] = set()
     known: set[Layer] = set()
-    by_tensor: dict[str, Layer] = {}
     for layer in layers:
         for name, _ in layer.parts.values():
-            by_tensor[name] = layer
-            if name.endswith("in_proj_weight"):
-                packed.add(name.removesuffix("in_proj_weight"))
-            if _OF_TORCH.match(name):
+            own = _OF_TORCH.match(name)
+            if own:
                 known.add(layer)
-    for module in packed:
-        if f"{module}out_proj.weight" in by_tensor:
-            known.add(by_tensor[f"{module}out_proj.weight"])
+                modules.add(f"{own[1]}out_proj.weight")
+    for layer in layers:
+        if any(name in modules for name, _ in layer.parts.values()):
+            known.add(layer)
     return known
-
-
-def _channels_last(shape: tuple[int, ...], proposal: tuple[int, ...]) -> bool:
-    if len(shape) < 2 or shape == proposal:
-        return False
-    turned = (shape[-1], math.prod(shape[:-1]))
-    return turned == (proposal[0], math.prod(proposal[1:])) and shape[0] != proposal[0]
