@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomp._base.leaves import compute_dtype, leaf_dtype, leaf_name
+from jaxcomp._base.leaves import compute_dtype
 from jaxcomp._base.typing import Array, AxisName, PyTree
+from jaxcomp._local.fragments import numbered, part_of, put_back
 from jaxcomp._mesh.collectives import as_local, axis_size, mean_each, switch
 from jaxcomp._mesh.weights import share_of_mean, weighted
 
@@ -57,30 +58,19 @@ def average(
 
 def averaged(tree: PyTree, axis_name: AxisName, weight: Any) -> tuple[PyTree, Array | None]:
     """Averages a tree, and says whether any replica counted; None if all do."""
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = [leaf for _, leaf in flat]
-    positions = []
-    wide = []
-    for position, (path, leaf) in enumerate(flat):
-        dtype = leaf_dtype(leaf)
-        if jnp.issubdtype(dtype, jnp.complexfloating):
-            raise ValueError(
-                f"The leaf {leaf_name(path)} has dtype {dtype}, and only floating leaves are "
-                "averaged. Average its real and imaginary parts."
-            )
-        if jnp.issubdtype(dtype, jnp.floating):
-            positions.append(position)
-            wide.append(jnp.asarray(leaf).astype(compute_dtype(dtype)))
-
+    numbers = numbered(tree)
+    floating = jax.tree.map(jnp.asarray, part_of(tree, numbers))
+    wide = jax.tree.map(lambda x: x.astype(compute_dtype(x.dtype)), floating)
     wide = as_local(wide, axis_name)
     counted = None
     if weight is not None:
         share, mean_weight = share_of_mean(weight, axis_name)
         wide = weighted(wide, share)
         counted = mean_weight != 0
-    for position, mean in zip(positions, mean_each(wide, axis_name), strict=True):
-        leaves[position] = mean.astype(leaf_dtype(leaves[position]))
-    return treedef.unflatten(leaves), counted
+    leaves, treedef = jax.tree.flatten(wide)
+    means = treedef.unflatten(mean_each(leaves, axis_name))
+    means = jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, floating)
+    return put_back(means, tree), counted
 
 
 def unless_nobody(counted: Array | None, new: PyTree, before: PyTree) -> PyTree:

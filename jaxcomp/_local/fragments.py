@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import heapq
 import re
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,7 +13,7 @@ import optax
 
 from jaxcomp._base.checks import check_int, check_static_number
 from jaxcomp._base.leaves import compute_dtype, leaf_dtype, leaf_name
-from jaxcomp._base.typing import Array, PyTree
+from jaxcomp._base.typing import Array, KeyPath, PyTree
 
 # How many fragments, or a pattern for each.
 Split: TypeAlias = int | tuple[str, ...]
@@ -93,40 +93,8 @@ def _check_patterns(patterns: tuple[Any, ...]) -> None:
         raise ValueError("`fragments` is empty. Pass a number, or a pattern for each fragment.")
 
 
-class Fragments(NamedTuple):
-    """Which fragment each leaf belongs to, in flattening order; -1 for one that is not floating."""
-
-    numbers: tuple[int, ...]
-
-    def take(self, tree: PyTree, fragment: int | None = None) -> PyTree:
-        """Returns the tree with `optax.MaskedNode` in place of all leaves but a fragment's.
-
-        Key paths stay as they are: a reducer may decide by a leaf's name. None for all fragments,
-        which leaves out what is not floating.
-        """
-        leaves, treedef = jax.tree.flatten(tree)
-        for position, number in enumerate(self.numbers):
-            if not _is_in(number, fragment):
-                leaves[position] = optax.MaskedNode()
-        return treedef.unflatten(leaves)
-
-    def put(self, tree: PyTree, part: PyTree, fragment: int | None = None) -> PyTree:
-        """Returns `tree` with the leaves of a fragment, or of all, from `part`."""
-        leaves, treedef = jax.tree.flatten(tree)
-        values = iter(jax.tree.leaves(part))
-        for position, number in enumerate(self.numbers):
-            if _is_in(number, fragment):
-                leaves[position] = next(values)
-        return treedef.unflatten(leaves)
-
-
-def _is_in(number: int, fragment: int | None) -> bool:
-    """Tells whether a leaf with this number is in a fragment, or in any."""
-    return number >= 0 if fragment is None else number == fragment
-
-
-def make_fragments(params: PyTree, split: Split = 1) -> Fragments:
-    """Gives every floating leaf a fragment.
+def numbered(params: PyTree, split: Split = 1) -> PyTree:
+    """Gives every floating leaf the number of a fragment, in a tree like the parameters; others -1.
 
     A number of fragments: the largest leaf first, to the lightest fragment. Patterns: the first
     that matches within the leaf's path, written as ``blocks/0/kernel``.
@@ -134,41 +102,76 @@ def make_fragments(params: PyTree, split: Split = 1) -> Fragments:
     Raises:
       ValueError: If a fragment would be empty, a leaf has no pattern, or a leaf is complex.
     """
-    names: dict[int, str] = {}  # of the floating leaves, by position
-    sizes: dict[int, int] = {}  # their bytes
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    for position, (path, leaf) in enumerate(leaves):
-        dtype = jnp.dtype(leaf_dtype(leaf))
-        if jnp.issubdtype(dtype, jnp.complexfloating):
-            raise ValueError(
-                f"The parameter {leaf_name(path)} has dtype {dtype}, and only floating ones can be "
-                "averaged. Wrap the transformation in optax.contrib.split_real_and_imaginary."
-            )
-        if jnp.issubdtype(dtype, jnp.floating):
-            names[position] = jax.tree_util.keystr(path, simple=True, separator="/")
-            sizes[position] = math.prod(np.shape(leaf)) * dtype.itemsize
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    places = [i for i, (path, leaf) in enumerate(leaves) if is_averaged(path, leaf)]
     if isinstance(split, tuple):
-        numbers = _by_pattern(names, split)
+        names = [jax.tree_util.keystr(leaves[i][0], simple=True, separator="/") for i in places]
+        chosen = _by_pattern(names, split)
     else:
-        numbers = _by_size(sizes, split)
-    return Fragments(tuple(numbers.get(position, -1) for position in range(len(leaves))))
+        sizes = [
+            np.size(leaves[i][1]) * jnp.dtype(leaf_dtype(leaves[i][1])).itemsize for i in places
+        ]
+        chosen = _by_size(sizes, split)
+    numbers = np.full(len(leaves), -1)
+    numbers[places] = chosen
+    return treedef.unflatten(numbers.tolist())
 
 
-def _by_pattern(names: dict[int, str], patterns: tuple[str, ...]) -> dict[int, int]:
+def is_averaged(path: KeyPath, leaf: Any) -> bool:
+    """Tells whether a leaf is floating.
+
+    Raises:
+      ValueError: If it is complex.
+    """
+    dtype = leaf_dtype(leaf)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise ValueError(
+            f"The leaf {leaf_name(path)} has dtype {dtype}, and only floating leaves are averaged. "
+            "Split it, as optax.contrib.split_real_and_imaginary does."
+        )
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def part_of(tree: PyTree, numbers: PyTree, fragment: int | None = None) -> PyTree:
+    """Returns the tree with `optax.MaskedNode` in place of all leaves but a fragment's.
+
+    Key paths stay as they are: a reducer may decide by a leaf's name. None for all fragments, which
+    leaves out what is not floating.
+    """
+
+    def chosen(number: int, leaf: Any) -> Any:
+        inside = number >= 0 if fragment is None else number == fragment
+        return leaf if inside else optax.MaskedNode()
+
+    return jax.tree.map(chosen, numbers, tree)
+
+
+def put_back(part: PyTree, tree: PyTree) -> PyTree:
+    """Returns `tree` with the leaves that a part of it has."""
+
+    def chosen(leaf: Any, old: Any) -> Any:
+        return old if _is_masked(leaf) else leaf
+
+    return jax.tree.map(chosen, part, tree, is_leaf=_is_masked)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _by_pattern(names: list[str], patterns: tuple[str, ...]) -> list[int]:
     """Gives each leaf the first pattern that matches within its name."""
-    numbers: dict[int, int] = {}
-    for position, name in names.items():
-        for number, pattern in enumerate(patterns):
-            if re.search(pattern, name):
-                numbers[position] = number
-                break
-        else:
+    numbers: list[int] = []
+    for name in names:
+        fitting = [k for k, pattern in enumerate(patterns) if re.search(pattern, name)]
+        if not fitting:
             raise ValueError(
                 f"No pattern of `fragments` is found in the leaf {name!r}, so that it would never "
                 "be averaged. Add one for it, such as '.*' at the end for all that are left."
             )
+        numbers.append(fitting[0])
     for number, pattern in enumerate(patterns):
-        if number not in numbers.values():
+        if number not in numbers:
             raise ValueError(
                 f"`fragments` has the pattern {pattern!r}, and no floating leaf is left for it. A "
                 "leaf belongs to the first pattern that is found in its path; correct it, or leave "
@@ -177,19 +180,17 @@ def _by_pattern(names: dict[int, str], patterns: tuple[str, ...]) -> dict[int, i
     return numbers
 
 
-def _by_size(sizes: dict[int, int], count: int) -> dict[int, int]:
+def _by_size(sizes: list[int], count: int) -> list[int]:
     """Gives each leaf, the largest first, the fragment that is the lightest until then."""
     if count > max(len(sizes), 1):
         raise ValueError(
             f"fragments={count} is more than the {len(sizes)} floating leaves of the parameters. "
             "Pass at most as many fragments as leaves."
         )
-    numbers: dict[int, int] = {}
-    load = [0] * count  # bytes
-    leaves = [0] * count  # an empty leaf has no bytes, and yet its fragment is not empty
-    for position in sorted(sizes, key=lambda position: -sizes[position]):
-        number = min(range(count), key=lambda number: (load[number], leaves[number]))
-        numbers[position] = number
-        load[number] += sizes[position]
-        leaves[number] += 1
+    numbers = [0] * len(sizes)
+    # Bytes and leaves of each: an empty leaf has no bytes, and yet its fragment is not empty.
+    fragments = [(0, 0, number) for number in range(count)]
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        load, leaves, numbers[i] = heapq.heappop(fragments)
+        heapq.heappush(fragments, (load + sizes[i], leaves + 1, numbers[i]))
     return numbers

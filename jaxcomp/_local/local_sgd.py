@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxcomp._base.leaves import widest
 from jaxcomp._base.stats import CompressionStats, LeafStats, dense_leaves
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._local.averages import average
-from jaxcomp._local.fragments import Fragments, make_fragments
+from jaxcomp._local.fragments import numbered, part_of, put_back
 from jaxcomp._local.periods import Periods, SyncEvery, check_known, check_periods
 from jaxcomp._local.sync import (
     AverageInnerState,
@@ -30,7 +30,7 @@ from jaxcomp._local.sync import (
     total,
     wide_leaves,
 )
-from jaxcomp._mesh.collectives import as_local, owner_id, switch
+from jaxcomp._mesh.collectives import as_local, from_step, owner_id, switch
 from jaxcomp._mesh.weights import refuse_misspelt_weight
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import takes_rows
@@ -137,16 +137,6 @@ def local_sgd(
     return Transformation(run.init, update, made_by=made_by, count_bytes=run.count_bytes)
 
 
-class _Step(NamedTuple):
-    """The inner optimizer's step, which an average may follow."""
-
-    floating: Fragments  # the parameters that are averaged
-    params: PyTree  # all, before the step
-    updates: PyTree  # the inner optimizer's
-    state: LocalSGDState  # after it
-    weight: Any  # this replica's; None if all count the same
-
-
 @dataclasses.dataclass(frozen=True)
 class _LocalSGD:
     """Checked arguments of `local_sgd`, and its functions."""
@@ -160,7 +150,7 @@ class _LocalSGD:
         """Makes the state before the first step."""
         # A copy, because a training step that donates its state must not see one buffer twice.
         anchor = () if self.sync.plain else jax.tree.map(jnp.copy, params)
-        outer, reducer = self.sync.init(make_fragments(params).take(params))
+        outer, reducer = self.sync.init(part_of(params, numbered(params)))
         inner = self.inner.init(params)
         return LocalSGDState.first(
             self.sync.axis_name, inner, anchor=anchor, outer=outer, reducer=reducer
@@ -182,26 +172,66 @@ class _LocalSGD:
                 "tx.update(grads, state, params)."
             )
         refuse_misspelt_weight(extra)
-        axis_name = self.sync.axis_name
+        sync = self.sync
+        axis_name = sync.axis_name
         check_gradients(updates, axis_name)
-        floating = make_fragments(params)
-        gradients, reducer = self._gradients(updates, state, floating, weight)
+        numbers = numbered(params)
+        gradients, reducer = self._gradients(updates, state, numbers, weight)
         inner = as_local(state.inner, axis_name)
         updates, inner = self.inner.update(gradients, inner, params, **extra)
         updates = jax.tree.map(_widened, updates, params)
         updates, inner = as_local((updates, inner), axis_name)
         state = state._replace(reducer=reducer, inner=inner, owner=owner_id(axis_name))
-        step = _Step(floating, params, updates, state, weight)
+
+        before = part_of(params, numbers)
+        floating = part_of(updates, numbers)
+        after = optax.apply_updates(before, floating)
+
+        def towards(new: PyTree) -> PyTree:
+            """Returns the update that leads to `new`; the inner one for what is not averaged."""
+            return put_back(jax.tree.map(_difference, floating, before, new), updates)
+
+        def new_part(anchor: PyTree, axes: AxisName | None = None) -> Part:
+            part = Part(after, state.inner, state.outer, state.reducer)
+            begin = lambda new: self.inner.init(put_back(new, params))  # noqa: E731
+            return sync.step(anchor, part, begin, weight, axes=axes)
+
+        def narrow(axes: AxisName) -> tuple[PyTree, LocalSGDState]:
+            # Neither the reducer nor the outer optimizer acts.
+            new = new_part((), axes)
+            return towards(new.params), state._replace(inner=new.inner)
+
+        def synchronised() -> tuple[PyTree, LocalSGDState]:
+            new = new_part(() if sync.plain else part_of(state.anchor, numbers))
+            anchor = state.anchor if sync.plain else put_back(new.params, state.anchor)
+            return towards(new.params), state._replace(
+                inner=new.inner, anchor=anchor, outer=new.outer, reducer=new.reducer
+            )
+
+        def rounds_begun() -> tuple[PyTree, LocalSGDState]:
+            # Replicas are equal here, in all but what the type checker knows: the average proves
+            # it. Their result is the first anchor, and the reducer begins anew.
+            anchor = average(optax.apply_updates(params, updates), axis_name)
+            shared = part_of(anchor, numbers)
+            _, reducer = sync.init(shared)
+            return towards(shared), state._replace(anchor=anchor, reducer=reducer)
 
         count = jnp.asarray(optax.safe_increment(state.count))
         due = self.periods.due(count, state.last_sync)
         shared = (due > 0) | (count <= self.periods.start_step)
         last_sync = jnp.where(shared, count, state.last_sync)
-        updates, state = self._what_is_due(due, count, step)
+        branches: list[Callable[[], tuple[PyTree, LocalSGDState]]] = [lambda: (updates, state)]
+        for level in self.periods.levels[:-1]:
+            branches.append(functools.partial(narrow, level.axes))
+        branches.append(synchronised)
+        if self.periods.start_step and not sync.plain:
+            due = jnp.where(count == self.periods.start_step, len(branches), due)
+            branches.append(rounds_begun)
+        updates, state = switch(due, branches)
         return updates, state._replace(count=count, last_sync=last_sync)
 
     def _gradients(
-        self, updates: PyTree, state: LocalSGDState, floating: Fragments, weight: Any
+        self, updates: PyTree, state: LocalSGDState, numbers: PyTree, weight: Any
     ) -> tuple[PyTree, PyTree]:
         """Returns the gradients that the inner optimizer sees, and the reducer's state."""
         weights = {} if weight is None else {"weight": weight}
@@ -214,79 +244,42 @@ class _LocalSGD:
             return means, state.reducer
 
         def everywhere() -> tuple[PyTree, PyTree]:
-            gradients = floating.take(updates)
-            means, reducer = self.sync.reducer.update(gradients, state.reducer, **weights)
-            return floating.put(updates, means), reducer
+            floating = part_of(updates, numbers)
+            means, reducer = self.sync.reducer.update(floating, state.reducer, **weights)
+            return put_back(means, updates), reducer
 
-        if not self.periods.start_step:
-            return local()
-        started = state.count >= self.periods.start_step
-        return switch(started.astype(jnp.int32), [everywhere, local])
-
-    def _what_is_due(self, due: Array, count: Array, step: _Step) -> tuple[PyTree, LocalSGDState]:
-        """Does what follows the inner optimizer's step: nothing, or the average of a level."""
-        results: list[Callable[[], tuple[PyTree, LocalSGDState]]] = [
-            lambda: (step.updates, step.state)
-        ]
-        for level in self.periods.levels[:-1]:
-            results.append(functools.partial(self._narrow_average, step, level.axes))
-        results.append(functools.partial(self._synchronised, step))
-        if self.periods.start_step and not self.sync.plain:
-            due = jnp.where(count == self.periods.start_step, len(results), due)
-            results.append(functools.partial(self._rounds_begun, step))
-        return switch(due, results)
-
-    def _narrow_average(self, step: _Step, axes: AxisName) -> tuple[PyTree, LocalSGDState]:
-        """Averages over some of the axes: neither the reducer nor the outer optimizer acts."""
-        new = self._new_part(step, (), axes)
-        return _towards(new.params, step), step.state._replace(inner=new.inner)
-
-    def _synchronised(self, step: _Step) -> tuple[PyTree, LocalSGDState]:
-        """Averages over all axes, or takes the outer step."""
-        if self.sync.plain:
-            new = self._new_part(step, ())
-            anchor = step.state.anchor
-        else:
-            new = self._new_part(step, step.floating.take(step.state.anchor))
-            anchor = step.floating.put(step.state.anchor, new.params)
-        state = step.state._replace(
-            inner=new.inner, anchor=anchor, outer=new.outer, reducer=new.reducer
-        )
-        return _towards(new.params, step), state
-
-    def _new_part(self, step: _Step, anchor: PyTree, axes: AxisName | None = None) -> Part:
-        """Runs the engine on the parameters after the inner optimizer's step."""
-        floating = step.floating
-        before = floating.take(step.params)
-        after = optax.apply_updates(before, floating.take(step.updates))
-        part = Part(after, step.state.inner, step.state.outer, step.state.reducer)
-
-        def begin(params: PyTree) -> PyTree:
-            return self.inner.init(floating.put(step.params, params))
-
-        return self.sync.step(anchor, part, begin, step.weight, axes=axes)
-
-    def _rounds_begun(self, step: _Step) -> tuple[PyTree, LocalSGDState]:
-        """Sets the first anchor, after the last step with a mean of gradients."""
-        # Replicas are equal here, in all but what the type checker knows: the average proves it.
-        # Their result is the anchor, and the reducer begins anew.
-        anchor = average(optax.apply_updates(step.params, step.updates), self.sync.axis_name)
-        shared = step.floating.take(anchor)
-        _, reducer = self.sync.init(shared)
-        return _towards(shared, step), step.state._replace(anchor=anchor, reducer=reducer)
+        return from_step(state.count, self.periods.start_step, everywhere, local)
 
     def count_bytes(
         self, params: PyTree, replicas: int | None, step: int | None
     ) -> CompressionStats:
         """Counts what a replica sends in a step, `local_axis_name` left out; see ``bytes``."""
-        if step is None:
-            return self._mean_bytes(params, replicas)
         periods = self.periods
         start = periods.start_step
+
+        def averages(level: int, nth: int | None) -> list[LeafStats]:
+            if not level:
+                return []
+            averaged = part_of(params, numbered(params))
+            narrow = level < len(periods.levels)
+            return self.sync.bytes(
+                averaged, replicas, nth, jax.eval_shape(self.inner.init, params), plain=narrow
+            )
+
+        if step is None:
+            if periods.schedule is not None:
+                raise ValueError(
+                    "`sync_every` is a schedule, so there is no cycle of fixed length to average "
+                    "over. Pass `step`."
+                )
+            cycle = periods.levels[-1].period
+            levels = periods.between(start, start + cycle)
+            parts = [averages(int(level), None) for level in levels]
+            return total(params, parts).scaled(1 / cycle)
         if step >= start:
-            due = periods.between(start, step + 1)
-            earlier = int((due[:-1] == due[-1]).sum())
-            return total(params, [self._level_bytes(params, int(due[-1]), replicas, earlier)])
+            levels = periods.between(start, step + 1)
+            earlier = int((levels[:-1] == levels[-1]).sum())
+            return total(params, [averages(int(levels[-1]), earlier)])
         if self.sync.exact:
             parts = [dense_leaves(params)]
         else:
@@ -295,43 +288,9 @@ class _LocalSGD:
             parts.append(wide_leaves(params))  # the first anchor
         return total(params, parts)
 
-    def _mean_bytes(self, params: PyTree, replicas: int | None) -> CompressionStats:
-        """Counts what a step sends in the mean over a cycle of all levels."""
-        periods = self.periods
-        if periods.schedule is not None:
-            raise ValueError(
-                "`sync_every` is a schedule, so there is no cycle of fixed length to average "
-                "over. Pass `step`."
-            )
-        begin = periods.start_step
-        cycle = periods.levels[-1].period
-        due = periods.between(begin, begin + cycle)
-        parts = [self._level_bytes(params, int(level), replicas, None) for level in due]
-        return total(params, parts).scaled(1 / cycle)
 
-    def _level_bytes(
-        self, params: PyTree, level: int, replicas: int | None, nth: int | None
-    ) -> list[LeafStats]:
-        """Lists what the average of a level sends; nothing for level 0."""
-        if not level:
-            return []
-        inner = ()
-        if self.sync.average_inner is True:
-            inner = jax.eval_shape(self.inner.init, params)
-        averaged = make_fragments(params).take(params)
-        narrow = level < len(self.periods.levels)
-        return self.sync.bytes(averaged, inner, replicas, nth, plain=narrow)
-
-
-def _towards(new: PyTree, step: _Step) -> PyTree:
-    """Returns the update that leads to `new`; the inner optimizer's for what is not averaged."""
-
-    def difference(update: Array, param: Array, new: Array) -> Array:
-        return new.astype(update.dtype) - param.astype(update.dtype)
-
-    updates = step.floating.take(step.updates)
-    params = step.floating.take(step.params)
-    return step.floating.put(step.updates, jax.tree.map(difference, updates, params, new))
+def _difference(update: Array, param: Array, new: Array) -> Array:
+    return new.astype(update.dtype) - param.astype(update.dtype)
 
 
 def _widened(update: Array, param: Array) -> Array:

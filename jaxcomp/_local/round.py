@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -14,19 +15,18 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp._base.checks import check_int
 from jaxcomp._base.leaves import leaf_name
-from jaxcomp._base.stats import CompressionStats, whole_run
+from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import AxisName, KeyPath, PyTree
-from jaxcomp._local.fragments import Fragments, Streaming, make_fragments
+from jaxcomp._local.fragments import Streaming, numbered, part_of, put_back
 from jaxcomp._local.sync import InnerInit, LocalSGDState, Part, Sync, total
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound, owner_id
-from jaxcomp._mesh.explicit import Boundary, resharded, typed_specs
+from jaxcomp._mesh.explicit import Boundary, typed_specs
 from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
-from jaxcomp._reducers.transformation import shown
+from jaxcomp._reducers.transformation import Transformation, shown
 from jaxcomp._states.place import shard_state, state_specs
 from jaxcomp._training.arguments import split_spec, weight_spec
-from jaxcomp._training.on_mesh import check_params, check_replica_axis
+from jaxcomp._training.on_mesh import call_on_replicas, check_params, check_replica_axis
 
 # (params, inner state, batch) -> (params, inner state, whatever else)
 StepFn: TypeAlias = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, Any]]
@@ -73,11 +73,11 @@ class LocalSGDRound:
                     "inner_init=optimizer.init."
                 )
             inner_state = self.inner_init(params)
-        fragments = make_fragments(params, self.streaming.split)
+        numbers = numbered(params, self.streaming.split)
         outers: list[PyTree] = []
         reducers: list[PyTree] = []
         for number, sync in enumerate(self.syncs):
-            outer, reducer = sync.init(fragments.take(params, number))
+            outer, reducer = sync.init(part_of(params, numbers, number))
             outers.append(outer)
             reducers.append(reducer)
         state = LocalSGDState.first(
@@ -86,7 +86,7 @@ class LocalSGDRound:
             anchor=(),  # between rounds the parameters are the anchor
             outer=self._outer_states(outers),
             reducer=tuple(reducers),
-            local=fragments.take(params) if self.streaming.keeps_local else (),
+            local=part_of(params, numbers) if self.streaming.keeps_local else (),
         )
         if self.mesh is None or is_bound(self.axis_name):
             return state
@@ -124,24 +124,25 @@ class LocalSGDRound:
     def _on_mesh(
         self, mesh: Mesh, params: PyTree, state: LocalSGDState, batches: Any, weight: Any
     ) -> tuple[PyTree, LocalSGDState, Any]:
-        """Runs the round as a `shard_map` over the replicas."""
+        """Runs the round on every replica of a mesh."""
         axis_name = self.axis_name
         axes = axis_tuple(axis_name)
         replicas = math.prod(mesh.shape[name] for name in axes)
         check_replica_axis(state, mesh, axis_name)
         check_params(params, mesh, axes)
+        inputs = jax.tree.map(jnp.asarray, (params, state, batches, weight))
+        boundary = Boundary(mesh, axes)
+        # A step sees one replica's row of the state, and one batch.
+        of_a_step = jax.tree.map(lambda spec: P(*spec[1:]), typed_specs((state.inner, batches)))
+        step_specs = (typed_specs(params), *of_a_step)
 
         def batch_spec(path: KeyPath, leaf: Any) -> P:
-            spec = P(None, axis_name) if np.ndim(leaf) > 1 else P()
+            spec = P(None, axis_name) if leaf.ndim > 1 else P()
             name = f"{leaf_name(path)} of the batches"
             return split_spec(name, leaf, spec, axis_name, replicas)
 
-        def laid_out(leaf: Any, spec: P) -> Any:
-            return resharded(jnp.asarray(leaf), mesh, spec, axes)
-
-        def step(params: PyTree, inner: PyTree, batch: Any) -> Any:
-            explicit = boundary.explicit(lambda arrays: self.step_fn(*arrays), step_specs)
-            return explicit((params, inner, batch))
+        def step(*arrays: PyTree) -> Any:
+            return boundary.explicit(lambda arrays: self.step_fn(*arrays), step_specs)(arrays)
 
         def on_replica(params: PyTree, state: LocalSGDState, batches: Any, weight: Any) -> Any:
             inside = dataclasses.replace(self, step_fn=step)
@@ -149,25 +150,21 @@ class LocalSGDRound:
             auxiliary = as_local(jax.tree.map(jnp.asarray, auxiliary), axis_name)
             return params, state, jax.tree.map(lambda leaf: leaf[None], auxiliary)
 
-        specs = (
-            state_specs(state, axis_name),
-            jax.tree_util.tree_map_with_path(batch_spec, batches),
+        states = state_specs(state, axis_name)
+        in_specs = (
+            jax.tree.map(lambda leaf: P(), params),
+            states,
+            jax.tree_util.tree_map_with_path(batch_spec, inputs[2]),
             weight_spec(weight, {}, axis_name, replicas),
         )
-        state, batches, weight = jax.tree.map(laid_out, (state, batches, weight), specs)
-        boundary = Boundary(mesh, axes)
-        # A step sees one replica's row of the state, and one batch.
-        of_a_step = jax.tree.map(lambda spec: P(*spec[1:]), typed_specs((state.inner, batches)))
-        step_specs = (typed_specs(params), *of_a_step)
-        mapped = jax.shard_map(
+        return call_on_replicas(
             on_replica,
-            mesh=boundary.mesh,
-            in_specs=(P(), *specs),
-            out_specs=(P(), specs[0], P(axis_name)),
-            axis_names=set(axes),
+            inputs,
+            in_specs,
+            out_specs=(P(), states, P(axis_name)),
+            like=(typed_specs(params), typed_specs(state), P(axis_name)),
+            boundary=boundary,
         )
-        like = (typed_specs(params), typed_specs(state), P(axis_name))
-        return boundary.automatic(mapped, like)(params, state, batches, weight)
 
     def _on_replica(
         self, params: PyTree, state: LocalSGDState, batches: Any, weight: Any
@@ -177,8 +174,8 @@ class LocalSGDRound:
             params, state, auxiliary = self._on_replica(params, without_row(state), batches, weight)
             return params, with_row(state), auxiliary
         streaming = self.streaming
-        fragments = make_fragments(params, streaming.split)
-        local = fragments.put(params, state.local) if streaming.keeps_local else params
+        numbers = numbered(params, streaming.split)
+        local = put_back(state.local, params) if streaming.keeps_local else params
         inner = state.inner
         auxiliary: list[Any] = []  # of the steps, in pieces
         averages: list[Part] = []
@@ -187,19 +184,23 @@ class LocalSGDRound:
         for number, end in enumerate(streaming.ends):
             sent = end - streaming.delay
             local, inner = self._steps(local, inner, batches, begin, sent, auxiliary)
-            new = self._average(number, fragments, params, local, state, inner, weight)
+            outer = state.outer[number] if state.outer else ()
+            part = Part(part_of(local, numbers, number), inner, outer, state.reducer[number])
+            begin_anew = functools.partial(self._inner_begun, inner, local)
+            anchor = part_of(params, numbers, number)
+            new = self.syncs[number].step(anchor, part, begin_anew, weight)
             # With a delay these steps are the collective's time: they do not depend on it. Not as a
             # loop, because XLA does not know how long that takes, and may wait before it.
             local, inner = self._steps(local, new.inner, batches, sent, end, auxiliary, unroll=True)
-            kept = streaming.mix(new.params, fragments.take(local, number))
-            local = fragments.put(local, kept, number)
+            kept = streaming.mix(new.params, part_of(local, numbers, number))
+            local = put_back(kept, local)
             averages.append(new)
             begin = end
         shared = local
-        for number, new in enumerate(averages):
-            shared = fragments.put(shared, new.params, number)
+        for new in averages:
+            shared = put_back(new.params, shared)
 
-        kept = fragments.take(local) if streaming.keeps_local else ()
+        kept = part_of(local, numbers) if streaming.keeps_local else ()
         inner, kept = as_local((inner, kept), self.axis_name)
         count = state.count + self.sync_every
         state = state._replace(
@@ -211,40 +212,11 @@ class LocalSGDRound:
             local=kept,
             owner=owner_id(self.axis_name),
         )
-        if len(auxiliary) > 1:
-            auxiliary = [jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *auxiliary)]
-        return shared, state, auxiliary[0]
+        return shared, state, jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *auxiliary)
 
-    def _average(
-        self,
-        number: int,
-        fragments: Fragments,
-        params: PyTree,
-        local: PyTree,
-        state: LocalSGDState,
-        inner: PyTree,
-        weight: Any,
-    ) -> Part:
-        """Runs the engine on one fragment.
-
-        Args:
-          number: Which fragment.
-          fragments: Which leaves are in it.
-          params: The anchor.
-          local: What this replica has now.
-          state: From before the round.
-          inner: The inner state now.
-          weight: How much this replica counts.
-        """
-        outer = state.outer[number] if state.outer else ()
-        part = Part(fragments.take(local, number), inner, outer, state.reducer[number])
-
-        def begin(new: PyTree) -> PyTree:
-            if self.inner_init is None:
-                return inner
-            return self.inner_init(fragments.put(local, new, number))
-
-        return self.syncs[number].step(fragments.take(params, number), part, begin, weight)
+    def _inner_begun(self, inner: PyTree, local: PyTree, new: PyTree) -> PyTree:
+        """Returns the inner state as it begins with the new parameters, if that is known."""
+        return inner if self.inner_init is None else self.inner_init(put_back(new, local))
 
     def _outer_states(self, states: list[PyTree]) -> tuple[PyTree, ...]:
         """Returns the states of the outer optimizers, one for each fragment; () without any."""
@@ -267,9 +239,9 @@ class LocalSGDRound:
 
         def local(params: PyTree, inner: PyTree) -> tuple[PyTree, PyTree]:
             # Floating ones only: others are not averaged, so they stay replicated.
-            floating = make_fragments(params)
-            marked = as_local(floating.take(params), self.axis_name)
-            return floating.put(params, marked), as_local(inner, self.axis_name)
+            floating = part_of(params, numbered(params))
+            marked, inner = as_local((floating, inner), self.axis_name)
+            return put_back(marked, params), inner
 
         def step(carry: Any, batch: Any) -> Any:
             params, inner = carry
@@ -314,30 +286,27 @@ class LocalSGDRound:
           ValueError: If the reducer does not know what it sends, or the inner state is averaged and
             not known.
         """
-        if steps is not None:
-            if step is not None:
-                raise ValueError("Pass `step` for one step or `steps` for a whole run, not both.")
-            steps = check_int("steps", steps, 1)
+        counting = Transformation(self.init, self.__call__, count_bytes=self._count_bytes)
+        return counting.bytes(params, replicas=replicas, step=step, steps=steps)
 
-            def count(step: int) -> CompressionStats:
-                return self.bytes(params, replicas=replicas, step=step)
-
-            return whole_run(count, steps, in_phases=False)
-        inner_state = None
+    def _count_bytes(
+        self, params: PyTree, replicas: int | None, step: int | None
+    ) -> CompressionStats:
+        inner = None
         if self.syncs[0].average_inner is True:
             if self.inner_init is None:
                 raise ValueError(
                     "The inner state is averaged too, and its size is not known. Make the round "
                     "with inner_init=optimizer.init."
                 )
-            inner_state = jax.eval_shape(self.inner_init, params)
-        fragments = make_fragments(params, self.streaming.split)
-        rounds, place = (None, None) if step is None else divmod(step, self.sync_every)
+            inner = jax.eval_shape(self.inner_init, params)
+        numbers = numbered(params, self.streaming.split)
+        nth, place = (None, None) if step is None else divmod(step, self.sync_every)
         parts = []
         for number, end in enumerate(self.streaming.ends):
             if place is None or place + 1 == end - self.streaming.delay:
-                fragment = fragments.take(params, number)
-                parts.append(self.syncs[number].bytes(fragment, inner_state, replicas, rounds))
+                part = part_of(params, numbers, number)
+                parts.append(self.syncs[number].bytes(part, replicas, nth, inner))
         sent = total(params, parts)
         return sent.scaled(1 / self.sync_every) if step is None else sent
 

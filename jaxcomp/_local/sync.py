@@ -187,9 +187,9 @@ class Sync:
     def bytes(
         self,
         params: PyTree,
-        inner: PyTree,
         replicas: int | None,
         nth: int | None,
+        inner: PyTree,
         *,
         plain: bool = False,
     ) -> list[LeafStats]:
@@ -197,9 +197,9 @@ class Sync:
 
         Args:
           params: The parameters that are averaged.
-          inner: The inner state, of which something is sent only if it is averaged.
           replicas: How many there are, if known.
           nth: It comes after so many averages; None for all exact ones.
+          inner: The inner state, of which something is sent only if it is averaged.
           plain: Leaves the reducer out, as a narrow level of a hierarchy does.
         """
         if plain or self.exact:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from jaxcomp._lowrank.matrices import default_matrix_dims
 
 _LEAST_AXES = 3  # of a stacked matrix
 _SHOWN = 4  # leaves in a message
+_LEAST_RATE = 2  # the default `min_compression_rate`
 
 
 def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsFn:
@@ -123,3 +126,18 @@ def _check_part(part: str, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Non
             f"`stacked` would compress nothing in {part}, where no leaf has an axis of layers and "
             f"two more: {listed}. Leave its name out, and a matrix is compressed as one."
         )
+    thin = [f"{name} of shape {shape}" for name, shape in shapes if _too_thin(shape[1:])]
+    if thin:
+        warnings.warn(
+            f"`stacked` compresses nothing of {', '.join(thin[:_SHOWN])} in {part}: one layer is "
+            "no smaller as two factors. Under a name that is not stacked, all its layers are one "
+            "matrix.",
+            stacklevel=2,
+        )
+
+
+def _too_thin(layer: tuple[int, ...]) -> bool:
+    """Tells whether the matrix of one layer is not compressed, even at rank 1, by the default."""
+    cuts = range(1, len(layer))
+    factors = [math.prod(layer[:cut]) + math.prod(layer[cut:]) for cut in cuts]
+    return bool(factors) and math.prod(layer) <= _LEAST_RATE * min(factors)

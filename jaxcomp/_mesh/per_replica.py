@@ -54,20 +54,27 @@ def state_leaves(tree: PyTree) -> list[StateLeaf]:
     if not _has_averaged_before(tree):
         return leaves
     return [
-        leaf._replace(declared_by=None) if leaf.declared_by in _FOREIGN else leaf for leaf in leaves
+        leaf._replace(declared_by=None) if is_accumulator(leaf.declared_by) else leaf
+        for leaf in leaves
     ]
 
 
+def is_accumulator(node: Any) -> bool:
+    """Tells the state, or its class, of `optax.MultiSteps` and of `jaxcomp.accumulate`."""
+    return hasattr(node, "acc_grads") and hasattr(node, "inner_opt_state")
+
+
 def _has_averaged_before(tree: PyTree) -> bool:
-    """Tells whether other libraries' states accumulate what a reducer beside them has averaged.
+    """Tells whether states accumulate what a reducer beside them has averaged.
 
     As in ``optax.chain(hold_state(reducer), optax.MultiSteps(...))``: what they hold is then the
     same on all replicas. A reducer inside of one gets what it has accumulated.
     """
     beside = False
     for node in jax.tree.leaves(tree, is_leaf=_is_state):
-        if type(node) in _FOREIGN:
-            if any(map(is_reducer_state, jax.tree.leaves(node, is_leaf=is_reducer_state))):
+        if is_accumulator(node):
+            inside = jax.tree.leaves(node.inner_opt_state, is_leaf=is_reducer_state)
+            if any(map(is_reducer_state, inside)):
                 return False
         elif is_reducer_state(node):
             beside = True

@@ -8,7 +8,7 @@ is one all-reduce of a scalar, which waits for no gradient.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -23,9 +23,10 @@ from jaxcomp._mesh.collectives import as_local, reduce_mean
 _LEAST = 1e-30
 # How much of a name has to be in common: two letters swapped, one missing or too many.
 _CLOSE = 0.75
+_OTHER_NAMES = ("w", "wt", "wts", "count", "counts", "examples")
 
 
-def refuse_misspelt_weight(extra_args: Mapping[str, Any]) -> None:
+def refuse_misspelt_weight(names: Iterable[str]) -> None:
     """Refuses extra arguments of an update that are meant as ``weight`` and would do nothing.
 
     Others are for other links of a chain. The last word of ``example_weights`` tells.
@@ -33,12 +34,13 @@ def refuse_misspelt_weight(extra_args: Mapping[str, Any]) -> None:
     Raises:
       ValueError: With the right name.
     """
-    for name in extra_args:
+    for name in names:
         last_word = name.lower().rpartition("_")[2]
-        if difflib.get_close_matches(last_word, ["weight"], cutoff=_CLOSE):
+        close = difflib.get_close_matches(last_word, ["weight"], cutoff=_CLOSE)
+        if close or last_word in _OTHER_NAMES:
             raise ValueError(
-                f"update() has no argument `{name}`: it is `weight`, one number that says how much "
-                "this replica counts."
+                f"There is no argument `{name}`: it is `weight` that says how much a replica, or "
+                "each of its examples, counts."
             )
 
 

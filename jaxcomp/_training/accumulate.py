@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp._base.checks import check_int
+from jaxcomp._base.leaves import compute_dtype
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree
 from jaxcomp._mesh.collectives import switch
@@ -115,14 +116,18 @@ def accumulate(
         def add(total: Array, gradient: Array) -> Array:
             if gradient.dtype == jax.dtypes.float0:  # of an integer parameter: it carries nothing
                 return total
-            gradient = gradient.astype(total.dtype)
             # As optax does it: the mean so far, which does not overflow where the sum would.
-            return total + (gradient - total) / seen.astype(total.dtype)
+            # Nor does their difference in float32, between opposite ends of 16 bits.
+            dtype = compute_dtype(total.dtype)
+            mean = total.astype(dtype)
+            change = (gradient.astype(dtype) - mean) / seen.astype(dtype)
+            return (mean + change).astype(total.dtype)
+
+        def in_its_dtype(mean: Array, gradient: Array) -> Array:
+            return gradient if gradient.dtype == jax.dtypes.float0 else mean.astype(gradient.dtype)
 
         total = jax.tree.map(add, state.acc_grads, updates)
-        mean = jax.tree.map(
-            lambda m, g: g if g.dtype == jax.dtypes.float0 else m.astype(g.dtype), total, updates
-        )
+        mean = jax.tree.map(in_its_dtype, total, updates)
 
         def emit() -> tuple[PyTree, PyTree, PyTree]:
             result, new = inner.update(mean, state.inner_opt_state, params, **extra_args)

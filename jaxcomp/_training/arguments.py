@@ -6,6 +6,8 @@ module. A tree of arrays has None in the place of such a leaf.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,10 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_tuple, mesh_axes
+from jaxcomp._mesh.weights import refuse_misspelt_weight
 from jaxcomp._states.place import known_spec
-
-# In the place of a specification that nobody gave. Not None, which is an empty tree.
-_AS_IT_LIES = object()
 
 
 def is_array(leaf: Any) -> bool:
@@ -37,7 +37,11 @@ def with_arrays(tree: PyTree, arrays: PyTree) -> PyTree:
     def chosen(leaf: Any, array: Any) -> Any:
         return _on_replica(leaf) if array is None else array
 
-    return jax.tree.map(chosen, tree, arrays, is_leaf=lambda x: x is None)
+    return jax.tree.map(chosen, tree, arrays, is_leaf=_is_none)
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
 
 
 def positions(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -61,34 +65,36 @@ def params_of(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> PyTree:
     return several if isinstance(argnums, tuple) else several[0]
 
 
-def check_keywords(kwargs: dict[str, Any]) -> None:
-    """Refuses a batch that comes by keyword.
+def check_keywords(kwargs: dict[str, Any], function: Callable[..., Any]) -> None:
+    """Refuses a batch that comes by keyword, and a weight under another name.
 
     Raises:
       ValueError: Naming it.
     """
-    for path, leaf in jax.tree_util.tree_flatten_with_path(kwargs)[0]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(kwargs):
         if not is_shared(leaf):
             raise ValueError(
                 f"The keyword argument {leaf_name(path)} holds an array with axes. Pass it by "
                 "position, where `batch_specs` says how it is split between the replicas."
             )
+    if kwargs:
+        known = inspect.signature(function).parameters
+        refuse_misspelt_weight([name for name in kwargs if name not in known])
 
 
 def split_specs(
     args: tuple[Any, ...],
-    chosen: tuple[int, ...],
+    params_at: tuple[int, ...],
     batch_specs: Any,
     axis_name: AxisName,
-    *,
-    mesh: Any = None,
-    replicas: int = 1,
+    mesh: Any,
+    replicas: int,
 ) -> PyTree:
     """Finds how each array is split: as `batch_specs` says, or as it lies on the mesh.
 
     Args:
       args: What the call got by position.
-      chosen: Which of them are the parameters.
+      params_at: Which of them are the parameters.
       batch_specs: As for `data_parallel`.
       axis_name: The axis or axes of the replicas.
       mesh: The mesh. None where arrays are one replica's already: then their examples lie so.
@@ -102,29 +108,28 @@ def split_specs(
       ValueError: If there are too few specifications or too many, an array cannot be split so, it
         is not clear what is a batch, or nothing is.
     """
-    each = _one_each(batch_specs, args, chosen)
-    for spec in jax.tree.leaves(each):
-        if spec is not _AS_IT_LIES:
-            _check_spec(spec, axis_name, mesh)
-    rows: list[tuple[str, int]] = []
-    keys: list[str] = []
+    examples: dict[str, int] = {}  # of each leaf that is split without a specification
+    keys: dict[str, Any] = {}
 
     def spec_of(path: Any, leaf: Any, spec: Any) -> PartitionSpec | None:
         name = f"{leaf_name(path[1:])} of argument {path[0].idx}"
-        if spec is not _AS_IT_LIES:
-            kept = split_spec(name, leaf, spec, axis_name, replicas)
-            return kept if is_array(leaf) else None
-        kept = split_spec(name, leaf, _as_it_lies(leaf, axis_name, mesh), axis_name, replicas)
-        axis = split_axis(kept)
-        if axis is not None:
-            rows.append((name, np.shape(leaf)[axis]))
-        elif _is_raw_key(leaf):
-            keys.append(name)
-        return kept if is_array(leaf) else None
+        given = spec is not None
+        if not given:
+            spec = _as_it_lies(leaf, axis_name, mesh)
+        _check_spec(spec, axis_name, mesh)
+        spec = split_spec(name, leaf, spec, axis_name, replicas)
+        axis = split_axis(spec)
+        if not given and axis is not None:
+            examples[name] = np.shape(leaf)[axis]
+        elif not given and _is_raw_key(leaf):
+            keys[name] = leaf
+        return spec if is_array(leaf) else None
 
-    specs = jax.tree_util.tree_map_with_path(spec_of, args, jax.tree.broadcast(each, args))
+    each = _one_each(batch_specs, args, params_at)
+    each = jax.tree.broadcast(each, args, is_leaf=_is_none)
+    specs = jax.tree_util.tree_map_with_path(spec_of, args, each)
     if mesh is not None:
-        _check_rows(rows, keys)
+        _check_examples(examples, keys)
         if all(split_axis(spec) is None for spec in jax.tree.leaves(specs)):
             # Every replica would compute the whole batch: that saves nobody any work.
             raise ValueError(
@@ -136,9 +141,125 @@ def split_specs(
     return specs
 
 
-def shared_specs(tree: PyTree) -> PyTree:
-    """Returns a tree of P() for what is split nowhere."""
-    return jax.tree.map(lambda x: PartitionSpec(), arrays_only(tree))
+def _one_each(
+    batch_specs: Any, args: tuple[Any, ...], params_at: tuple[int, ...]
+) -> tuple[Any, ...]:
+    """Returns a tree of specifications for each argument: P() for parameters."""
+    others = [i for i in range(len(args)) if i not in params_at]
+    several = isinstance(batch_specs, (tuple, list)) and not isinstance(batch_specs, PartitionSpec)
+    each = batch_specs if several else [batch_specs] * len(others)
+    if len(each) != len(others):
+        raise ValueError(
+            f"`batch_specs` has {len(each)} entries, and the function was called with "
+            f"{len(others)} arguments besides the parameters. Give one specification for all of "
+            "them, or a tuple with one for each."
+        )
+    specs: list[Any] = [PartitionSpec()] * len(args)
+    for i, spec in zip(others, each, strict=True):
+        specs[i] = spec
+    return tuple(specs)
+
+
+def _check_spec(spec: Any, axis_name: AxisName, mesh: Any) -> None:
+    """Refuses what would split nothing without a word: not a PartitionSpec, or an unknown axis."""
+    if not isinstance(spec, PartitionSpec):
+        raise ValueError(
+            f"`batch_specs` must be a PartitionSpec such as jax.P({axis_name!r}), or a tree of "
+            f"them, got a {type(spec).__name__}: {spec!r}."
+        )
+    known = () if mesh is None else mesh.axis_names
+    for part in spec:
+        for name in axis_tuple(part):
+            if known and name is not None and name not in known:
+                raise ValueError(
+                    f"`batch_specs` names the axis {name!r}; the mesh has "
+                    f"{', '.join(map(repr, known))}."
+                )
+
+
+def _as_it_lies(leaf: Any, axis_name: AxisName, mesh: Any) -> PartitionSpec:
+    """Returns how a leaf is known to be split between the replicas, else along axis 0."""
+    if is_shared(leaf):
+        return PartitionSpec()
+    known = PartitionSpec() if mesh is None else known_spec(leaf, mesh)
+    along = over_axes(known, axis_tuple(axis_name))
+    return PartitionSpec(axis_name) if split_axis(along) is None else along
+
+
+def split_spec(
+    name: str, leaf: Any, spec: PartitionSpec, axis_name: AxisName, replicas: int
+) -> PartitionSpec:
+    """Returns the part of a specification that is about the axes of the replicas.
+
+    Raises:
+      ValueError: If an axis of the leaf cannot be split so, with its `name`.
+    """
+    kept = over_axes(spec, axis_tuple(axis_name))
+    axis = split_axis(kept)
+    if axis is None:
+        return PartitionSpec()
+    shape = np.shape(leaf) if is_array(leaf) else ()
+    if axis >= len(shape) or shape[axis] % replicas:
+        raise ValueError(
+            f"The leaf {name} has shape {shape}, which {kept} cannot split between {replicas} "
+            "replicas. Give batch_specs with P() for what every replica shall see whole, or a "
+            "batch that the number of replicas divides."
+        )
+    return kept
+
+
+def over_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+    """Returns a specification that says nothing of any but these axes."""
+    parts: list[Any] = []
+    for part in spec:
+        names = tuple(name for name in axis_tuple(part) if name in axes)
+        parts.append(names[0] if len(names) == 1 else names or None)
+    return PartitionSpec(*parts)
+
+
+def split_axis(spec: PartitionSpec) -> int | None:
+    """Returns the axis along which a leaf is split; None for what all replicas see whole."""
+    return next((axis for axis, part in enumerate(spec) if part), None)
+
+
+def is_shared(leaf: Any) -> bool:
+    """Tells what is the same for all replicas by default: a scalar, or a random key."""
+    return not is_array(leaf) or not np.ndim(leaf) or _is_raw_key(leaf)
+
+
+def _is_raw_key(leaf: Any) -> bool:
+    """Tells a key of `jax.random.PRNGKey`, whose axis is not one of examples."""
+    key = jax.eval_shape(jax.random.PRNGKey, 0)
+    return is_array(leaf) and (np.shape(leaf), leaf.dtype) == (key.shape, key.dtype)
+
+
+def _check_examples(examples: dict[str, int], keys: dict[str, Any]) -> None:
+    """Refuses to take for a batch, by default, what is none: a table, statistics, another model.
+
+    Args:
+      examples: How many there are in each leaf that is split without a specification, by name.
+      keys: Leaves that look like a random key, by name.
+
+    Raises:
+      ValueError: If there are not as many in all, naming two that differ; or a leaf may be a key
+        as well as examples.
+    """
+    first = next(iter(examples), "")
+    for name, length in examples.items():
+        if length != examples[first]:
+            raise ValueError(
+                f"The leaf {name} has {length} rows, and {first} has {examples[first]}. By default "
+                "everything with axes is taken for examples and split between the replicas. Give "
+                "batch_specs, a PartitionSpec for each argument, with P() for what every replica "
+                "shall see whole (tables, statistics, another model's weights)."
+            )
+    for name, key in keys.items():
+        if examples.get(first, len(key)) == len(key):
+            raise ValueError(
+                f"The leaf {name} is {key.dtype} of shape {key.shape}: a key of "
+                "jax.random.PRNGKey, or as many examples. Pass jax.random.key(seed), or "
+                "batch_specs with P() for a key and the axis of the replicas for examples."
+            )
 
 
 def lengths(arrays: PyTree, specs: PyTree) -> dict[int, int]:
@@ -151,12 +272,12 @@ def lengths(arrays: PyTree, specs: PyTree) -> dict[int, int]:
     return by_axis
 
 
-def weight_spec(weight: Any, rows: dict[int, int], axis_name: AxisName, replicas: int) -> Any:
+def weight_spec(weight: Any, examples: dict[int, int], axis_name: AxisName, replicas: int) -> Any:
     """Finds how weights are split: a number for each replica, or a mask or counts like the batch.
 
     Args:
       weight: An array, or None.
-      rows: From an axis of the batch to its length.
+      examples: How many there are, by the axis of the batch along which they lie.
       axis_name: The axis or axes of the replicas.
       replicas: How many there are.
 
@@ -169,139 +290,13 @@ def weight_spec(weight: Any, rows: dict[int, int], axis_name: AxisName, replicas
     if shape == (replicas,):
         return PartitionSpec(axis_name)
     other = ""
-    for axis, length in rows.items():
+    for axis, length in examples.items():
         if len(shape) > axis and shape[axis] == length:
             return PartitionSpec(*[None] * axis, axis_name)
         other += f", or {length} along axis {axis} as the batch"
     raise ValueError(
         f"`weight` must have shape ({replicas},), a number for each replica{other}, got {shape}."
     )
-
-
-def split_axis(spec: PartitionSpec) -> int | None:
-    """Returns the axis along which a leaf is split; None for what all replicas see whole."""
-    for axis, part in enumerate(spec):
-        if part:
-            return axis
-    return None
-
-
-def is_shared(leaf: Any) -> bool:
-    """Tells what is the same for all replicas by default: a scalar, or a random key."""
-    return not is_array(leaf) or not np.ndim(leaf) or _is_raw_key(leaf)
-
-
-def _one_each(batch_specs: Any, args: tuple[Any, ...], chosen: tuple[int, ...]) -> tuple[Any, ...]:
-    """Returns a tree of specifications for each argument: P() for parameters."""
-    others = [i for i in range(len(args)) if i not in chosen]
-    several = isinstance(batch_specs, (tuple, list)) and not isinstance(batch_specs, PartitionSpec)
-    each = list(batch_specs) if several else [batch_specs] * len(others)
-    if len(each) != len(others):
-        raise ValueError(
-            f"`batch_specs` has {len(each)} entries, and the function was called with "
-            f"{len(others)} arguments besides the parameters. Give one specification for all of "
-            "them, or a tuple with one for each."
-        )
-    specs: list[Any] = [PartitionSpec()] * len(args)
-    for i, spec in zip(others, each, strict=True):
-        specs[i] = jax.tree.map(
-            lambda x: _AS_IT_LIES if x is None else x, spec, is_leaf=lambda x: x is None
-        )
-    return tuple(specs)
-
-
-def _check_spec(spec: Any, axis_name: AxisName, mesh: Any) -> None:
-    """Refuses what would split nothing without a word: not a PartitionSpec, or an unknown axis."""
-    if not isinstance(spec, PartitionSpec):
-        raise ValueError(
-            f"`batch_specs` must be a PartitionSpec such as jax.P({axis_name!r}), or a tree of "
-            f"them, got a {type(spec).__name__}: {spec!r}."
-        )
-    if mesh is None:
-        return
-    for part in spec:
-        for name in part if isinstance(part, tuple) else (part,):
-            if isinstance(name, str) and name not in mesh.axis_names:
-                raise ValueError(
-                    f"`batch_specs` names the axis {name!r}; the mesh has "
-                    f"{', '.join(map(repr, mesh.axis_names))}."
-                )
-
-
-def _as_it_lies(leaf: Any, axis_name: AxisName, mesh: Any) -> PartitionSpec:
-    """Returns how a leaf is known to be split between the replicas, else along axis 0."""
-    if is_shared(leaf):
-        return PartitionSpec()
-    known = () if mesh is None else known_spec(leaf, mesh)
-    parts = [_only(part, axis_tuple(axis_name)) for part in known]
-    return PartitionSpec(*parts) if any(parts) else PartitionSpec(axis_name)
-
-
-def split_spec(
-    name: str, leaf: Any, spec: PartitionSpec, axis_name: AxisName, replicas: int
-) -> PartitionSpec:
-    """Returns the part of a specification that is about the axes of the replicas.
-
-    Raises:
-      ValueError: If an axis of the leaf cannot be split so, with its `name`.
-    """
-    kept = [_only(part, axis_tuple(axis_name)) for part in spec]
-    if not any(kept):
-        return PartitionSpec()
-    shape = np.shape(leaf) if is_array(leaf) else ()
-    for axis, part in enumerate(kept):
-        if part and (axis >= len(shape) or shape[axis] % replicas):
-            raise ValueError(
-                f"The leaf {name} has shape {shape}, which {PartitionSpec(*kept)} cannot split "
-                f"between {replicas} replicas. Give batch_specs with P() for what every replica "
-                "shall see whole, or a batch that the number of replicas divides."
-            )
-    return PartitionSpec(*kept)
-
-
-def _check_rows(rows: list[tuple[str, int]], keys: list[str]) -> None:
-    """Refuses to take for a batch, by default, what is none: a table, statistics, another model.
-
-    Args:
-      rows: Of the leaves to be split without a specification, names and lengths.
-      keys: Names of those that look like a random key.
-
-    Raises:
-      ValueError: If there are not as many rows in all, naming two that differ; or a leaf may be a
-        key as well as two examples.
-    """
-    for name, length in rows[1:]:
-        if length != rows[0][1]:
-            raise ValueError(
-                f"The leaf {name} has {length} rows, and {rows[0][0]} has {rows[0][1]}. By default "
-                "everything with axes is taken for examples and split between the replicas. Give "
-                "batch_specs, a PartitionSpec for each argument, with P() for what every replica "
-                "shall see whole (tables, statistics, another model's weights)."
-            )
-    key = _raw_key()
-    if keys and (not rows or rows[0][1] == key.shape[0]):
-        raise ValueError(
-            f"The leaf {keys[0]} is {key.dtype} of shape {key.shape}: a key of "
-            "jax.random.PRNGKey, or as many examples. Pass jax.random.key(seed), or batch_specs "
-            "with P() for a key and the axis of the replicas for examples."
-        )
-
-
-def _is_raw_key(leaf: Any) -> bool:
-    """Tells a key of `jax.random.PRNGKey`, whose axis is not one of examples."""
-    raw = _raw_key()
-    return is_array(leaf) and (np.shape(leaf), leaf.dtype) == (raw.shape, raw.dtype)
-
-
-def _raw_key() -> jax.ShapeDtypeStruct:
-    return jax.eval_shape(jax.random.PRNGKey, 0)
-
-
-def _only(part: Any, axes: tuple[str, ...]) -> Any:
-    """Returns one entry of a specification with these axes alone."""
-    names = part if isinstance(part, tuple) else (part,)
-    kept = tuple(name for name in names if name in axes)
-    return kept[0] if len(kept) == 1 else kept or None
 
 
 def _on_replica(leaf: Any) -> Any:
@@ -314,5 +309,4 @@ def _on_replica(leaf: Any) -> Any:
         return leaf
     mesh = jax.sharding.get_abstract_mesh()
     others = tuple(name for name in mesh.axis_names if name not in mapped)
-    parts = [_only(part, others) for part in leaf.spec]
-    return NamedSharding(mesh, PartitionSpec(*parts))
+    return NamedSharding(mesh, over_axes(leaf.spec, others))

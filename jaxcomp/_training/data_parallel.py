@@ -7,6 +7,7 @@ They come out averaged, as global arrays; the optimizer stays where it was.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,49 +15,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxcomp._base.checks import check_axis_name, check_flag
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
-from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, resharded, typed_specs
-from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
+from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, typed_specs
 from jaxcomp._mesh.weights import weighted_gradients
-from jaxcomp._reducers.reducer import Reducer, in_dtypes_of
+from jaxcomp._reducers.reducer import Reducer, in_dtypes_of, takes_rows
 from jaxcomp._states.place import shard_state, state_specs
-from jaxcomp._training import examine
 from jaxcomp._training.arguments import (
     arrays_only,
     check_keywords,
-    is_array,
     lengths,
     params_of,
     positions,
-    shared_specs,
     split_axis,
     split_specs,
     weight_spec,
     with_arrays,
 )
+from jaxcomp._training.examine import (
+    check_loss_is_mean,
+    run_batch_and_halves,
+    table_of,
+    verdicts_of,
+)
 from jaxcomp._training.gradients import check_averaged, check_loss
 from jaxcomp._training.hold_state import state_in
 from jaxcomp._training.on_mesh import (
     axes_of_state,
+    call_on_replicas,
     check_differentiable,
     check_params,
     check_replica_axis,
-    errors_explained,
     named_axis,
     the_mesh,
 )
-from jaxcomp._training.outputs import (
-    Outputs,
-    check_aux,
-    judged,
-    put_together,
-    reduced,
-    taken_apart,
-)
+from jaxcomp._training.outputs import Outputs, check_aux, judged, put_together, reduced, taken_apart
 from jaxcomp._training.stacked_layers import note_stacked_layers
 
 
@@ -96,7 +92,7 @@ class DataParallel:
         check_differentiable(params)
         state = self.reducer.init(params)
         note_stacked_layers(params, state)
-        return shard_state(state, mesh, self._axes_of_state(params, mesh))
+        return shard_state(state, mesh, axes_of_state(self.reducer, params, mesh, self.axis_name))
 
     def restore(self, state: PyTree, params: PyTree) -> PyTree:
         """Places the state of a checkpoint on this mesh, compared with the parameters.
@@ -113,8 +109,8 @@ class DataParallel:
         """
         params = arrays_only(params)
         mesh = the_mesh(self.mesh, self.axis_name, params)
-        along = self._axes_of_state(params, mesh)
-        return shard_state(state, mesh, along, like=self.reducer.init(params))
+        axes = axes_of_state(self.reducer, params, mesh, self.axis_name)
+        return shard_state(state, mesh, axes, like=self.reducer.init(params))
 
     def __call__(self, state: PyTree, *args: Any, weight: Any = None, **kwargs: Any) -> Any:
         """Returns value and averaged gradients.
@@ -142,8 +138,8 @@ class DataParallel:
             another number of replicas, or nothing is said of an auxiliary output.
         """
         params = params_of(args, self.argnums)
-        check_keywords(kwargs)
-        state, put_back = state_in(state, self.reducer, lambda: params)
+        check_keywords(kwargs, self.grad_fn)
+        state, put_back = state_in(state, self.reducer, params)
         call = self._on_one_replica if is_bound(self.axis_name) else self._on_mesh
         whole, rows, means, state = call(state, args, kwargs, weight)
         return (put_together(whole, rows), means), put_back(state)
@@ -187,153 +183,99 @@ class DataParallel:
           aux={'losses': 'join', 'small': 'sum'}
         """
         args = (params, *batch)
-        check_keywords(kwargs)
-        chosen = positions(args, self.argnums)
-        split = split_specs(args, chosen, self.batch_specs, self.axis_name, replicas=2)
-        arrays = arrays_only((args, kwargs))
-        specs = split, shared_specs(kwargs)
+        check_keywords(kwargs, self.grad_fn)
+        arrays, specs = self._split(args, kwargs, replicas=2)
         shares = (1.0, 1.0)
         if weight is not None:
-            along = weight_spec(weight, lengths(arrays, specs), self.axis_name, 2)
-            halves = jnp.split(jnp.asarray(weight), 2, split_axis(along) or 0)
+            spec = weight_spec(weight, lengths(arrays, specs), self.axis_name, 2)
+            halves = jnp.split(jnp.asarray(weight), 2, split_axis(spec) or 0)
             shares = float(halves[0].sum()), float(halves[1].sum())
 
         def outputs_of(arrays: PyTree) -> PyTree:
             local_args, local_kwargs = with_arrays((args, kwargs), arrays)
             return taken_apart(self.grad_fn(*local_args, **local_kwargs))[0]
 
-        runs = examine.run_batch_and_halves(outputs_of, arrays, specs, shares, self.axis_name)
-        verdicts = examine.verdicts_of(runs)
-        print(examine.table_of(runs, verdicts))
-        examine.check_loss_is_mean(runs, verdicts[0])
-        if not isinstance(runs.whole, tuple):
+        runs = run_batch_and_halves(outputs_of, arrays, specs, self.axis_name)
+        verdicts = verdicts_of(runs, shares)
+        print(table_of(runs, verdicts))
+        check_loss_is_mean(runs, verdicts)
+        if not isinstance(verdicts, tuple):
             return None
-        words = [verdict.word for verdict in verdicts[1:]]
-        return jax.tree.structure(runs.whole[1]).unflatten(words)
+        words = jax.tree.map(lambda verdict: verdict.word, verdicts[1])
+        print(f"aux={words!r}")
+        return words
 
-    def _axes_of_state(self, params: PyTree, mesh: Any) -> AxisName:
-        return axes_of_state(self.reducer, params, mesh, self.axis_name)
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Any = None, replicas: int = 1
+    ) -> tuple[PyTree, PyTree]:
+        """Returns the arrays among the arguments, and how each is split."""
+        arrays = arrays_only((args, kwargs))
+        params_at = positions(args, self.argnums)
+        split = split_specs(args, params_at, self.batch_specs, self.axis_name, mesh, replicas)
+        return arrays, (split, jax.tree.map(lambda x: PartitionSpec(), arrays[1]))
 
     def _on_mesh(
         self, state: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any
     ) -> tuple[Outputs, list[Array], PyTree, PyTree]:
-        """Runs the step in a `jax.shard_map` over the replicas."""
+        """Runs the step on every replica of a mesh."""
         axes = axis_tuple(self.axis_name)
         mesh = the_mesh(self.mesh, self.axis_name, state, arrays_only((args, kwargs)))
         replicas = math.prod(mesh.shape[name] for name in axes)
         params = params_of(args, self.argnums)
-        state_axis = self._axes_of_state(params, mesh)
+        state_axis = axes_of_state(self.reducer, params, mesh, self.axis_name)
         check_replica_axis(state, mesh, state_axis)
         check_params(params, mesh, axes)
-
-        chosen = positions(args, self.argnums)
-        split = split_specs(
-            args, chosen, self.batch_specs, self.axis_name, mesh=mesh, replicas=replicas
-        )
-        arrays = arrays_only((args, kwargs))
-        specs = split, shared_specs(kwargs)
+        arrays, specs = self._split(args, kwargs, mesh, replicas)
         weight = None if weight is None else jnp.asarray(weight)
-        along = weight_spec(weight, lengths(arrays, specs), self.axis_name, replicas)
-        state_spec = state_specs(state, state_axis)
-        in_specs = state_spec, specs, along
-        inputs = jax.tree.map(
-            lambda x, spec: resharded(x, mesh, spec, axes), (state, arrays, weight), in_specs
-        )
+        weights = weight_spec(weight, lengths(arrays, specs), self.axis_name, replicas)
+        states = state_specs(state, state_axis)
         boundary = Boundary(mesh, axes)
-        types = typed_specs(inputs[1])
-
-        def on_replica(state: PyTree, arrays: PyTree, weight: Any) -> Any:
-            def gradients(arrays: PyTree) -> tuple[Outputs, PyTree]:
-                local_args, local_kwargs = with_arrays((args, kwargs), arrays)
-                return self._gradients(local_args, local_kwargs, split)
-
-            return self._step(state, boundary.explicit(gradients, types), arrays, weight)
-
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        wide = [name for name, size in mesh.shape.items() if size > 1]
-        if replicas == 1 and any(kinds[name] == AxisType.Auto for name in wide):
-            return _only_replica(on_replica, mesh, axes)(*inputs)
+        explicit = functools.partial(boundary.explicit, specs=typed_specs(arrays))
         shared = PartitionSpec()
         rows = PartitionSpec(self.axis_name)
-        mapped = jax.shard_map(
-            on_replica,
-            mesh=boundary.mesh,
-            in_specs=in_specs,
-            out_specs=(shared, rows, shared, state_spec),
-            axis_names=set(axes),
+        return call_on_replicas(
+            functools.partial(self._step, (args, kwargs), specs, explicit),
+            (state, arrays, weight),
+            in_specs=(states, specs, weights),
+            out_specs=(shared, rows, shared, states),
+            like=(shared, rows, typed_specs(params), typed_specs(state)),
+            boundary=boundary,
             check_vma=self.check_vma,
         )
-        like = shared, rows, typed_specs(params), typed_specs(inputs[0])
-        with errors_explained(axes):
-            return boundary.automatic(mapped, like)(*inputs)
 
     def _on_one_replica(
         self, state: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any
     ) -> tuple[Outputs, list[Array], PyTree, PyTree]:
         """Runs the step inside of a function that is mapped over the replicas already."""
-        chosen = positions(args, self.argnums)
-        specs = split_specs(args, chosen, self.batch_specs, self.axis_name)
-
-        def gradients(arrays: PyTree) -> tuple[Outputs, PyTree]:
-            local_args, local_kwargs = with_arrays((args, kwargs), arrays)
-            return self._gradients(local_args, local_kwargs, specs)
-
-        return self._step(state, gradients, arrays_only((args, kwargs)), weight)
-
-    def _gradients(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], specs: PyTree
-    ) -> tuple[Outputs, PyTree]:
-        """Calls the user's function on one replica, whose parameters are typed as its own."""
-        passed = list(args)
-        shared: list[Any] = [kwargs]
-        chosen = positions(args, self.argnums)
-        for i, arg in enumerate(args):
-            if i in chosen:
-                passed[i] = jax.tree.map(self._marked, arg)
-            else:
-                shared.append(_shared(arg, specs[i]))
-        outputs, gradients = taken_apart(self.grad_fn(*passed, **kwargs))
-        check_loss(outputs[0] if isinstance(outputs, tuple) else outputs, self.axis_name)
-        examples = lengths(arrays_only(args), specs).values()
-        return judged(outputs, self.aux, self.axis_name, shared, examples), gradients
-
-    def _marked(self, leaf: Any) -> Any:
-        return as_local(leaf, self.axis_name) if is_array(leaf) else leaf
+        arrays, specs = self._split(args, kwargs)
+        return self._step((args, kwargs), specs, lambda function: function, state, arrays, weight)
 
     def _step(
         self,
+        call: tuple[Any, ...],
+        specs: PyTree,
+        explicit: Callable[..., Any],
         state: PyTree,
-        gradients_of: Callable[[PyTree], tuple[Outputs, PyTree]],
         arrays: PyTree,
         weight: Any,
     ) -> tuple[Outputs, list[Array], PyTree, PyTree]:
         """Computes and averages gradients on one replica.
 
         Args:
+          call: Positional and named arguments, of which all but the arrays are used.
+          specs: How each array is split.
+          explicit: Wraps a function of arrays so that they are typed as outside.
           state: The reducer's, with the row that shard_map leaves or without.
-          gradients_of: Gives outputs and gradients of arrays.
-          arrays: This replica's arguments.
+          arrays: This replica's.
           weight: How much this replica counts, or each of its examples; None if all count the same.
 
         Returns:
           Outputs that are equal on all replicas, rows, averaged gradients and the new state.
         """
-        outputs, gradients = gradients_of(arrays)
+        outputs, gradients = explicit(functools.partial(self._gradients, call, specs))(arrays)
         weight = None if weight is None else jnp.sum(jnp.asarray(weight).astype(jnp.float32))
+        update = takes_rows(optax.with_extra_args_support(self.reducer).update, self.reducer.init)
         params = params_of(arrays[0], self.argnums)
-        means, state = self._reduce(gradients, state, params, weight)
-        check_averaged(means, self.axis_name)
-        whole, rows = reduced(outputs, weight, self.axis_name)
-        return whole, rows, means, state
-
-    def _reduce(
-        self, gradients: PyTree, state: PyTree, params: PyTree, weight: Array | None
-    ) -> tuple[PyTree, PyTree]:
-        """Averages gradients; the state keeps the row that it has."""
-        rows = has_rows(state)
-        if rows:
-            state = without_row(state)
-        update = optax.with_extra_args_support(self.reducer).update
         if weight is None:
             means, state = update(gradients, state, params)
         elif isinstance(self.reducer, Reducer):
@@ -343,33 +285,23 @@ class DataParallel:
             shares = weighted_gradients(gradients, weight, self.axis_name)
             means, state = update(shares, state, params)
             means = in_dtypes_of(gradients, means)
-        return means, with_row(state) if rows else state
+        check_averaged(means, self.axis_name)
+        whole, rows = reduced(outputs, weight, self.axis_name)
+        return whole, rows, means, state
 
-
-def _shared(arg: PyTree, specs: PyTree) -> PyTree:
-    """Returns the arrays of an argument that all replicas see whole."""
-    arrays = arrays_only(arg)
-    return jax.tree.map(lambda x, spec: x if split_axis(spec) is None else None, arrays, specs)
-
-
-def _only_replica(
-    on_replica: Callable[..., Any], mesh: Any, axes: tuple[str, ...]
-) -> Callable[..., Any]:
-    """Maps the step of one replica alone, beside automatic axes, without a `jax.shard_map`.
-
-    XLA refuses an all-reduce of one replica where an array is laid out over such an axis ("Cross-
-    partition allreduce must be in (partial) manual partitioning mode"). Under `jax.vmap` an average
-    over the replicas is a sum, and no collective.
-    """
-    for name in axes:
-        on_replica = jax.vmap(on_replica, in_axes=None, axis_name=name, axis_size=1)
-
-    def run(*given: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
-            outputs = on_replica(*given)
-        return jax.tree.map(lambda x: x.reshape(x.shape[len(axes) :]), outputs)
-
-    return run
+    def _gradients(
+        self, call: tuple[Any, ...], specs: PyTree, arrays: PyTree
+    ) -> tuple[Outputs, PyTree]:
+        """Calls the user's function on one replica, whose parameters are typed as its own."""
+        args, kwargs = with_arrays(call, arrays)
+        for i in positions(args, self.argnums):
+            local = as_local(arrays_only(args[i]), self.axis_name)
+            args = (*args[:i], with_arrays(args[i], local), *args[i + 1 :])
+        outputs, gradients = taken_apart(self.grad_fn(*args, **kwargs))
+        check_loss(outputs[0] if isinstance(outputs, tuple) else outputs, self.axis_name)
+        shared = jax.tree.map(lambda x, spec: None if split_axis(spec) else x, arrays, specs)
+        examples = lengths(arrays, specs).values()
+        return judged(outputs, self.aux, self.axis_name, shared, examples), gradients
 
 
 def data_parallel(
@@ -445,8 +377,7 @@ def data_parallel(
       >>> float(value), grads["w"].shape, state.residual["w"].shape
       (1.0, (16, 16), (2, 16, 16))
     """
-    _check_function(grad_fn)
-    _check_argnums(argnums)
+    _check_gradients_of(grad_fn, argnums)
     axis_name = named_axis(reducer, axis_name)
     check_axis_name(axis_name)
     check_aux(aux)
@@ -509,8 +440,7 @@ def value_and_grad(
       >>> float(loss), state.residual["w"].shape
       (1.0, (2, 16, 16))
     """
-    _check_function(fun)
-    _check_argnums(argnums)
+    _check_gradients_of(fun, argnums)
     has_aux = check_flag("has_aux", has_aux)
     return data_parallel(
         jax.value_and_grad(fun, argnums, has_aux),
@@ -524,24 +454,16 @@ def value_and_grad(
     )
 
 
-def _check_function(function: Any) -> None:
-    """Refuses what is not a function, as a reducer that was passed first.
+def _check_gradients_of(function: Any, argnums: Any) -> None:
+    """Refuses what is not a function, as a reducer that was passed first, or names no arguments.
 
     Raises:
-      ValueError: If it is none.
+      ValueError: Saying what belongs there.
     """
     if isinstance(function, optax.GradientTransformation) or not callable(function):
         raise ValueError(
             f"The first argument must be a function, and the second the reducer, got {function!r}."
         )
-
-
-def _check_argnums(argnums: Any) -> None:
-    """Refuses what names no arguments.
-
-    Raises:
-      ValueError: With what does.
-    """
     several = argnums if isinstance(argnums, tuple) else (argnums,)
     if not all(isinstance(i, int) for i in several):
         raise ValueError(f"`argnums` must be an integer or a tuple of them, got {argnums!r}.")

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jaxcomp._base.typing import AxisName, PyTree
+from jaxcomp._base.typing import PyTree
 from jaxcomp._mesh.collectives import is_bound, known_equal
-from jaxcomp._mesh.per_replica import is_reducer_state
+from jaxcomp._mesh.per_replica import is_accumulator, is_reducer_state
 from jaxcomp._reducers.reducer import Reducer
 
 
@@ -58,7 +58,17 @@ def hold_state(reducer: optax.GradientTransformation) -> optax.GradientTransform
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> Any:
         del params
-        _check_averaged_before(updates, reducer.axis_name)
+        axis_name = reducer.axis_name
+        leaves = jax.tree.leaves(updates)
+        if is_bound(axis_name) and not all(known_equal(leaf, axis_name) for leaf in leaves):
+            raise ValueError(
+                "hold_state averages nothing, and here, in a function that is mapped over "
+                f"{axis_name!r}, JAX does not know the gradients to be the same on all replicas. "
+                "Put the reducer itself into the chain: optax.chain(reducer, optimizer). "
+                "hold_state is for loops in jax.jit, where jaxcomp.data_parallel or value_and_grad "
+                "has averaged before; behind these in a mapped function only for jax.shard_map "
+                "with check_vma=True, which knows it."
+            )
         return updates, state
 
     def init(params: PyTree) -> PyTree:
@@ -68,74 +78,45 @@ def hold_state(reducer: optax.GradientTransformation) -> optax.GradientTransform
     return optax.GradientTransformation(init, update)
 
 
-def _check_averaged_before(updates: PyTree, axis_name: AxisName) -> None:
-    """Refuses gradients in a mapped function, unless JAX knows them to be equal on all replicas.
-
-    Raises:
-      ValueError: With the chain to write there.
-    """
-    if not is_bound(axis_name):
-        return
-    if not all(known_equal(leaf, axis_name) for leaf in jax.tree.leaves(updates)):
-        raise ValueError(
-            f"hold_state averages nothing, and here, in a function that is mapped over "
-            f"{axis_name!r}, each replica would go on with its own gradients. Put the reducer "
-            "itself into the chain: optax.chain(reducer, optimizer). hold_state is for loops in "
-            "jax.jit, where jaxcomp.data_parallel or value_and_grad has averaged before."
-        )
-
-
 def state_in(
-    tree: PyTree, reducer: Any, params: Callable[[], PyTree]
+    tree: PyTree, reducer: Any, params: PyTree
 ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """Returns the reducer's state in a tree, and a function that puts another one in its place.
 
     Raises:
       ValueError: If there is none, or more than one that may be it.
     """
-    if is_reducer_state(tree) or not isinstance(reducer, Reducer):
+    held_alone = is_reducer_state(tree) and not is_accumulator(tree)
+    if held_alone or not isinstance(reducer, Reducer):
         return tree, lambda state: state
-    _check_multi_steps(tree)
-    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_reducer_state)
-    like = jax.eval_shape(reducer.init, params())
+    for node in jax.tree.leaves(tree, is_leaf=is_accumulator):
+        inside = node.inner_opt_state if is_accumulator(node) else ()
+        if any(map(is_reducer_state, jax.tree.leaves(inside, is_leaf=is_reducer_state))):
+            raise ValueError(
+                f"A {type(node).__name__} around jaxcomp.hold_state would accumulate what is "
+                "averaged already. Accumulate in the gradient function, as docs/adopt.md shows, "
+                "or behind: optax.chain(hold_state(reducer), optax.MultiSteps(...))."
+            )
+    like = jax.eval_shape(reducer.init, params)
     fresh = jax.tree.structure(like)
-    if fresh == jax.tree.structure(tree):
-        return tree, lambda state: state
     if not fresh.num_leaves:
-        return fresh.unflatten([]), lambda state: tree
+        return like, lambda state: tree
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=lambda x: jax.tree.structure(x) == fresh)
     places = [i for i, node in enumerate(nodes) if jax.tree.structure(node) == fresh]
     if len(places) != 1:
-        raise ValueError(_not_one_state(tree, nodes, type(like), len(places)))
+        raise ValueError(_not_one_state(tree, type(like), len(places)))
 
     def put_back(state: PyTree) -> PyTree:
-        replaced = list(nodes)
-        replaced[places[0]] = state
-        return treedef.unflatten(replaced)
+        nodes[places[0]] = state
+        return treedef.unflatten(nodes)
 
     return nodes[places[0]], put_back
 
 
-def _check_multi_steps(tree: PyTree) -> None:
-    """Refuses a state that is held inside of an `optax.MultiSteps`.
-
-    Raises:
-      ValueError: If one is.
-    """
-    is_multi_steps = lambda node: isinstance(node, optax.MultiStepsState)  # noqa: E731
-    for node in jax.tree.leaves(tree, is_leaf=is_multi_steps):
-        if not is_multi_steps(node):
-            continue
-        if any(map(is_reducer_state, jax.tree.leaves(node, is_leaf=is_reducer_state))):
-            raise ValueError(
-                "optax.MultiSteps around jaxcomp.hold_state would accumulate what is averaged "
-                "already. Leave it out, and accumulate in the gradient function, as docs/adopt.md "
-                "shows; or put it behind: optax.chain(hold_state(reducer), optax.MultiSteps(...))."
-            )
-
-
-def _not_one_state(tree: PyTree, nodes: list[Any], kind: type, fitting: int) -> str:
+def _not_one_state(tree: PyTree, kind: type, fitting: int) -> str:
     """Says why no state in the tree, or more than one, is that of the reducer."""
-    if not fitting and any(isinstance(node, kind) for node in nodes):
+    is_of_kind = lambda node: isinstance(node, kind)  # noqa: E731
+    if not fitting and any(map(is_of_kind, jax.tree.leaves(tree, is_leaf=is_of_kind))):
         return (
             f"The {kind.__name__} in the first argument is that of other parameters than the "
             "second: inside of optax.partition or optax.masked hold_state sees a part of them, and "

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, KeyPath, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, varying
-from jaxcomp._mesh.explicit import check_mesh_axes, context_mesh
+from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, context_mesh, resharded
 from jaxcomp._mesh.per_replica import map_leaves
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import check_not_spread, known_spec
@@ -127,11 +124,53 @@ _NOTES = {
 }
 
 
-@contextlib.contextmanager
-def errors_explained(axes: tuple[str, ...]) -> Iterator[None]:
-    """Says what to do about a function that JAX refuses inside of a `jax.shard_map` over `axes`."""
+def call_on_replicas(
+    function: Callable[..., Any],
+    inputs: tuple[PyTree, ...],
+    in_specs: tuple[PyTree, ...],
+    out_specs: tuple[PyTree, ...],
+    like: tuple[PyTree, ...],
+    boundary: Boundary,
+    *,
+    check_vma: bool = True,
+) -> Any:
+    """Calls a function of one replica in a `jax.shard_map` over all of them.
+
+    Args:
+      function: Of one replica's part of each input.
+      inputs: Trees of global arrays.
+      in_specs: How each array is split between the replicas.
+      out_specs: How results are put together; prefixes.
+      like: How results are typed along Explicit axes; prefixes.
+      boundary: The mesh and the axes of the replicas.
+      check_vma: As for `jax.shard_map`.
+    """
+    mesh = boundary.outer
+    axes = boundary.axes
+
+    def laid_out(x: Any, spec: PartitionSpec) -> Any:
+        return resharded(x, mesh, spec, axes)
+
+    inputs = jax.tree.map(laid_out, inputs, in_specs)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    automatic = [name for name, kind in kinds.items() if kind == AxisType.Auto]
+    alone = all(mesh.shape[name] == 1 for name in axes)
+    if alone and any(mesh.shape[name] > 1 for name in automatic):
+        # XLA refuses an all-reduce of one replica where an array is laid out over such an axis
+        # ("Cross-partition allreduce must be in (partial) manual partitioning mode"). Under
+        # `jax.vmap` an average over the replicas is a sum, and no collective.
+        with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+            return only_replica(function, axes)(*inputs)
+    mapped = jax.shard_map(
+        function,
+        mesh=boundary.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(axes),
+        check_vma=check_vma,
+    )
     try:
-        yield
+        return boundary.automatic(mapped, like)(*inputs)
     except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
         for words, note in _NOTES.items():
             if re.search(words, str(error)):
@@ -140,12 +179,16 @@ def errors_explained(axes: tuple[str, ...]) -> Iterator[None]:
         raise
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Axes:
-    """Axes over which leaves of a state differ. Static, so that a mapped function can return it."""
+def only_replica(function: Callable[..., Any], axes: Sequence[str]) -> Callable[..., Any]:
+    """Makes a function of a single replica along these axes one of global arrays."""
+    mapped = function
+    for name in axes:
+        mapped = jax.vmap(mapped, in_axes=None, axis_name=name, axis_size=1)
 
-    by_leaf: tuple[frozenset[str], ...] = dataclasses.field(metadata={"static": True})
+    def run(*inputs: Any) -> Any:
+        return jax.tree.map(lambda x: x.reshape(x.shape[len(axes) :]), mapped(*inputs))
+
+    return run
 
 
 def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) -> AxisName:
@@ -153,8 +196,7 @@ def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) 
 
     A `Reducer`'s differs along its own. In a chain of an exact average along one axis and a
     compressed one along another it differs along the latter only, which the chain does not say. The
-    types of its update do: it is traced with a state that is the same everywhere, then with one
-    that differs as the first result, until nothing changes.
+    types of what its update returns do.
 
     Args:
       reducer: A transformation.
@@ -168,58 +210,32 @@ def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) 
     names = axis_tuple(axis_name)
     if isinstance(reducer, Reducer) or len(names) == 1:
         return axis_name
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), params)
-    like = jax.eval_shape(reducer.init, shapes)
-    update = optax.with_extra_args_support(reducer).update
 
-    def zeros(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
+    def differing() -> dict[str, tuple[()]]:
+        zeros = jax.tree.map(lambda x: jnp.zeros(np.shape(x), x.dtype), params)
+        _, state = reducer.update(as_local(zeros, axis_name), reducer.init(zeros), zeros)
+        axes: set[str] = set()
 
-    def trace() -> _Axes:
-        gradients = as_local(zeros(shapes), axis_name)
-        axes = (frozenset[str](),) * jax.tree.structure(like).num_leaves
-        while True:
-            leaves, treedef = jax.tree.flatten(zeros(like))
-            for i, differing in enumerate(axes):
-                if differing:
-                    leaves[i] = as_local(leaves[i], tuple(sorted(differing)))
-            _, state = update(gradients, treedef.unflatten(leaves), zeros(shapes))
-            new = tuple(varying(x) for x in jax.tree.leaves(state))
-            if new == axes:
-                return _Axes(axes)
-            axes = new
+        def collect(path: KeyPath, leaf: Any, local: bool) -> None:
+            if local:
+                axes.update(varying(leaf))
+            elif varying(leaf):
+                raise ValueError(
+                    f"`reducer` leaves {leaf_name(path)} of its state different along "
+                    f"{sorted(varying(leaf))}: its link does not average along that axis. Average "
+                    "exactly along the fast axis first, and compress along the slow one: "
+                    'optax.chain(jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd('
+                    'axis_name="slow")).'
+                )
+
+        map_leaves(collect, state)
+        return dict.fromkeys(axes, ())  # keys only: a mapped function can return no names
 
     alone = jax.sharding.AbstractMesh(tuple(mesh.shape[name] for name in names), names)
     with jax.sharding.use_abstract_mesh(alone):
-        mapped = jax.shard_map(trace, in_specs=(), out_specs=PartitionSpec())
-        axes = jax.eval_shape(mapped).by_leaf
-    return _common_axes(like, axes, names)
-
-
-def _common_axes(like: PyTree, axes: Sequence[frozenset[str]], names: tuple[str, ...]) -> AxisName:
-    """Returns the axes, in the order of `names`, along which per-replica leaves differ.
-
-    Raises:
-      ValueError: If what replicas share differs, too.
-    """
-    along: set[str] = set()
-
-    def collect(path: KeyPath, leaf: Any, local: bool, differing: frozenset[str]) -> None:
-        if local:
-            along.update(differing)
-        elif differing:
-            raise ValueError(
-                f"`reducer` leaves {leaf_name(path)} of its state different along "
-                f"{sorted(differing)}: its link does not average along that axis. Average exactly "
-                "along the fast axis first, and compress along the slow one: optax.chain("
-                'jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd(axis_name="slow")).'
-            )
-
-    map_leaves(collect, like, jax.tree.structure(like).unflatten(axes))
-    common = tuple(name for name in names if name in along)
-    if not common:
-        return names
-    return common[0] if len(common) == 1 else common
+        found = jax.eval_shape(jax.shard_map(differing, in_specs=(), out_specs=PartitionSpec()))
+    common = tuple(name for name in names if name in found)
+    return common[0] if len(common) == 1 else common or names
 
 
 def check_replica_axis(state: PyTree, mesh: Any, axis_name: AxisName) -> None:

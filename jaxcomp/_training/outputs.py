@@ -7,7 +7,7 @@ or joined without a word for it. `jaxcomp._training.examine` finds the words.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jaxcomp._mesh.weights import weighted_gradients
 from jaxcomp._training.arguments import is_array
 
 CHOICES = ("mean", "sum", "join", "stack")
-# What a leaf is that all replicas hold alike: it stays as it is.
+# What becomes of a leaf that all replicas hold alike: it stays as it is.
 _EQUAL = "equal"
 
 
@@ -49,23 +49,17 @@ def taken_apart(result: Any) -> tuple[PyTree, PyTree]:
             "The gradient function must return (value, gradients), ((value, auxiliary), "
             f"gradients) or (value, auxiliary, gradients), got {_shown(result)}."
         )
-    *first, gradients = result
-    outputs = tuple(first) if len(first) == 2 else first[0]
+    outputs, gradients = result if len(result) == 2 else (result[:2], result[2])
     pair = isinstance(outputs, tuple) and len(outputs) == 2
     value = outputs[0] if pair else outputs
-    if not _is_floating_scalar(value):
+    scalar = isinstance(value, float) or (is_array(value) and not value.ndim)
+    if not (scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating)):
         raise ValueError(
             "The value that the gradient function returns first must be a floating scalar, the "
             f"mean loss of the examples, got {_shown(value)}. Return (loss, gradients), or what "
             "else there is beside the loss: ((loss, auxiliary), gradients)."
         )
     return outputs, gradients
-
-
-def _is_floating_scalar(value: Any) -> bool:
-    if isinstance(value, float):
-        return True
-    return is_array(value) and not value.ndim and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def judged(
@@ -85,43 +79,53 @@ def judged(
       ValueError: Listing every leaf of which nothing is said, with the line to write; or naming a
         leaf that cannot be what is said of it.
     """
-    paths, treedef = jax.tree_util.tree_flatten_with_path(outputs)
-    leaves = [_as_array(path, leaf) for path, leaf in paths]
-    words: list[Any] = ["mean"]
-    if isinstance(outputs, tuple):
-        words += words_of(aux, outputs[1])
-    same = {id(x) for x in jax.tree.leaves(shared)}
-    unsaid: list[int] = []
-    kinds: list[str | int] = []
-    for i, (path, leaf) in enumerate(paths):
-        if words[i] is None and id(leaf) not in same:
-            unsaid.append(i)
-        kinds.append(_kind(path[1:], leaves[i], words[i], axis_name, examples))
+    treedef = jax.tree.structure(outputs)
+    value, auxiliary = outputs if isinstance(outputs, tuple) else (outputs, None)
+    leaves = [jnp.asarray(value)]
+    kinds: list[str | int] = ["mean"]
+    possible: list[str | int] = []
+    unsaid = ""
+    handed_back = {id(x) for x in jax.tree.leaves(shared)}
+    paths = jax.tree_util.tree_leaves_with_path(auxiliary)
+    for (path, leaf), word in zip(paths, words_of(aux, auxiliary), strict=True):
+        name = leaf_name(path)
+        x = _as_array(name, leaf)
+        leaves.append(x)
+        kinds.append(_kind(name, x, word, axis_name, examples))
+        if word is None and id(leaf) not in handed_back:
+            unsaid += f"\n  {name}: {_described(x)}"
+            word = _possible(x, axis_name)
+        possible.append("mean" if word is None else word)
     if unsaid:
-        raise ValueError(_question(paths, words, unsaid, outputs[1], axis_name))
+        raise ValueError(
+            f"What becomes of these auxiliary outputs of the replicas is not said:{unsaid}\nWrite\n"
+            f"  aux={jax.tree.structure(auxiliary).unflatten(possible)!r}\n"
+            'with one word in each place: "mean" averages, "sum" adds up, "join" lays rows one '
+            'behind the other (an axis but the first as a number), "stack" gives an axis of '
+            "replicas. To find out: outputs(params, *batch) of this object, outside of jax.jit, "
+            "with a small batch."
+        )
     return Outputs(leaves, treedef, tuple(kinds))
 
 
-def _as_array(path: KeyPath, leaf: Any) -> Array:
+def _as_array(name: str, leaf: Any) -> Array:
     """Returns a leaf as an array.
 
     Raises:
       ValueError: If it is nothing of the kind.
     """
-    if not (is_array(leaf) or isinstance(leaf, bool | int | float | complex)):
+    try:
+        return jnp.asarray(leaf)
+    except TypeError as error:
+        kind = getattr(leaf, "dtype", type(leaf).__name__)
         raise ValueError(
-            f"The auxiliary output {leaf_name(path[1:])} is a {type(leaf).__name__}, and what a "
-            "gradient function returns is arrays. Leave it out, or close over it."
-        )
-    return jnp.asarray(leaf)
+            f"The auxiliary output {name} is a {kind}, and what a gradient function returns is "
+            "arrays of numbers. Leave it out, or close over it."
+        ) from error
 
 
 def _kind(
-    path: KeyPath,
-    x: Array,
-    word: str | int | None,
-    axis_name: AxisName,
-    examples: Collection[int],
+    name: str, x: Array, word: str | int | None, axis_name: AxisName, examples: Collection[int]
 ) -> str | int:
     """Returns what becomes of one leaf.
 
@@ -130,25 +134,37 @@ def _kind(
     """
     if word is None or (word == "mean" and known_equal(x, axis_name)):
         return _EQUAL
-    name = f"The auxiliary output {leaf_name(path)}, {_described(x)},"
-    if word == "mean" and not jnp.issubdtype(x.dtype, jnp.floating):
+    described = f"The auxiliary output {name}, {_described(x)},"
+    possible = _possible(x, axis_name)
+    if word in ("mean", "sum") and word not in possible:
         raise ValueError(
-            f'{name} has no mean over the replicas. Say "sum" of a count; or "stack", for an axis '
-            "of replicas."
+            f'{described} has no {word} over the replicas. Say one of {possible}; "stack" gives an '
+            "axis of replicas."
         )
     axis = 0 if word == "join" else word
     if not isinstance(axis, int):
         return axis
     if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f'{name} has no axis {axis} along which to join rows. Say "stack".')
+        raise ValueError(f'{described} has no axis {axis} along which to join rows. Say "stack".')
     if word == "join" and x.shape[0] not in examples:
         for other, length in enumerate(x.shape):
             if length in examples:
                 raise ValueError(
-                    f"{name} has as many entries along axis {other} as there are examples, and "
-                    f'"join" is along axis 0. Say {other}, or 0 if its rows do lie along axis 0.'
+                    f"{described} has as many entries along axis {other} as there are examples, "
+                    f'and "join" is along axis 0. Say {other}, or 0 if its rows do lie along axis '
+                    "0."
                 )
     return axis % x.ndim
+
+
+def _possible(x: Array, axis_name: AxisName) -> str:
+    """Returns the words that fit a type, of which one is to be kept."""
+    first = "join|" if x.ndim else ""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return f"{first}mean|stack" if known_equal(x, axis_name) else f"{first}stack"
+    if jnp.issubdtype(x.dtype, jnp.floating) or known_equal(x, axis_name):
+        return f"{first}mean|sum"
+    return f"{first}sum|stack"
 
 
 def reduced(
@@ -165,28 +181,25 @@ def reduced(
       The same with what is equal on all replicas by now, None in the place of rows; and the rows in
       order, with the axis along which they are to be joined in front.
     """
-    whole: list[Any] = [None] * len(outputs.leaves)
+    leaves = list(outputs.leaves)
     rows: list[Array] = []
-    averaged: list[int] = []
+    averaged: dict[int, Array] = {}
     for i, (leaf, kind) in enumerate(zip(outputs.leaves, outputs.kinds, strict=True)):
-        if kind == _EQUAL:
-            whole[i] = leaf
-        elif kind == "mean":
-            averaged.append(i)
+        if kind == "mean":
+            averaged[i] = as_local(leaf.astype(compute_dtype(leaf.dtype)), axis_name)
         elif kind == "sum":
             counts = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
-            whole[i] = total(counts, axis_name)
-        elif kind == "stack":
-            rows.append(as_local(leaf[None], axis_name))
-        else:
-            rows.append(as_local(jnp.moveaxis(leaf, int(kind), 0), axis_name))
-    local = [as_local(outputs.leaves[i], axis_name) for i in averaged]
-    wide = [x.astype(compute_dtype(x.dtype)) for x in local]
-    if weight is not None and wide:
-        wide = weighted_gradients(wide, weight, axis_name)
-    for i, mean in zip(averaged, mean_each(wide, axis_name), strict=True):
-        whole[i] = mean.astype(outputs.leaves[i].dtype)
-    return dataclasses.replace(outputs, leaves=whole), rows
+            leaves[i] = total(counts, axis_name)
+        elif kind != _EQUAL:
+            leaves[i] = None
+            row = leaf[None] if kind == "stack" else jnp.moveaxis(leaf, int(kind), 0)
+            rows.append(as_local(row, axis_name))
+    local = list(averaged.values())
+    if weight is not None and local:
+        local = weighted_gradients(local, weight, axis_name)
+    for i, mean in zip(averaged, mean_each(local, axis_name), strict=True):
+        leaves[i] = mean.astype(leaves[i].dtype)
+    return dataclasses.replace(outputs, leaves=leaves), rows
 
 
 def put_together(whole: Outputs, rows: list[Array]) -> PyTree:
@@ -219,108 +232,37 @@ def check_aux(aux: PyTree) -> None:
 def words_of(aux: PyTree, auxiliary: PyTree) -> list[Any]:
     """Returns what is said of each leaf of the auxiliary output; None where nothing is.
 
+    Places are compared by their names, whatever containers they are in.
+
     Raises:
-      ValueError: If `aux` has another form than the auxiliary output, or names what it has not.
+      ValueError: If `aux` names what the auxiliary output has not.
     """
+    said = {_names(path): word for path, word in jax.tree_util.tree_leaves_with_path(aux)}
+    places = jax.tree_util.tree_leaves_with_path(auxiliary, is_leaf=_is_empty)
     words: list[Any] = []
-    names: list[str] = []
-    used: set[str] = set()
-    for path, _ in jax.tree_util.tree_flatten_with_path(auxiliary)[0]:
-        names.append(leaf_name(path))
-        word = aux
-        depth = 0
-        while not (word is None or isinstance(word, str | int)):
-            if depth == len(path):
-                raise _other_form(aux, auxiliary)
-            word = _part_of(word, path[depth], aux, auxiliary)
-            depth += 1
-        words.append(word)
-        used.add(leaf_name(path[:depth]))
-    for path, _ in jax.tree_util.tree_flatten_with_path(aux)[0]:
-        if leaf_name(path) not in used and not _has_part(auxiliary, path):
+    parts = {()}  # of the auxiliary output
+    for path, leaf in places:
+        names = _names(path)
+        beginnings = [names[:length] for length in range(len(names) + 1)]
+        parts.update(beginnings)
+        if not _is_empty(leaf):
+            words.append(next((said[part] for part in beginnings if part in said), None))
+    for path, _ in jax.tree_util.tree_leaves_with_path(aux):
+        if _names(path) not in parts:
+            names = ", ".join(leaf_name(place) for place, _ in places)
             raise ValueError(
-                f"`aux` names {leaf_name(path)}; the auxiliary output has "
-                f"{', '.join(names) or 'nothing'}."
+                f"`aux` names {leaf_name(path)}; the auxiliary output has {names or 'nothing'}."
             )
     return words
 
 
-def _has_part(tree: Any, path: KeyPath) -> bool:
-    """Tells whether a tree has something at a path, be it an empty container."""
-    for key in path:
-        if isinstance(tree, Mapping):
-            if getattr(key, "key", None) not in tree:
-                return False
-            tree = tree[key.key]
-        elif isinstance(tree, tuple | list) and hasattr(key, "idx"):
-            if key.idx >= len(tree):
-                return False
-            tree = tree[key.idx]
-        elif hasattr(key, "name") and hasattr(tree, key.name):
-            tree = getattr(tree, key.name)
-        else:
-            return False
-    return True
+def _names(path: KeyPath) -> tuple[str, ...]:
+    """Returns the names of the keys of a path, without their kinds."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
-def _part_of(choice: Any, key: Any, aux: PyTree, auxiliary: PyTree) -> Any:
-    """Returns the part of a tree of words at one step of a path; None for what is not named.
-
-    Raises:
-      ValueError: If it has no such parts.
-    """
-    if isinstance(choice, Mapping) and hasattr(key, "key"):
-        return choice.get(key.key)
-    if isinstance(choice, tuple | list) and hasattr(key, "idx") and key.idx < len(choice):
-        return choice[key.idx]
-    if hasattr(key, "name") and hasattr(choice, key.name):
-        return getattr(choice, key.name)
-    raise _other_form(aux, auxiliary)
-
-
-def _other_form(aux: PyTree, auxiliary: PyTree) -> ValueError:
-    return ValueError(
-        f"`aux` has the form {_shown(aux)}, and the auxiliary output {_shown(auxiliary)}. Give one "
-        "word for all of it, or a tree like it that may end early."
-    )
-
-
-def line_to_write(words: list[Any], auxiliary: PyTree) -> str:
-    """Returns ``aux=...`` with a word in the place of each leaf."""
-    return f"aux={jax.tree.structure(auxiliary).unflatten(words)!r}"
-
-
-def _question(
-    paths: Sequence[tuple[KeyPath, Any]],
-    words: list[Any],
-    unsaid: list[int],
-    auxiliary: PyTree,
-    axis_name: AxisName,
-) -> str:
-    """Asks about the outputs at some places of which nothing is said, with the line to write."""
-    listed = ""
-    possible = ["mean" if word is None else word for word in words]
-    for i in unsaid:
-        path, leaf = paths[i]
-        x = jnp.asarray(leaf)
-        listed += f"\n  {leaf_name(path[1:])}: {_described(x)}"
-        possible[i] = _possible(x, axis_name)
-    return (
-        f"What becomes of these auxiliary outputs of the replicas is not said:{listed}\nWrite\n"
-        f'  {line_to_write(possible[1:], auxiliary)}\nwith one word in each place: "mean" '
-        'averages, "sum" adds up, "join" lays rows one behind the other (an axis but the first as '
-        'a number), "stack" gives an axis of replicas. To find out: outputs(params, *batch) of '
-        "this object, outside of jax.jit, with a small batch."
-    )
-
-
-def _possible(x: Array, axis_name: AxisName) -> str:
-    """Returns the words that fit a type, of which one is to be kept."""
-    floating = jnp.issubdtype(x.dtype, jnp.floating)
-    first = "join|" if x.ndim else ""
-    if floating or known_equal(x, axis_name):
-        return f"{first}mean|sum"
-    return f"{first}sum|stack"
+def _is_empty(node: Any) -> bool:
+    return not jax.tree.leaves(node)
 
 
 def _described(x: Array) -> str:

@@ -221,6 +221,13 @@ def test_stacked_layers_are_noticed_once_with_the_line_to_write():
     run.init(boxed("experts", "embed", "mlp"))
 
 
+def test_stacked_layers_too_thin_to_compress_are_named():
+    thin = powersgd(2, matrix_dims=jaxcomp.stacked("blocks"), min_compression_rate=2)
+    params = {"blocks": {"kernel": jnp.zeros((64, 64, 2)), "bias": jnp.zeros((64, 2))}}
+    with pytest.warns(UserWarning, match=r"nothing of \['blocks'\]\['kernel'\] of shape \(64, 64"):
+        jaxcomp.data_parallel(accumulated, thin, mesh=grid(2)).init(params)
+
+
 def two_level(kind):
     """Makes a mesh of two hosts with four devices each, and parameters and examples."""
     mesh = jax.make_mesh((2, 4), ("slow", "fast"), axis_types=(KINDS[kind],) * 2)

@@ -1,6 +1,7 @@
 """data_parallel and value_and_grad: what is wrong is one sentence, before anything runs."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -203,3 +204,26 @@ def test_shardings_within_the_loss_name_the_other_axes_only():
         call(P("data", "model"))
     assert "must not name 'data'" in error.value.__notes__[0]
     assert call(P(None, "model")).shape == ()
+
+
+@pytest.mark.parametrize("name", ["weights", "weigths", "wt", "count", "num_examples"])
+def test_a_weight_under_another_name_is_not_lost_in_the_loss(name):
+    """As in a loss that takes what it does not know."""
+
+    def with_any(params, x, **rest):
+        return loss(params, x)
+
+    def with_its_own(params, x, **named):
+        return loss(params, x) * named[name]
+
+    run = make(with_any)
+    named = {name: np.float32(2)}
+    for call in (lambda: run(state(), PARAMS, X, **named), lambda: run.outputs(PARAMS, X, **named)):
+        with pytest.raises(ValueError, match=f"no argument `{name}`: it is `weight`"):
+            call()
+    # What the loss names itself is its own.
+    with_its_own.__signature__ = inspect.Signature(
+        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in ("p", "x", name)]
+    )
+    (value, _), _ = make(with_its_own)(state(), PARAMS, X, **named)
+    np.testing.assert_allclose(value, 2 * loss(PARAMS, X), rtol=1e-6)
