@@ -84,7 +84,7 @@ class LocalSGDRound:
             self.axis_name,
             inner_state,
             anchor=(),  # between rounds the parameters are the anchor
-            outer=self._outer_states(outers),
+            outer=tuple(outers),
             reducer=tuple(reducers),
             local=part_of(params, numbers) if self.streaming.keeps_local else (),
         )
@@ -184,8 +184,8 @@ class LocalSGDRound:
         for number, end in enumerate(streaming.ends):
             sent = end - streaming.delay
             local, inner = self._steps(local, inner, batches, begin, sent, auxiliary)
-            outer = state.outer[number] if state.outer else ()
-            part = Part(part_of(local, numbers, number), inner, outer, state.reducer[number])
+            states = (inner, state.outer[number], state.reducer[number])
+            part = Part(part_of(local, numbers, number), *states)
             begin_anew = functools.partial(self._inner_begun, inner, local)
             anchor = part_of(params, numbers, number)
             new = self.syncs[number].step(anchor, part, begin_anew, weight)
@@ -207,7 +207,7 @@ class LocalSGDRound:
             count=count,
             last_sync=count,
             inner=inner,
-            outer=self._outer_states([new.outer for new in averages]),
+            outer=tuple(new.outer for new in averages),
             reducer=tuple(new.reducer for new in averages),
             local=kept,
             owner=owner_id(self.axis_name),
@@ -217,10 +217,6 @@ class LocalSGDRound:
     def _inner_begun(self, inner: PyTree, local: PyTree, new: PyTree) -> PyTree:
         """Returns the inner state as it begins with the new parameters, if that is known."""
         return inner if self.inner_init is None else self.inner_init(put_back(new, local))
-
-    def _outer_states(self, states: list[PyTree]) -> tuple[PyTree, ...]:
-        """Returns the states of the outer optimizers, one for each fragment; () without any."""
-        return tuple(states) if self.syncs[0].outer is not None else ()
 
     def _steps(
         self,

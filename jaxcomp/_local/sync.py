@@ -96,22 +96,15 @@ class Sync:
 
     axis_name: AxisName
     reducer: optax.GradientTransformationExtraArgs  # a `Reducer`, or one that says nothing
-    outer: optax.GradientTransformationExtraArgs | None
+    outer: optax.GradientTransformation
     exact: bool  # no reducer was passed: pseudo-gradients too go through `average`
+    plain: bool  # nor an outer optimizer: parameters are averaged
     average_inner: AverageInnerState
     drop_non_finite: bool  # who comes with a value that is not finite does not count
 
-    @property
-    def plain(self) -> bool:
-        """Tells whether parameters are averaged: there is no reducer and no outer optimizer."""
-        return self.exact and self.outer is None
-
     def init(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Makes the outer optimizer's and the reducer's state for these parameters."""
-        outer = ()
-        if self.outer is not None:
-            outer = self.outer.init(params)
-        return outer, self.reducer.init(params)
+        return self.outer.init(params), self.reducer.init(params)
 
     def step(
         self,
@@ -174,10 +167,7 @@ class Sync:
             counting = weight if self.average_inner is True else None
             momenta, counted = averaged(momenta, self.axis_name, counting)
 
-        outer = part.outer
-        updates = jax.tree.map(jnp.negative, mean)
-        if self.outer is not None:
-            updates, outer = self.outer.update(mean, outer, anchor)
+        updates, outer = self.outer.update(mean, part.outer, anchor)
         params = optax.apply_updates(anchor, updates)
         if self.exact:
             before = (anchor, part.outer)
@@ -211,6 +201,12 @@ class Sync:
         return leaves
 
 
+def _whole_step(mean: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+    """Updates an outer optimizer that takes the mean as it is."""
+    del params
+    return jax.tree.map(jnp.negative, mean), state
+
+
 def check_sync(
     axis_name: AxisName,
     reducer: Any,
@@ -233,15 +229,17 @@ def check_sync(
             f"`average_inner_state` must be True, False or 'reset', got {average_inner_state!r}."
         )
     exact = reducer is None
+    plain = exact and outer is None
     if exact:
         reducer = allreduce(axis_name=axis_name)
-    if outer is not None:
-        outer = optax.with_extra_args_support(outer)
+    if outer is None:  # the anchor takes the whole step
+        outer = optax.GradientTransformation(lambda params: (), _whole_step)
     return Sync(
         axis_name,
         optax.with_extra_args_support(reducer),
         outer,
         exact,
+        plain,
         average_inner_state,
         check_flag("drop_non_finite", drop_non_finite),
     )

@@ -116,7 +116,8 @@ class Boundary:
         others = [name for name, kind in kinds if kind == AxisType.Explicit and name not in axes]
         self._beside = bool(others)
         self._around = tuple(others) if jax.__version_info__ < (0, 12) else ()
-        self._outer = mesh
+        self.outer = mesh
+        self.axes = axes
         self.mesh = None if self._around else mesh  # None: the one of the context
 
     def explicit(self, function: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
@@ -131,7 +132,7 @@ class Boundary:
         if not self._beside:
             return mapped
         if self._around:
-            shardings = jax.tree.map(lambda spec: NamedSharding(self._outer, spec), like)
+            shardings = jax.tree.map(lambda spec: NamedSharding(self.outer, spec), like)
             mapped = jax.sharding.auto_axes(mapped, axes=self._around, out_sharding=shardings)
         # Outside of `jax.jit` it would run op by op, where arrays keep the types of the whole mesh.
         return jax.jit(mapped)

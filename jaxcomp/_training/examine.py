@@ -120,7 +120,8 @@ def _verdict(
         "larger": _largest(whole - np.maximum(first, second)),
         "smaller": _largest(whole - np.minimum(first, second)),
     }
-    if floating and precision < _ROUNDING and scale and np.array_equal(first, second):
+    constant = misses["mean"] <= rounding < scale and np.array_equal(first, second)
+    if constant and floating and precision < _ROUNDING:
         return Verdict("mean", "the same in both halves")
     fitting = [kind for kind in ("mean", "sum") if misses[kind] <= rounding]
     # A mean that is rounded to 16 bits may come as near, but one of two numbers is not rounded.

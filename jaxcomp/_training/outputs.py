@@ -262,7 +262,8 @@ def _names(path: KeyPath) -> tuple[str, ...]:
 
 
 def _is_empty(node: Any) -> bool:
-    return not jax.tree.leaves(node)
+    structure = jax.tree.structure(node)
+    return structure.num_nodes == 1 and not structure.num_leaves
 
 
 def _described(x: Array) -> str:
