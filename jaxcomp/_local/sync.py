@@ -201,10 +201,12 @@ class Sync:
         return leaves
 
 
-def _whole_step(mean: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-    """Updates an outer optimizer that takes the mean as it is."""
+def _whole_step(
+    updates: PyTree, state: PyTree, params: PyTree | None = None
+) -> tuple[PyTree, PyTree]:
+    """Updates an outer optimizer that takes the mean pseudo-gradient as it is."""
     del params
-    return jax.tree.map(jnp.negative, mean), state
+    return jax.tree.map(jnp.negative, updates), state
 
 
 def check_sync(

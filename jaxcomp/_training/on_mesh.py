@@ -214,11 +214,11 @@ def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) 
     def differing() -> dict[str, tuple[()]]:
         zeros = jax.tree.map(lambda x: jnp.zeros(np.shape(x), x.dtype), params)
         _, state = reducer.update(as_local(zeros, axis_name), reducer.init(zeros), zeros)
-        axes: set[str] = set()
+        axes: set[frozenset[str]] = set()
 
         def collect(path: KeyPath, leaf: Any, local: bool) -> None:
             if local:
-                axes.update(varying(leaf))
+                axes.add(varying(leaf))
             elif varying(leaf):
                 raise ValueError(
                     f"`reducer` leaves {leaf_name(path)} of its state different along "
@@ -229,7 +229,15 @@ def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) 
                 )
 
         map_leaves(collect, state)
-        return dict.fromkeys(axes, ())  # keys only: a mapped function can return no names
+        if len(axes) > 1:
+            raise ValueError(
+                "`reducer` keeps one thing along some axes and another along others: "
+                f"{sorted(map(sorted, axes))}. Average along the fast axis before what "
+                'accumulates: optax.chain(jaxcomp.allreduce(axis_name="fast"), jaxcomp.accumulate('
+                'jaxcomp.powersgd(axis_name="slow"), every_k)).'
+            )
+        # Keys only: a mapped function can return no names.
+        return dict.fromkeys(frozenset().union(*axes), ())
 
     alone = jax.sharding.AbstractMesh(tuple(mesh.shape[name] for name in names), names)
     with jax.sharding.use_abstract_mesh(alone):

@@ -49,9 +49,10 @@ def taken_apart(result: Any) -> tuple[PyTree, PyTree]:
             "The gradient function must return (value, gradients), ((value, auxiliary), "
             f"gradients) or (value, auxiliary, gradients), got {_shown(result)}."
         )
-    outputs, gradients = result if len(result) == 2 else (result[:2], result[2])
+    *first, gradients = result
+    outputs: Any = tuple(first) if len(first) == 2 else first[0]
     pair = isinstance(outputs, tuple) and len(outputs) == 2
-    value = outputs[0] if pair else outputs
+    value: Any = outputs[0] if pair else outputs
     scalar = isinstance(value, float) or (is_array(value) and not value.ndim)
     if not (scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating)):
         raise ValueError(
@@ -240,7 +241,7 @@ def words_of(aux: PyTree, auxiliary: PyTree) -> list[Any]:
     said = {_names(path): word for path, word in jax.tree_util.tree_leaves_with_path(aux)}
     places = jax.tree_util.tree_leaves_with_path(auxiliary, is_leaf=_is_empty)
     words: list[Any] = []
-    parts = {()}  # of the auxiliary output
+    parts: set[tuple[str, ...]] = {()}  # of the auxiliary output
     for path, leaf in places:
         names = _names(path)
         beginnings = [names[:length] for length in range(len(names) + 1)]

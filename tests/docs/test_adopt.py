@@ -129,6 +129,35 @@ def test_how_much_is_carried_goes_into_every_log(capsys):
         assert float(there[name]) == pytest.approx(float(share), abs=15)
 
 
+# Loops of others, each as a diff: rank 8 from step 10 on, as in the table.
+OTHERS = {path.stem: path.read_text() for path in (ROOT / "tests/docs/loops").glob("*.diff")}
+AROUND = """
+import flax.linen as nn, jax, jax.numpy as jnp, jaxcomp, numpy as np, optax
+from flax.training import train_state
+from jax.sharding import AxisType
+mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+rows = jax.NamedSharding(mesh, jax.P("data"))
+reducer = jaxcomp.powersgd(8, axis_name="data", start_step=10)
+"""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_loop_of_others_learns_as_its_table_says(name):
+    """With as few lines changed, and no more sent."""
+    lines = OTHERS[name].splitlines()
+    losses = {}
+    for sign in "-+":
+        text = "\n".join(row[1:] for row in lines if row[:1] in (" ", sign))
+        losses[sign], _ = run(text, 4, range(STEPS), prelude=AROUND)
+    removed, added, ratio = re.search(
+        rf"{name}.*?(\d+), (\d+) .* ([\d.]+) \|$", PAGE, re.M
+    ).groups()
+    assert [sum(row[:1] == sign for row in lines) for sign in "-+"] == [int(removed), int(added)]
+    learnt = {sign: np.mean(values[-10:]) for sign, values in losses.items()}
+    assert learnt["-"] < 0.95 * losses["-"][0]
+    assert learnt["+"] / learnt["-"] == pytest.approx(float(ratio), abs=0.03)
+
+
 SCALED = {"data": 2, "params": np.full((16, 16), 1 / 16, np.float32)}
 
 

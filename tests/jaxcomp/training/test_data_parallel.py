@@ -283,6 +283,22 @@ def test_a_chain_of_two_levels_weighs_along_both(kind):
     close(jax.device_get(grads["w"]), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_chain_of_two_levels_accumulates_behind_the_exact_one():
+    mesh, params, x = two_level("auto")
+    exact, slow = jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd(2, axis_name="slow")
+    make = functools.partial(jaxcomp.value_and_grad, squares, mesh=mesh, axis_name=("slow", "fast"))
+    around = make(jaxcomp.accumulate(optax.chain(exact, slow), 2))
+    with pytest.raises(ValueError, match="Average along the fast axis before what accumulates"):
+        around.init(params)
+    run = make(optax.chain(exact, jaxcomp.accumulate(slow, 2)))
+    state = run.init(params)
+    assert state[1].acc_grads["w"].shape == (2, 24, 16)
+    (_, first), state = jax.jit(run)(state, params, x)
+    (_, second), state = jax.jit(run)(state, params, x)
+    assert not np.any(first["w"])
+    close(second["w"], jax.grad(squares)(params, x)["w"], rtol=1e-4)
+
+
 def test_chains_that_compress_before_they_have_averaged_are_refused():
     mesh, params, _ = two_level("auto")
     fast = jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name="fast"))

@@ -85,7 +85,9 @@ def test_what_cannot_be_found_again_is_not_held():
     tx = optax.MultiSteps(optax.chain(jaxcomp.hold_state(reducer("powersgd"))), 2)
     mesh, params = grid(2), new_params()
     run = jaxcomp.value_and_grad(bare_loss, reducer("powersgd"), mesh=mesh)
-    with pytest.raises(ValueError, match=r"MultiStepsState around jaxcomp\.hold_state .* Accumulate in"):
+    with pytest.raises(
+        ValueError, match=r"MultiStepsState around jaxcomp\.hold_state .* Accumulate in"
+    ):
         run(jaxcomp.shard_state(tx.init(params), mesh, "data"), params, *batch())
 
 
