@@ -147,6 +147,43 @@ def test_leaves_of_one_name_are_refused():
     assert refused({"0.weight": values(4, 3)}, like).ambiguous == ("0/kernel",)
 
 
+def blocks(name, numbers, **shapes):
+    """Kernels of several blocks of one name."""
+    return {name.format(k): kernels(**shapes) for k in numbers}
+
+
+OTHER_SCHEMES = {  # numbers that may run another way: torch's names, and the tree
+    "from one": (
+        [f"layers.{k}.fc" for k in (1, 2)],
+        blocks("layers_{}", (0, 1), dense=(4, 4)),
+    ),
+    "of another word": ([f"h.{k}.fc" for k in TWO], blocks("block_{}", TWO, fc=(4, 4))),
+    "in nested calls": (["0", "2"], kernels(Dense_0=(4, 4), Dense_1=(4, 4))),
+    "of modules in modules": (
+        [f"{k}.{n}" for k in TWO for n in TWO],
+        {f"a_{n}": blocks("b_{}", TWO, fc=(4, 4)) for n in TWO},
+    ),
+}
+
+
+@pytest.mark.parametrize("scheme", OTHER_SCHEMES)
+def test_numbers_of_another_scheme_are_asked_about_and_plain_is_not_the_advice(scheme):
+    names, like = OTHER_SCHEMES[scheme]
+    error = refused({f"{name}.weight": values(4, 4) for name in names}, like)
+    assert error.message.startswith("Neither names nor shapes tell how some layers correspond.")
+    assert any("say which is which" in line for line in error.ambiguous)
+    assert "plain=True" not in error.message
+
+
+def test_the_only_whole_assignment_needs_no_answer():
+    # The first fits two places, of which the others leave it one.
+    model = {"a.weight": values(4, 6), "b.weight": values(4, 6), "b.bias": values(4)}
+    model |= {"c.weight": values(6, 4), "c.bias": values(6)}
+    like = kernels(x=(6, 4)) | linears(y=(6, 4), z=(4, 6))
+    params = there_and_back(model, like)
+    np.testing.assert_array_equal(params["y"]["kernel"], model["b.weight"].T)
+
+
 # --- rules that name a tensor and a leaf ------------------------------------------------------
 
 

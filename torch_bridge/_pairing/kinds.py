@@ -102,14 +102,14 @@ class Linear:
             weights[OUT_IN] = _turned(kernel, cut, "unflatten", "flatten")
         turned = _cut(kernel, height, shape[1])
         if turned and not torch.share and shape[:2] != (1, 1):
-            axes = tuple(range(len(kernel)))
-            weights[IN_OUT] = View(
-                "conv1d.weight", kernel, axes, turned, (), "flatten", "unflatten"
-            )
+            view = View("conv1d.weight", kernel, tuple(range(len(kernel))), turned)
+            weights[IN_OUT] = view._replace(row_maps="flatten", column_maps="unflatten")
         if cut and len(kernel) - cut == _PACKED_AXES:
             for order in [*itertools.permutations(range(_PACKED_AXES))][1:]:
                 weights[axes_name(order)] = _turned(kernel, cut, "", "flatten", order)
-                biases[axes_name(order)] = _turned(bias, 0, "", "", order)._replace(kind="vector")
+                if biases:
+                    view = _turned(bias, 0, "", "", order)
+                    biases[axes_name(order)] = view._replace(kind="vector")
         yield Link("weight", "kernel", weights, torch.share)
         yield Link("bias", "bias", biases, torch.share)
 
@@ -125,26 +125,27 @@ class Conv:
         """
         weight = torch.shape("weight")
         kernel = flax.shape("kernel")
+        kinds = {OUT_IN: "conv.weight", IN_OUT: "conv_transpose.weight"}
+        one_channel = len(weight) != len(kernel)  # in torch, of a Conv2d that is a Conv1d in Flax
+        if one_channel:
+            weight = _without_ones(weight)
+            kernel = _without_ones(kernel)
         space = tuple(range(2, len(weight)))
-        straight = (*space, 1, 0)
-        crossed = (*space, 0, 1)
-        views: dict[str, View] = {}
-        if len(weight) != len(kernel):  # a Conv2d over one channel that is a Conv1d in Flax
-            wide = _without_ones(weight)
-            orders = [_kernel_order(len(wide)), (*range(1, len(wide)), 0)]
-            views = _orders(wide, _without_ones(kernel), orders)
-        if _moved(weight, straight) == kernel:
-            views[OUT_IN] = View("conv.weight", weight, straight)
-        if _moved(weight, crossed) == kernel and weight[:2] != (1, 1):
-            reversed_space = tuple(range(len(space)))
-            views[IN_OUT] = View("conv_transpose.weight", weight, crossed, 1, reversed_space)
-        if len(weight) == len(kernel) == 3:
-            usual = {_wide_order(weight, straight), _wide_order(weight, crossed)}
-            others = []
+        orders: dict[str, Shape] = {OUT_IN: (*space, 1, 0)}
+        if not one_channel:
+            orders[IN_OUT] = (*space, 0, 1)
+        if len(weight) == 3:
             for order in itertools.permutations(range(3)):
-                if _wide_order(weight, order) not in usual:
-                    others.append(order)
-            views.update(_orders(weight, kernel, others))
+                orders[axes_name(order)] = order
+        views: dict[str, View] = {}
+        seen: set[Shape] = set()
+        for form, order in orders.items():
+            wide = tuple(axis for axis in order if weight[axis] != 1)  # others change nothing
+            if _moved(weight, order) == kernel and wide not in seen:
+                seen.add(wide)
+                views[form] = View(kinds.get(form, "array"), weight, order)
+        if IN_OUT in views:
+            views[IN_OUT] = views[IN_OUT]._replace(flip=tuple(range(len(space))))
         yield Link("weight", "kernel", views)
         yield Link("bias", "bias", _vector(torch.shape("bias"), flax.shape("bias")))
 
@@ -477,11 +478,6 @@ def _moved(shape: Shape, order: Iterable[int]) -> Shape:
 
 def _without_ones(shape: Shape) -> Shape:
     return tuple(size for size in shape if size != 1)
-
-
-def _wide_order(shape: Shape, order: Shape) -> Shape:
-    """Drops axes of one place from an order; they change nothing."""
-    return tuple(axis for axis in order if shape[axis] != 1)
 
 
 def _orders(shape: Shape, goal: Shape, orders: Iterable[Shape], row_axes: int = 1) -> Views:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch_bridge._base.tensors import clean_names
 from torch_bridge._pairing.kinds import AS_THEY_ARE, IN_OUT, build, forms_of
@@ -18,6 +18,7 @@ from torch_bridge._pairing.layers import Layer, Shape, Sort, words_of
 from torch_bridge._pairing.leaves import without_collection
 
 Partners: TypeAlias = dict[Layer, Layer]
+_T = TypeVar("_T")
 _PACKED = (3, 2, 4)  # parts of a packed Linear: query, key and value; key and value; gates
 UNUSUAL = 1
 FITS = 2
@@ -277,11 +278,11 @@ class Match:
         return groups
 
 
-def grouped(layers: Iterable[Layer], key: Callable[[Layer], Any]) -> dict[Any, list[Layer]]:
+def grouped(members: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]]:
     """Groups layers by what a function says of them, in their order."""
-    groups: dict[Any, list[Layer]] = {}
-    for layer in layers:
-        groups.setdefault(key(layer), []).append(layer)
+    groups: dict[Any, list[_T]] = {}
+    for member in members:
+        groups.setdefault(key(member), []).append(member)
     return groups
 
 

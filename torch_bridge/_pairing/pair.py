@@ -47,10 +47,10 @@ def pair(
     argument is needed but for what the example cannot tell.
 
     Without one, layers of equal names belong together (``layers.0.conv1.weight`` and
-    ``layers_0/conv1/kernel``). Else a layer goes to the only one that it fits, and never to another
-    block than its siblings. Whatever is left open is asked in one error: which of several layers,
-    how a weight is stored, what is a flattened map. ``plain=True`` says that nothing is unusual,
-    and each other argument answers one question.
+    ``layers_0/conv1/kernel``). Else a layer goes to its place if there is one only that leaves the
+    others theirs. Whatever is left open is asked in one error: which of several layers, how a
+    weight is stored, what is a flattened map. ``plain=True`` says that nothing is unusual, and each
+    other argument answers one question.
 
     A rule comes before all this, and prefixes of DDP, FSDP and ``torch.compile`` are skipped.
 
@@ -79,9 +79,10 @@ def pair(
         out)``, as by transformers' ``Conv1D``; ``""`` for none. All that are not square show it.
       turned: Regular expression of a bare parameter (or of a Bilinear) -> the order of its axes in
         Flax, as for ``numpy.transpose``; ``{}`` where all are as they are.
-      plain: Whether everything left open is as usual: alike layers go in the order of their
-        numbers, square weights are ``(out, in)`` and no ConvTranspose's, bare parameters are as
-        they are, and no map is flattened. Other arguments say what is not.
+      plain: Whether everything left open is as usual: square weights are ``(out, in)`` and no
+        ConvTranspose's, bare parameters are as they are, and no map is flattened. Alike layers go
+        in the order of their numbers, which both sides have to count in the same order; linen
+        counts nested calls from the outside. Other arguments say what is not.
       ignore: Regular expression of tensor names that shall be left out.
       apply: ``apply(params, *inputs) -> outputs``, the Flax model in evaluation mode; `params` is a
         tree of the structure of `like`. Inputs are arrays, of which those with floating-point

@@ -128,14 +128,18 @@ class Search:
           CheckpointMismatch: None of those tried does, or the example does not tell one from
             another.
         """
-        for place, layout in enumerate(self._evidence.layouts):
+        layouts = self._evidence.layouts
+        for place, layout in enumerate(layouts):
             self._evidence.use(layout)
-            self._search(TRIES * (place + 1) // len(self._evidence.layouts))
-            apart, reading = min(self._tried, key=lambda one: one[0].mean)
+            self._search(TRIES * (place + 1) // len(layouts))
+            apart, reading = self._nearest()
             if apart.largest <= self._evidence.tolerance:
                 self._check(reading, apart)
                 return reading, apart.largest
-        raise self._refusal(reading, apart)
+        raise self._refusal(*self._nearest())
+
+    def _nearest(self) -> tuple[Apart, Reading]:
+        return min(self._tried, key=lambda one: one[0].mean)
 
     def _search(self, tries: int) -> None:
         """Looks for a reading with the inputs in one layout, until one fits.
@@ -332,7 +336,7 @@ class Search:
                 parameters=("rules", "conv1d", "conv_transpose", "flatten"),
             )
 
-    def _refusal(self, reading: Reading, apart: Apart) -> CheckpointMismatch:
+    def _refusal(self, apart: Apart, reading: Reading) -> CheckpointMismatch:
         """Says how far the nearest reading is off, and what could have been otherwise."""
         doubtful = [text for text, _ in itertools.islice(self._neighbours(reading), _SHOWN)]
         hint = "All layers have their places, so that the two models seem to compute something else"
