@@ -45,12 +45,9 @@ class LocalSGDRound:
     mesh: Mesh | None = None
 
     def __repr__(self) -> str:
-        reducer = None if self.syncs[0].exact else self.syncs[0].reducer
-        outers = [sync.outer for sync in self.syncs]
         return (
             f"local_sgd_round(step_fn={shown(self.step_fn)}, sync_every={self.sync_every}, "
-            f"axis_name={self.axis_name!r}, reducer={shown(reducer)}, outer={shown(outers)}, "
-            f"streaming={self.streaming!r})"
+            f"axis_name={self.axis_name!r}, reducer={self.syncs[0].reducer!r}, ...)"
         )
 
     def init(self, params: PyTree, inner_state: PyTree = None) -> LocalSGDState:
@@ -74,19 +71,16 @@ class LocalSGDRound:
                 )
             inner_state = self.inner_init(params)
         numbers = numbered(params, self.streaming.split)
-        outers: list[PyTree] = []
-        reducers: list[PyTree] = []
+        states: list[tuple[PyTree, PyTree]] = []
         for number, sync in enumerate(self.syncs):
-            outer, reducer = sync.init(part_of(params, numbers, number))
-            outers.append(outer)
-            reducers.append(reducer)
+            states.append(sync.init(part_of(params, numbers, number)))
+        outers, reducers = zip(*states, strict=True)
+        local = ()
+        if self.streaming.keeps_local:
+            local = part_of(params, numbers)
+        # Between rounds the parameters are the anchor.
         state = LocalSGDState.first(
-            self.axis_name,
-            inner_state,
-            anchor=(),  # between rounds the parameters are the anchor
-            outer=tuple(outers),
-            reducer=tuple(reducers),
-            local=part_of(params, numbers) if self.streaming.keeps_local else (),
+            self.axis_name, inner_state, anchor=(), outer=outers, reducer=reducers, local=local
         )
         if self.mesh is None or is_bound(self.axis_name):
             return state
@@ -175,7 +169,9 @@ class LocalSGDRound:
             return params, with_row(state), auxiliary
         streaming = self.streaming
         numbers = numbered(params, streaming.split)
-        local = put_back(state.local, params) if streaming.keeps_local else params
+        local = params
+        if streaming.keeps_local:
+            local = put_back(state.local, params)
         inner = state.inner
         auxiliary: list[Any] = []  # of the steps, in pieces
         averages: list[Part] = []
@@ -200,7 +196,9 @@ class LocalSGDRound:
         for new in averages:
             shared = put_back(new.params, shared)
 
-        kept = part_of(local, numbers) if streaming.keeps_local else ()
+        kept = ()
+        if streaming.keeps_local:
+            kept = part_of(local, numbers)
         inner, kept = as_local((inner, kept), self.axis_name)
         count = state.count + self.sync_every
         state = state._replace(

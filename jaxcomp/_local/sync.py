@@ -125,27 +125,26 @@ class Sync:
           weight: How much this replica counts; None if all count the same.
           axes: Take the plain average over these instead.
         """
-        plain = self.plain or axes is not None
-        momenta = part.inner if self.average_inner is True else ()
-        dropped = None
+        momenta = ()
+        if self.average_inner is True:
+            momenta = part.inner
+        # The momenta of one that is dropped are no more finite than what they led to.
+        anew = None
         if self.drop_non_finite:
-            finite = all_finite(jax.tree.leaves((part.params, momenta)))
-            weight = jnp.asarray(1.0 if weight is None else weight).astype(jnp.float32)
-            weight = jnp.where(finite, weight, 0)
-            dropped = ~finite
+            anew = ~all_finite(jax.tree.leaves((part.params, momenta)))
+            weight = jnp.where(anew, 0, jnp.asarray(1 if weight is None else weight, jnp.float32))
+        if self.average_inner == "reset":
+            anew = jnp.array(True)
 
-        if plain:
-            axes = self.axis_name if axes is None else axes
-            (means, momenta), counted = averaged((part.params, momenta), axes, weight)
+        if self.plain or axes is not None:
+            over = axes or self.axis_name
+            (means, momenta), counted = averaged((part.params, momenta), over, weight)
             before = anchor if jax.tree.leaves(anchor) else part.params
             new = part._replace(params=unless_nobody(counted, means, before))
         else:
             new, momenta, counted = self._outer_step(anchor, part, momenta, weight)
         if self.average_inner is True:
             new = new._replace(inner=unless_nobody(counted, momenta, part.inner))
-
-        # The momenta of one that is dropped are no more finite than what they led to.
-        anew = jnp.array(True) if self.average_inner == "reset" else dropped
         if anew is None:
             return new
         fresh = as_local(_begun_anew(new.inner, begin(new.params)), self.axis_name)

@@ -15,7 +15,7 @@ from jaxcomp._base.typing import Array, DType, PyTree
 from jaxcomp._mesh.collectives import switch
 from jaxcomp._mesh.weights import refuse_misspelt_weight
 from jaxcomp._reducers.reducer import takes_rows
-from jaxcomp._reducers.transformation import Transformation, bytes_of, call_text
+from jaxcomp._reducers.transformation import Transformation, bytes_of, shown
 
 
 class AccumulateState(NamedTuple):
@@ -79,7 +79,6 @@ def accumulate(
       >>> [x.tolist() for x in jax.vmap(micro_steps, axis_name="data")(grads)]
       [[0.0, 0.0], [-3.0, -3.0]]
     """
-    made_by = call_text("accumulate", locals())
     every_k = check_int("every_k", every_k, 1)
     if not jnp.issubdtype(jnp.dtype(accumulator_dtype), jnp.floating):
         raise ValueError(
@@ -107,7 +106,7 @@ def accumulate(
     ) -> tuple[PyTree, AccumulateState]:
         if weight is not None:
             raise ValueError(
-                f"{made_by} takes no `weight`: its micro-batches count the same. Weigh the "
+                "accumulate takes no `weight`: its micro-batches count the same. Weigh the "
                 "gradients of each before, or accumulate in the function that data_parallel is "
                 "given."
             )
@@ -148,7 +147,10 @@ def accumulate(
         )
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
-        counted = bytes_of(tx, params, replicas, None if step is None else step // every_k)
-        return counted.scaled(1 / every_k if step is None else (step + 1) % every_k == 0)
+        if step is None:
+            return bytes_of(tx, params, replicas, None).scaled(1 / every_k)
+        due = (step + 1) % every_k == 0
+        return bytes_of(tx, params, replicas, step // every_k).scaled(due)
 
+    made_by = f"accumulate({shown(tx)}, every_k={every_k})"
     return Transformation(init, takes_rows(update, init), made_by=made_by, count_bytes=count_bytes)

@@ -199,7 +199,7 @@ class DataParallel:
         verdicts = verdicts_of(runs, shares)
         print(table_of(runs, verdicts))
         check_loss_is_mean(runs, verdicts)
-        if not isinstance(verdicts, tuple):
+        if len(verdicts) == 1:
             return None
         words = jax.tree.map(lambda verdict: verdict.word, verdicts[1])
         print(f"aux={words!r}")
@@ -298,7 +298,7 @@ class DataParallel:
             local = as_local(arrays_only(args[i]), self.axis_name)
             args = (*args[:i], with_arrays(args[i], local), *args[i + 1 :])
         outputs, gradients = taken_apart(self.grad_fn(*args, **kwargs))
-        check_loss(outputs[0] if isinstance(outputs, tuple) else outputs, self.axis_name)
+        check_loss(outputs[0], self.axis_name)
         shared = jax.tree.map(lambda x, spec: None if split_axis(spec) else x, arrays, specs)
         examples = lengths(arrays, specs).values()
         return judged(outputs, self.aux, self.axis_name, shared, examples), gradients

@@ -52,7 +52,7 @@ def run_batch_and_halves(
     """Runs a function of one replica's arguments on a batch and on its halves.
 
     Args:
-      function: From arrays to ``value`` or ``(value, auxiliary)``.
+      function: From arrays to ``(value,)`` or ``(value, auxiliary)``.
       arrays: Its arguments.
       specs: How each of them is split.
       axis_name: Of the replicas: one of them has the whole batch; of two each has a half.
@@ -180,8 +180,9 @@ def table_of(runs: Runs, verdicts: PyTree) -> str:
     table = [("output", "type", "aux", "")]
     leaves = jax.tree_util.tree_leaves_with_path(runs.whole)
     for (path, leaf), verdict in zip(leaves, jax.tree.leaves(verdicts), strict=True):
-        # Behind the index of the pair (value, auxiliary).
-        name = leaf_name(path[1:]) if len(table) > 1 else "the loss"
+        name = "the loss"
+        if path[0].idx:  # of the pair (value, auxiliary)
+            name = leaf_name(path[1:])
         word = "-" if verdict.word is None else repr(verdict.word)
         table.append((name, f"{leaf.dtype.name}{list(leaf.shape)}", word, verdict.remark))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]

@@ -38,8 +38,8 @@ class Outputs:
     kinds: tuple[str | int, ...] = dataclasses.field(metadata={"static": True})
 
 
-def taken_apart(result: Any) -> tuple[PyTree, PyTree]:
-    """Returns ``value`` or ``(value, auxiliary)``, and the gradients, of a gradient function.
+def taken_apart(result: Any) -> tuple[tuple[Any, ...], PyTree]:
+    """Returns ``(value,)`` or ``(value, auxiliary)``, and the gradients, of a gradient function.
 
     Raises:
       ValueError: If it returned something else.
@@ -50,9 +50,10 @@ def taken_apart(result: Any) -> tuple[PyTree, PyTree]:
             f"gradients) or (value, auxiliary, gradients), got {_shown(result)}."
         )
     *first, gradients = result
-    outputs: Any = tuple(first) if len(first) == 2 else first[0]
-    pair = isinstance(outputs, tuple) and len(outputs) == 2
-    value: Any = outputs[0] if pair else outputs
+    outputs: Any = first
+    if len(first) == 1 and isinstance(first[0], tuple) and len(first[0]) == 2:
+        outputs = first[0]
+    value: Any = outputs[0]
     scalar = isinstance(value, float) or (is_array(value) and not value.ndim)
     if not (scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating)):
         raise ValueError(
@@ -60,16 +61,20 @@ def taken_apart(result: Any) -> tuple[PyTree, PyTree]:
             f"mean loss of the examples, got {_shown(value)}. Return (loss, gradients), or what "
             "else there is beside the loss: ((loss, auxiliary), gradients)."
         )
-    return outputs, gradients
+    return tuple(outputs), gradients
 
 
 def judged(
-    outputs: PyTree, aux: PyTree, axis_name: AxisName, shared: PyTree, examples: Collection[int]
+    outputs: tuple[Any, ...],
+    aux: PyTree,
+    axis_name: AxisName,
+    shared: PyTree,
+    examples: Collection[int],
 ) -> Outputs:
     """Says what becomes of each leaf of a replica's value and auxiliary output.
 
     Args:
-      outputs: A scalar, or (scalar, auxiliary).
+      outputs: (value,) or (value, auxiliary).
       aux: What the user says: None, a word or an axis, or a tree of them.
       axis_name: The axis or axes of the replicas.
       shared: The arguments of the function that are the same on all replicas. What it hands back
@@ -80,8 +85,7 @@ def judged(
       ValueError: Listing every leaf of which nothing is said, with the line to write; or naming a
         leaf that cannot be what is said of it.
     """
-    treedef = jax.tree.structure(outputs)
-    value, auxiliary = outputs if isinstance(outputs, tuple) else (outputs, None)
+    value, auxiliary = (*outputs, None)[:2]
     leaves = [jnp.asarray(value)]
     kinds: list[str | int] = ["mean"]
     possible: list[str | int] = []
@@ -106,7 +110,7 @@ def judged(
             "replicas. To find out: outputs(params, *batch) of this object, outside of jax.jit, "
             "with a small batch."
         )
-    return Outputs(leaves, treedef, tuple(kinds))
+    return Outputs(leaves, jax.tree.structure(outputs), tuple(kinds))
 
 
 def _as_array(name: str, leaf: Any) -> Array:
@@ -160,12 +164,14 @@ def _kind(
 
 def _possible(x: Array, axis_name: AxisName) -> str:
     """Returns the words that fit a type, of which one is to be kept."""
-    first = "join|" if x.ndim else ""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return f"{first}mean|stack" if known_equal(x, axis_name) else f"{first}stack"
-    if jnp.issubdtype(x.dtype, jnp.floating) or known_equal(x, axis_name):
-        return f"{first}mean|sum"
-    return f"{first}sum|stack"
+    words = ["stack"]
+    if known_equal(x, axis_name) or jnp.issubdtype(x.dtype, jnp.floating):
+        words = ["mean"]
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        words.append("sum")
+    if x.ndim:
+        words.append("join")
+    return "|".join(sorted(words))
 
 
 def reduced(
@@ -212,7 +218,8 @@ def put_together(whole: Outputs, rows: list[Array]) -> PyTree:
             leaves[i] = next(following)
         elif isinstance(kind, int):
             leaves[i] = jnp.moveaxis(next(following), 0, kind)
-    return whole.treedef.unflatten(leaves)
+    outputs = whole.treedef.unflatten(leaves)
+    return outputs[0] if len(outputs) == 1 else outputs
 
 
 def check_aux(aux: PyTree) -> None:

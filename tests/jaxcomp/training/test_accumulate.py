@@ -11,7 +11,7 @@ from tests.helpers.classifier import close
 from tests.helpers.leaves import random_grads, with_value
 from tests.helpers.local_runs import NESTEROV, run
 from tests.helpers.reducers import allreduce, feedback, powersgd
-from tests.helpers.runners import AXIS, mesh_of
+from tests.helpers.runners import AXIS
 
 SHAPES = {"w": (12, 10), "b": (5,), "scale": ()}
 PARAMS = {name: jnp.full(shape, 0.5) for name, shape in SHAPES.items()}
@@ -114,29 +114,3 @@ def test_opposite_ends_of_sixteen_bits_have_a_mean(dtype):
 
     mean = jax.vmap(second, axis_name=AXIS)(state, grads[:, 1])
     np.testing.assert_array_equal(mean, [[0, 2]] * 2)
-
-
-def squares(params, x):
-    return jnp.mean((x @ params) ** 2)
-
-
-def test_accumulation_behind_averaged_gradients():
-    """What it holds is then the same on all replicas, as what optax.MultiSteps holds there."""
-    mesh = mesh_of(2)
-    reducer = powersgd(2)
-    params = jnp.ones((16, 16))
-    vg = jaxcomp.value_and_grad(squares, reducer, mesh=mesh)
-    tx = optax.chain(jaxcomp.hold_state(reducer), jaxcomp.accumulate(optax.sgd(0.1), 2))
-    state = jaxcomp.shard_state(tx.init(params), mesh, AXIS)
-    assert state[1].acc_grads.shape == params.shape
-    seen = []
-    for number in range(2):
-        x = np.random.default_rng(number).normal(size=(8, 16)).astype(np.float32)
-        (_, grads), state = jax.jit(vg)(state, params, x)
-        updates, state = jax.jit(tx.update)(grads, state, params)
-        seen.append(grads)
-    np.testing.assert_allclose(updates, -0.1 * (seen[0] + seen[1]) / 2, rtol=1e-5, atol=1e-6)
-    around = jaxcomp.accumulate(tx, 2)
-    state = jaxcomp.shard_state(around.init(params), mesh, AXIS)
-    with pytest.raises(ValueError, match=r"AccumulateState around jaxcomp\.hold_state would accum"):
-        vg(state, params, x)

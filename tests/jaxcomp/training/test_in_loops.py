@@ -82,13 +82,12 @@ def test_a_state_is_found_in_what_holds_it_and_so_is_its_mesh(holder, kind):
 def test_what_cannot_be_found_again_is_not_held():
     with pytest.raises(ValueError, match=r"`reducer` must be a jaxcomp reducer, got Gradient"):
         jaxcomp.hold_state(optax.chain(reducer("powersgd")))
-    tx = optax.MultiSteps(optax.chain(jaxcomp.hold_state(reducer("powersgd"))), 2)
     mesh, params = grid(2), new_params()
     run = jaxcomp.value_and_grad(bare_loss, reducer("powersgd"), mesh=mesh)
-    with pytest.raises(
-        ValueError, match=r"MultiStepsState around jaxcomp\.hold_state .* Accumulate in"
-    ):
-        run(jaxcomp.shard_state(tx.init(params), mesh, "data"), params, *batch())
+    for around in (optax.MultiSteps, jaxcomp.accumulate):
+        tx = around(optax.chain(jaxcomp.hold_state(reducer("powersgd"))), 2)
+        with pytest.raises(ValueError, match=r"State around jaxcomp\.hold_state .* Accumulate in"):
+            run(jaxcomp.shard_state(tx.init(params), mesh, "data"), params, *batch())
 
 
 def test_a_reducer_without_a_state_takes_any_and_two_states_are_refused():
@@ -276,11 +275,18 @@ def test_zeros_like_of_a_shape_beside_another_axis_is_explained():
     assert "check_vma=False" in error.value.__notes__[0]
 
 
+ACCUMULATORS = {
+    "MultiSteps": optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+    "accumulate": jaxcomp.accumulate(optax.sgd(0.1), 2),
+}
+
+
+@pytest.mark.parametrize("kind", ACCUMULATORS)
 @pytest.mark.parametrize("name", ["powersgd", "allreduce", "feedback-int8"])
-def test_multi_steps_behind_averaged_gradients(name):
-    """What it accumulates is the same on all replicas; an optimizer of its own gives the same."""
+def test_accumulation_behind_averaged_gradients(name, kind):
+    """What it holds is the same on all replicas; an optimizer of its own gives the same."""
     mesh, params, tx = grid(2), new_params(), reducer(name)
-    every_second = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
+    every_second = ACCUMULATORS[kind]
     optimizer = optax.chain(jaxcomp.hold_state(tx), every_second)
     run = jaxcomp.value_and_grad(bare_loss, tx, mesh=mesh)
     state = jaxcomp.shard_state(optimizer.init(params), mesh, "data")
