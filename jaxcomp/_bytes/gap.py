@@ -170,30 +170,31 @@ def read_momentum(opt_state: PyTree, matrix_dims: MatrixDimsFn | None = None) ->
     """
     check_function("matrix_dims", matrix_dims)
     _check_on_host(opt_state)
-    moments = []
-    for node in jax.tree.leaves(opt_state, is_leaf=_has_moments):
-        if _has_moments(node):
-            moments.append(_fields(node))
-    is_muon = any(_MUON in fields for fields in moments)
+    law = "adamw"
     parts = []
-    for fields in moments:
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda node: bool(_moments(node))):
+        fields = _moments(node)
+        if not fields:
+            continue
         if _MUON in fields:
+            law = "muon"
             parts.append(jax.tree.map(_direction, fields["mu"]))
-        elif "nu" in fields:
+        else:
             parts.append(jax.tree.map(_step, fields["mu"], fields["nu"]))
     if not parts:
         raise ValueError(
             "`opt_state` holds no moments `mu` and `nu`. Pass the state of adam, adamw or their "
             "like, or of optax.contrib.muon; behind other optimizers no law is known."
         )
-    tree = jax.tree.map(_first_unmasked, *parts, is_leaf=_is_masked)
+    # Of several optimizers each leaf has one, and is masked for the others.
+    tree = jax.tree.map(lambda *leaves: min(leaves, key=_is_masked), *parts, is_leaf=_is_masked)
     spectra = spectra_of(tree, matrix_dims)
     if not any(energy.sum() > 0 for energy in spectra.values()):
         raise ValueError(
             "The momentum in `opt_state` is zero, or has no matrices. Make a quarter of an exact "
             "run first, and pass its state."
         )
-    return Momentum(TAIL_LAWS["muon" if is_muon else "adamw"], tree, spectra)
+    return Momentum(TAIL_LAWS[law], tree, spectra)
 
 
 def spectra_of(tree: PyTree, matrix_dims: MatrixDimsFn | None) -> dict[str, np.ndarray]:
@@ -239,37 +240,26 @@ def _check_on_host(opt_state: PyTree) -> None:
                 f"`opt_state` is traced at {leaf_name(path)}: read it outside of jax.jit, between "
                 "two steps."
             )
-        readable = not isinstance(leaf, jax.Array) or (
-            leaf.is_fully_addressable or leaf.is_fully_replicated
-        )
-        if not readable:
+        if not getattr(leaf, "is_fully_addressable", True) and not leaf.is_fully_replicated:
             raise ValueError(
                 f"`opt_state` has a part of {leaf_name(path)} in another process. Gather it first, "
                 "as with jax.experimental.multihost_utils.process_allgather(opt_state, tiled=True)."
             )
 
 
-def _fields(node: Any) -> dict[str, Any]:
-    return dict(node) if isinstance(node, Mapping) else node._asdict()
+def _moments(node: Any) -> Any:
+    """Returns the fields of an optimizer's state, also if a checkpoint made a dictionary of it.
 
-
-def _has_moments(node: Any) -> bool:
-    """Tells an optimizer's state, also one that a checkpoint gave back as a dictionary."""
-    if isinstance(node, Mapping):
-        return {"mu", "nu"} <= node.keys() or {"mu", _MUON} <= node.keys()
-    return "mu" in getattr(node, "_fields", ())
+    Nothing else has any: an empty mapping.
+    """
+    fields = node._asdict() if hasattr(node, "_asdict") else node
+    if isinstance(fields, Mapping) and "mu" in fields and ("nu" in fields or _MUON in fields):
+        return fields
+    return {}
 
 
 def _is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
-
-
-def _first_unmasked(*parts: Any) -> Any:
-    """Returns the moment of the one optimizer that has this leaf."""
-    for part in parts:
-        if not _is_masked(part):
-            return part
-    return parts[0]
 
 
 def _step(mu: Any, nu: Any) -> np.ndarray:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from jaxcomp._base.checks import check_flag, check_function, check_static_number
 from jaxcomp._base.leaves import checked_factor_dtype, leaf_name
 from jaxcomp._base.typing import DType, KeyPath, MatrixDimsFn, PyTree
-from jaxcomp._bytes.gap import Momentum, read_momentum, spectra_of
+from jaxcomp._bytes.gap import read_momentum, spectra_of
 from jaxcomp._bytes.units import parse
 from jaxcomp._lowrank.matrices import LeafPlan, is_compressed, plan_leaves
 from jaxcomp._reducers.factor_wire import leaf_bytes
@@ -34,7 +34,7 @@ class Ranks:
     by_leaf: dict[str, int | None]
 
     def __call__(self, path: KeyPath, leaf: Any) -> int | None:
-        """The rank of a leaf.
+        """Returns the rank of a leaf.
 
         Raises:
           ValueError: If there was no gradient of it.
@@ -59,7 +59,7 @@ def ranks_by_spectrum(
     min_compression_rate: float = 2.0,
     matrix_dims: MatrixDimsFn | None = None,
 ) -> Ranks:
-    r"""Ranks for `powersgd`, leaf by leaf: where the spectrum is flat, more; where it falls, less.
+    r"""Chooses a rank for each leaf: where the spectrum is flat, more; where it falls, less.
 
     One more column for a leaf of ``rows x cols`` costs ``rows + cols`` values on the wire and sends
     :math:`\sigma_k^2`, the square of the next singular value. Columns are given out one after the
@@ -118,138 +118,106 @@ def ranks_by_spectrum(
     check_function("matrix_dims", matrix_dims)
     wire = checked_factor_dtype("comm_dtype", comm_dtype)
     rate = check_static_number("min_compression_rate", min_compression_rate, 0)
-    if loss_budget is not None:
+    momentum = None
+    if loss_budget is None:
+        spectra: Mapping[str, np.ndarray] = spectra_of(gradients, matrix_dims)
+    else:
         momentum = read_momentum(gradients, matrix_dims)
-        plans = _floating_plans(momentum.tree, rate, matrix_dims)
-        offers = _Columns(plans, momentum.spectra, wire, rate, scaled=False)
-        return Ranks(offers.within_loss(momentum, parse("loss_budget", loss_budget)))
+        gradients = momentum.tree
+        spectra = momentum.spectra
+        adaptive = False
+    plans = []
+    for plan in plan_leaves(gradients, 1, rate, matrix_dims):
+        if jnp.issubdtype(plan.dtype, jnp.floating):
+            plans.append(plan)
+    ranks: dict[str, int | None] = {}
+    offers = []
+    for plan in plans:
+        ranks[plan.path] = None
+        if plan.view is not None:
+            ranks[plan.path] = 1
+            offers.append(_offers(plan, spectra[plan.path], wire, rate, scaled=adaptive))
+    # Of each leaf the next one, always of the leaf whose next carries most for its cost: the best
+    # choice for any budget, because gains fall from column to column of a leaf.
+    in_order = heapq.merge(*offers, key=lambda offer: (-offer.gain_per_value, offer.path))
+
+    if momentum is not None:
+        budget = momentum.law.tail(parse("loss_budget", loss_budget or 0.0))
+        total = sum(energy.sum() for energy in spectra.values())
+        first = {path: 1 for path, rank in ranks.items() if rank}
+        beyond = momentum.tail(first) * total
+        for offer in in_order:
+            if beyond <= budget * total:
+                break
+            ranks[offer.path] = offer.rank
+            beyond -= offer.energy
+        return Ranks(ranks)
+
     ratio = check_static_number("ratio", ratio, 1)
-    plans = _floating_plans(gradients, rate, matrix_dims)
-    offers = _Columns(plans, spectra_of(gradients, matrix_dims), wire, rate, scaled=adaptive)
-    return Ranks(offers.within_ratio(ratio))
+    dense = 0
+    for plan in plans:
+        dense += plan.size * (1 if wire is None else jnp.dtype(plan.dtype).itemsize)
+    left = dense / ratio - sum(_cost(plan, wire) for plan in plans)
+    if left < 0:
+        spent = dense / ratio - left
+        unit = "values" if wire is None else "bytes"
+        raise ValueError(
+            f"rank 1 everywhere already sends {spent:.0f} {unit}, and ratio={ratio:g} allows "
+            f"{dense / ratio:.0f}. Pass a ratio of at most {dense / spent:.1f}."
+        )
+    for offer in in_order:
+        # What is too dear for a leaf once is so for good, and its later columns with it.
+        if offer.cost <= left and ranks[offer.path] == offer.before:
+            ranks[offer.path] = offer.rank
+            left -= offer.cost
+    return Ranks(ranks)
 
 
-def _floating_plans(tree: PyTree, rate: float, matrix_dims: MatrixDimsFn | None) -> list[LeafPlan]:
-    plans = plan_leaves(tree, 1, rate, matrix_dims)
-    return [plan for plan in plans if jnp.issubdtype(plan.dtype, jnp.floating)]
+class _Offer(NamedTuple):
+    """One more column for a leaf, or at last all the rest of it."""
+
+    path: str
+    before: int  # its rank
+    rank: int | None  # and then; None leaves it uncompressed
+    cost: int  # bytes, or values
+    energy: float  # that it sends
+    gain_per_value: float
 
 
-class _Columns:
-    """Gives out columns one after the other, always the one that carries most for its cost.
+def _offers(
+    plan: LeafPlan, energy: np.ndarray, wire: Any, rate: float, *, scaled: bool
+) -> Iterator[_Offer]:
+    """Yields what a leaf could get after its first column, one after the other.
 
-    That is the best choice for any budget, because gains fall from column to column of a leaf.
+    Args:
+      plan: Of the leaf, with rank 1.
+      energy: Its squared singular values, largest first.
+      wire: What factors travel in; None to count values in the place of bytes.
+      rate: Least compression of a leaf, as for `powersgd`.
+      scaled: Whether the energy is divided by the root mean square of the leaf.
     """
+    assert plan.view is not None
+    rows = plan.view.n_rows
+    cols = plan.view.n_cols
+    column = _cost(plan, wire)  # of rank 1: one column for each matrix of the batch
+    scale = np.sqrt(energy.sum() / plan.size) if scaled else 1.0
+    rank = 1
+    last = False
+    while not last:
+        last = rank + 1 >= min(rows, cols) or not is_compressed(rows, cols, rank + 1, rate)
+        cost = column
+        sent = energy[rank]
+        if last:
+            dense = dataclasses.replace(plan, view=None, rank=0)
+            cost = _cost(dense, wire) - column * rank
+            sent = energy[rank:].sum()
+        if sent <= _ROUNDING * energy[0]:
+            return
+        after = None if last else rank + 1
+        yield _Offer(plan.path, rank, after, cost, sent, sent / (cost * scale))
+        rank += 1
 
-    def __init__(
-        self,
-        plans: list[LeafPlan],
-        spectra: Mapping[str, np.ndarray],
-        wire: Any,
-        rate: float,
-        *,
-        scaled: bool,
-    ):
-        """Puts the second column of every leaf on offer; the first is everybody's.
 
-        Args:
-          plans: Of all floating leaves, with rank 1 for those that can be compressed.
-          spectra: Squared singular values of those, largest first.
-          wire: What factors travel in; None to count values in the place of bytes.
-          rate: Least compression of a leaf, as for `powersgd`.
-          scaled: Whether energies are divided by the root mean square of their leaf.
-        """
-        self._plans = plans
-        self._spectra = spectra
-        self._wire = wire
-        self._rate = rate
-        self._scaled = scaled
-        self._offers: list[tuple[float, str, LeafPlan]] = []
-        self.ranks: dict[str, int | None] = {}
-        for plan in plans:
-            self.ranks[plan.path] = None
-            if plan.view is not None:
-                self.ranks[plan.path] = 1
-                self._offer(plan, 1)
-
-    def within_ratio(self, ratio: float) -> dict[str, int | None]:
-        """Returns the ranks of so many times fewer bytes, or values.
-
-        Raises:
-          ValueError: If rank 1 everywhere sends more.
-        """
-        dense = 0
-        for plan in self._plans:
-            width = 1 if self._wire is None else jnp.dtype(plan.dtype).itemsize
-            dense += width * plan.size
-        budget = dense / ratio
-        spent = sum(self._cost(plan) for plan in self._plans)
-        if spent > budget:
-            unit = "values" if self._wire is None else "bytes"
-            raise ValueError(
-                f"rank 1 everywhere already sends {spent} {unit}, and ratio={ratio:g} allows "
-                f"{budget:.0f}. Pass a ratio of at most {dense / spent:.1f}."
-            )
-        left = budget - spent
-        while self._offers:
-            plan = heapq.heappop(self._offers)[2]
-            cost, _ = self._next(plan)
-            if cost <= left:
-                left -= cost
-                self._take(plan)
-        return self.ranks
-
-    def within_loss(self, momentum: Momentum, budget: float) -> dict[str, int | None]:
-        """Returns the ranks with which no more than a share of the loss is expected to be lost."""
-        total = sum(energy.sum() for energy in self._spectra.values())
-        allowed = momentum.law.tail(budget) * total
-        beyond = momentum.tail(self._compressed()) * total
-        while self._offers and beyond > allowed:
-            beyond -= self._take(heapq.heappop(self._offers)[2])
-        return self.ranks
-
-    def _compressed(self) -> dict[str, int]:
-        return {path: rank for path, rank in self.ranks.items() if rank is not None}
-
-    def _take(self, plan: LeafPlan) -> float:
-        """Gives a leaf what was offered to it, and puts its next column on offer.
-
-        Returns:
-          The energy that is sent thereby.
-        """
-        rank = self.ranks[plan.path]
-        assert rank is not None
-        energy = self._spectra[plan.path]
-        _, is_column = self._next(plan)
-        if not is_column:
-            self.ranks[plan.path] = None
-            return energy[rank:].sum()
-        self.ranks[plan.path] = rank + 1
-        self._offer(plan, rank + 1)
-        return energy[rank]
-
-    def _offer(self, plan: LeafPlan, rank: int) -> None:
-        """Puts the next column of a leaf of this rank, or after the last the rest, on offer."""
-        energy = self._spectra[plan.path]
-        cost, is_column = self._next(plan)
-        gain = energy[rank] if is_column else energy[rank:].sum()
-        scale = 1.0
-        if self._scaled:
-            scale = np.sqrt(energy.sum() / plan.size)
-        if gain > _ROUNDING * energy[0]:
-            heapq.heappush(self._offers, (-gain / (cost * scale), plan.path, plan))
-
-    def _next(self, plan: LeafPlan) -> tuple[int, bool]:
-        """Returns the cost of one more column and True; at last the dense leaf's and False."""
-        rank = self.ranks[plan.path]
-        assert plan.view is not None
-        assert rank is not None
-        rows, cols = plan.view.n_rows, plan.view.n_cols
-        column = self._cost(plan)  # of rank 1: one column for each matrix of the batch
-        if rank + 1 < min(rows, cols) and is_compressed(rows, cols, rank + 1, self._rate):
-            return column, True
-        dense = self._cost(dataclasses.replace(plan, view=None, rank=0))
-        return dense - column * rank, False
-
-    def _cost(self, plan: LeafPlan) -> int:
-        """Returns the bytes that a leaf puts on the wire, or its values without a wire."""
-        return plan.wire_size if self._wire is None else leaf_bytes(plan, self._wire, 1)
+def _cost(plan: LeafPlan, wire: Any) -> int:
+    """Returns the bytes that a leaf puts on the wire, or its values without a wire."""
+    return plan.wire_size if wire is None else leaf_bytes(plan, wire, 1)
