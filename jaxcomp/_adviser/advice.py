@@ -42,12 +42,12 @@ class Prediction:
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes handed to the collectives by each replica."""
+        """Returns the bytes that each replica hands to the collectives."""
         return self.sent.bytes_after
 
     @property
     def row(self) -> tuple[str, ...]:
-        """Its line in the table of all."""
+        """Returns its line in the table of all."""
         limit = "-"
         loss = "-"
         if self.compressed:
@@ -77,7 +77,7 @@ class Advice:
 
     @property
     def compress(self) -> bool | None:
-        """Whether anything but an all-reduce is recommended; None where it is not known."""
+        """Tells whether anything but an all-reduce is recommended; None where it is not known."""
         if not self.recommended.compressed:
             return False
         return None if self.recommended.doubt else True
@@ -98,14 +98,14 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """What to do, in a few words."""
+        """Says what to do, in a few words."""
         if self.compress is None:
             return "Not known: run both."
         return f"Use {self.recommended.name}." if self.compress else "Do not compress."
 
     @property
     def reason(self) -> str:
-        """Why this one, in a sentence or two."""
+        """Says why this one, in a sentence or two."""
         best = self.recommended
         if best is self.baseline:
             if self.link.senders == 1:

@@ -44,20 +44,23 @@ def shapes_of(params: PyTree) -> tuple[PyTree, str]:
     width = 4
     while _values(width + 4) + min(_VOCABULARY * (width + 4), count // 3) <= count:
         width += 4
+    layers = _layers(width)
     rows = min(_VOCABULARY, (count - _values(width)) // width)
-    layer = {
-        "qkv": jax.ShapeDtypeStruct((width, 3 * width), jnp.float32),
-        "out": jax.ShapeDtypeStruct((width, width), jnp.float32),
-        "up": jax.ShapeDtypeStruct((width, 4 * width), jnp.float32),
-        "down": jax.ShapeDtypeStruct((4 * width, width), jnp.float32),
-        "vectors": jax.ShapeDtypeStruct((13 * width,), jnp.float32),
+    several = {
+        "qkv": (width, 3 * width),
+        "out": (width, width),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+        "vectors": (13 * width,),
     }
-    tree: dict[str, Any] = {f"layer_{i}": layer for i in range(_layers(width))}
-    tree["embedding"] = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    tree: dict[str, Any] = {"embedding": jax.ShapeDtypeStruct((rows, width), jnp.float32)}
+    for layer in range(layers):
+        for name, shape in several.items():
+            tree[f"layer_{layer}/{name}"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     return tree, (
-        f"shapes assumed: a transformer of {_layers(width)} layers of width {width:,} and an "
-        f"embedding of {rows:,} x {width:,}, {_values(width) + rows * width:,} parameters in "
-        "float32; better pass yours to jaxcomp.advise"
+        f"shapes assumed: a transformer of {layers} layers of width {width:,} and an embedding of "
+        f"{rows:,} x {width:,}, {_values(width) + rows * width:,} parameters in float32; better "
+        "pass yours to jaxcomp.advise"
     )
 
 
@@ -76,11 +79,11 @@ def typical_width(params: PyTree, matrix_dims: MatrixDimsFn | None = None) -> in
     It is a transformer's width. 1 where there is nothing to compress.
     """
     sides = []
+    values = []
     for plan in plan_leaves(params, 1, 1.0, matrix_dims):
         if plan.view is not None:
-            sides.append((min(plan.view.n_rows, plan.view.n_cols), plan.size))
+            sides.append(min(plan.view.n_rows, plan.view.n_cols))
+            values.append(plan.size)
     if not sides:
         return 1
-    sides.sort()
-    up_to = np.cumsum([values for _, values in sides])
-    return sides[int(np.searchsorted(up_to, up_to[-1] / 2))][0]
+    return int(np.quantile(sides, 0.5, weights=values, method="inverted_cdf"))
