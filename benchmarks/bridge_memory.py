@@ -36,7 +36,7 @@ sys.exit(code)
 
 
 def write_checkpoint(path: pathlib.Path, layers: int) -> None:
-    """A checkpoint in the documented form, with a recorded layout."""
+    """Writes a checkpoint in the documented form, with a recorded layout."""
     import torch
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
@@ -50,9 +50,11 @@ def write_checkpoint(path: pathlib.Path, layers: int) -> None:
     optimizer.step()
     layout = torch_bridge.BucketLayout.from_order([list(model)[::-1]], model)
     state = PowerSGDState(None, _RANK, start_powerSGD_iter=10)
-    state.iter, factors = 20, layers * _WIDTH * _RANK
+    state.iter = 20
     state.error_dict = {0: torch.randn(layout.sizes[0])}
-    state.p_memory_dict, state.q_memory_dict = {0: torch.randn(factors)}, {0: torch.randn(factors)}
+    factors = torch.randn(layers * _WIDTH * _RANK)
+    state.p_memory_dict = {0: factors}
+    state.q_memory_dict = {0: factors.clone()}
     document = {
         "state_dict": model,
         "comm_hook_state": state,
@@ -64,7 +66,7 @@ def write_checkpoint(path: pathlib.Path, layers: int) -> None:
 
 
 def convert(folder: pathlib.Path, *arguments: str) -> tuple[int, float]:
-    """Run the command line; peak bytes and seconds."""
+    """Runs the command line; returns its peak bytes and seconds."""
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", _CONVERT, *arguments],
@@ -77,7 +79,7 @@ def convert(folder: pathlib.Path, *arguments: str) -> tuple[int, float]:
 
 
 def main() -> None:
-    """Measure both directions and print a table."""
+    """Measures both directions and prints a table."""
     parser = argparse.ArgumentParser(description="Peak memory of a conversion.")
     parser.add_argument("--megabytes", type=int, default=1024)
     layers = max(1, (parser.parse_args().megabytes << 20) // _BYTES_PER_LAYER)
@@ -87,13 +89,12 @@ def main() -> None:
         (folder / "big_model.py").write_text(_PARAMS.format(width=_WIDTH, layers=layers))
         size = (folder / "big.pt").stat().st_size
         print(f"checkpoint: {size / 2**20:.0f} MiB, {layers} layers of {_WIDTH} x {_WIDTH}")
-        like, said = ("--like", "big.pt"), ("--conv1d", "", "--out")
-        params = ("--params", "big_model:params")
-        for label, arguments in {
-            "to-flax (orbax)": ("to-flax", "big.pt", *params, *said, "run"),
-            "to-torch": ("to-torch", "run", *like, *said, "back.pt"),
-        }.items():
-            peak, seconds = convert(folder, *arguments)
+        directions = {
+            "to-flax (orbax)": "to-flax big.pt --params big_model:params --conv1d= --out run",
+            "to-torch": "to-torch run --like big.pt --conv1d= --out back.pt",
+        }
+        for label, command in directions.items():
+            peak, seconds = convert(folder, *command.split())
             ratio = peak / size
             print(f"{label:18} peak {peak / 2**20:6.0f} MiB = {ratio:.2f} x, {seconds:.1f} s")
 

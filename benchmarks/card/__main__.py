@@ -22,6 +22,7 @@ JSON is written after every row.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import queue
@@ -58,22 +59,8 @@ def run_here(part: str, small: bool, quick: bool, devices: int) -> Iterator[dict
 
     platforms = {"platform": jax.default_backend(), "device": jax.devices()[0].device_kind}
     yield {"kind": "device", "jax": jax.__version__, **platforms, "number": len(jax.devices())}
-    if part == "updates":
-        from benchmarks.card import updates
-
-        yield from updates.rows(small, quick)
-    elif part == "forms":
-        from benchmarks.card import forms
-
-        yield from forms.rows(small, quick)
-    elif part == "step":
-        from benchmarks.card import step
-
-        yield from step.rows(small, quick)
-    else:
-        from benchmarks.card import several
-
-        yield from several.rows(small, quick, devices)
+    module = importlib.import_module(f"{_MODULE}.{part}")
+    yield from module.rows(small, quick, devices)
 
 
 def torch_job(device: str, small: bool) -> str:
@@ -231,28 +218,23 @@ def steps_table(rows: list[dict[str, Any]]) -> str:
     return markdown(("reducer", "devices", "step, ms", "compiled in, s"), table)
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Returns the arguments, checked."""
-    parser = command_line(_MODULE, __doc__)
-    parser.add_argument("--out", type=Path, default=Path("card.json"), help="the JSON")
-    parser.add_argument("--parts", default=",".join(LIMITS), help="some of the parts, by commas")
-    parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu")
-    parser.add_argument("--devices", type=int, default=1, help="cards to use")
-    parser.add_argument("--quick", action="store_true", help="fewer ranks, forms and reducers")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--run-part", help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
-    try:
-        arguments.parts = listed("--parts", arguments.parts, one_of("--parts", LIMITS))
-        at_least("--devices", arguments.devices, 1)
-    except ValueError as error:
-        parser.error(str(error))
-    return arguments
+def parser() -> argparse.ArgumentParser:
+    """Makes the command line."""
+    p = command_line(_MODULE, __doc__)
+    add = p.add_argument
+    add("--out", type=Path, default=Path("card.json"), help="the JSON")
+    add("--parts", type=listed(one_of(LIMITS)), default=",".join(LIMITS), help="some, by commas")
+    add("--device", choices=["gpu", "cpu"], default="gpu")
+    add("--devices", type=at_least(int, 1), default=1, help="cards to use")
+    add("--quick", action="store_true", help="fewer ranks, forms and reducers")
+    add("--small", action="store_true", help="tiny sizes, to see that it runs")
+    add("--run-part", help=argparse.SUPPRESS)
+    return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 1 if a form is wrong or a part did not end well."""
-    arguments = parse_arguments(argv)
+    arguments = parser().parse_args(argv)
     if arguments.run_part:
         options = (arguments.small, arguments.quick, arguments.devices)
         for row in run_here(arguments.run_part, *options):

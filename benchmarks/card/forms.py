@@ -166,7 +166,8 @@ def compare(name: str, form: Form, small: bool) -> dict[str, Any]:
     return row
 
 
-def rows(small: bool, quick: bool) -> Iterator[dict[str, Any]]:
+def rows(small: bool, quick: bool, devices: int) -> Iterator[dict[str, Any]]:
     """Yields a row for each form."""
+    del devices
     for name, form in forms(quick).items():
         yield compare(name, form, small)

@@ -137,8 +137,9 @@ def timed(name: str, reducer: Any, mesh: Any, small: bool) -> dict[str, Any]:
     return row
 
 
-def rows(small: bool, quick: bool) -> Iterator[dict[str, Any]]:
+def rows(small: bool, quick: bool, devices: int) -> Iterator[dict[str, Any]]:
     """Yields a row for each reducer on one device."""
+    del devices
     mesh = jax.make_mesh((1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     for name, reducer in strategies(quick).items():
         yield timed(name, reducer, mesh, small)

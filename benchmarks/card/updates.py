@@ -8,7 +8,7 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,14 +45,14 @@ def tree(small: bool) -> Shapes:
     return gpt2(2, 64) if small else gpt2(12, 768)
 
 
-def waited_ms(call: Callable[[], Any], steps: int) -> float:
-    """Returns the median milliseconds of a call, each waited for."""
+def seconds_of(call: Callable[[], Any], warm_up: int, steps: int) -> list[float]:
+    """Returns the wall-clock seconds of each of `steps` calls, each waited for."""
     taken = []
-    for _ in range(steps):
+    for _ in range(warm_up + steps):
         start = time.perf_counter()
         jax.block_until_ready(call())
-        taken.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(taken)
+        taken.append(time.perf_counter() - start)
+    return taken[warm_up:]
 
 
 def queued_ms(call: Callable[[], Any], steps: int) -> float:
@@ -109,48 +109,50 @@ def copies(values: int, steps: int) -> dict[str, Any]:
     }
 
 
-def compiled_update(tx: Any, shapes: Shapes, mesh: Any) -> tuple[Any, Any, Any]:
-    """Compiles one update of the gradients of a tree; returns it with gradients and state."""
-    whole = jax.sharding.NamedSharding(mesh, jax.P())
-    grads = {}
-    for i, (name, shape) in enumerate(shapes.items()):
-        grads[name] = jax.random.normal(jax.random.key(i), shape)
-    grads = jax.device_put(grads, whole)
-    state = jaxcomp.shard_state(tx.init(grads), mesh, AXIS)
-    specs = jaxcomp.state_specs(state, AXIS)
-    mapped = jax.shard_map(
-        lambda g, s: tx.update(jaxcomp.as_local(g, AXIS), s),
-        mesh=mesh,
-        in_specs=(jax.P(), specs),
-        out_specs=(jax.P(), specs),
-    )
-    compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(grads, state).compile()
-    return compiled, grads, state
+class Update:
+    """One compiled update of the gradients of a tree, which a call makes of the last outputs."""
+
+    def __init__(self, tx: Any, shapes: Mapping[str, Sequence[int]]):
+        """Compiles it on one device, and draws gradients."""
+        mesh = jax.make_mesh((1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+        grads = {}
+        for i, (name, shape) in enumerate(shapes.items()):
+            grads[name] = jax.random.normal(jax.random.key(i), shape)
+        grads = jax.device_put(grads, jax.sharding.NamedSharding(mesh, jax.P()))
+        state = jaxcomp.shard_state(tx.init(grads), mesh, AXIS)
+        specs = jaxcomp.state_specs(state, AXIS)
+        mapped = jax.shard_map(
+            lambda g, s: tx.update(jaxcomp.as_local(g, AXIS), s),
+            mesh=mesh,
+            in_specs=(jax.P(), specs),
+            out_specs=(jax.P(), specs),
+        )
+        start = time.perf_counter()
+        self._run = jax.jit(mapped, donate_argnums=(0, 1)).lower(grads, state).compile()
+        self.compile_seconds = time.perf_counter() - start
+        memory = self._run.memory_analysis()
+        self.temporary_bytes = memory.temp_size_in_bytes if memory else None
+        # The output takes the gradient's place, as in torch's bucket, and is the next gradient.
+        self._held = (grads, state)
+
+    def __call__(self) -> Any:
+        """Returns outputs and state."""
+        self._held = self._run(*self._held)
+        return self._held
 
 
-def update(rank: int, shapes: Shapes, steps: int, mesh: Any, **options: Any) -> dict[str, Any]:
+def update(rank: int, shapes: Shapes, steps: int, **options: Any) -> dict[str, Any]:
     """Times one update and profiles it."""
-    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, **options)
-    start = time.perf_counter()
-    compiled, grads, state = compiled_update(tx, shapes, mesh)
-    compile_seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
-    # The output takes the gradient's place, as in torch's bucket, and is the next gradient.
-    held = [(grads, state)]
-    del grads, state
-
-    def step() -> Any:
-        held[0] = compiled(*held[0])
-        return held[0]
-
-    for _ in range(3):
-        jax.block_until_ready(step())
+    step = Update(jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, **options), shapes)
+    seconds_of(step, 0, 3)
     row: dict[str, Any] = {"kind": "update", "rank": rank, "options": options}
-    row["compile_s"] = compile_seconds
+    row["compile_s"] = step.compile_seconds
     row["queued_ms"] = queued_ms(step, steps)
-    row["waited_ms"] = waited_ms(step, steps)
+    row["waited_ms"] = 1e3 * statistics.median(seconds_of(step, 0, steps))
     values = sum(math.prod(shape) for shape in shapes.values())
-    row["temporary"] = memory.temp_size_in_bytes / 4 / values if memory else None
+    row["temporary"] = None
+    if step.temporary_bytes is not None:
+        row["temporary"] = step.temporary_bytes / 4 / values
     kernels = kernels_of(step, 3)
     classes: defaultdict[str, float] = defaultdict(float)
     for name, (_, microseconds) in kernels.items():
@@ -162,14 +164,14 @@ def update(rank: int, shapes: Shapes, steps: int, mesh: Any, **options: Any) -> 
     return row
 
 
-def rows(small: bool, quick: bool) -> Iterator[dict[str, Any]]:
+def rows(small: bool, quick: bool, devices: int) -> Iterator[dict[str, Any]]:
     """Yields a row for copies and one for each rank, one after the other."""
+    del devices
     shapes = tree(small)
-    mesh = jax.make_mesh((1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     steps = 3 if small else 30
     yield copies(sum(math.prod(shape) for shape in shapes.values()), steps)
     for rank in QUICK_RANKS if quick else RANKS:
-        yield update(rank, shapes, steps, mesh)
+        yield update(rank, shapes, steps)
     if not quick:
-        yield update(32, shapes, steps, mesh, comm_dtype="int6")
-        yield update(4, shapes, steps, mesh, residual_dtype="bfloat16")
+        yield update(32, shapes, steps, comm_dtype="int6")
+        yield update(4, shapes, steps, residual_dtype="bfloat16")

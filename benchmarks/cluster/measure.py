@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
-from benchmarks.cluster.job import Job, JobFailed
+from benchmarks.cluster.job import Job
 from benchmarks.cluster.net import Network
-from benchmarks.cluster.plan import UNLIMITED, Rate, Strategy, counts_as_sample, sample_count
+from benchmarks.cluster.plan import UNLIMITED, Rate, Strategy
 from benchmarks.cluster.report import Case
 
-# A sample that takes this many times longer than expected is taken for a hang.
-_PATIENCE = 10
-_PREPARE_SECONDS = 600
-_BYTES_PER_PARAMETER = 4
+# The first steps compile; until about the eighth an allocator still asks the system for memory, and
+# torch's hook is exact in two.
+_WARM_UP = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Plan:
 
 
 def measure(plan: Plan) -> Generator[Case]:
-    """All cases: for each model and rate every strategy, in each framework in turn.
+    """Yields all cases: for each model and rate every strategy, in each framework in turn.
 
     Both frameworks' processes live as long as their model is measured; who is not measured waits
     for a line on a pipe, which takes no time of the cores.
@@ -50,11 +48,11 @@ def measure(plan: Plan) -> Generator[Case]:
         for model in plan.models:
             with contextlib.ExitStack() as running:
                 network.shape(UNLIMITED)
-                options = ["tiny"] if plan.tiny else []
-                jobs = [
-                    running.enter_context(Job(network, name, model, *options, logs=logs))
-                    for name in plan.frameworks
-                ]
+                jobs = []
+                for framework in plan.frameworks:
+                    name = f"tiny-{model}" if plan.tiny else model
+                    job = Job(network, "cluster", framework, name, logs)
+                    jobs.append(running.enter_context(job))
                 for rate in plan.rates:
                     for strategy in plan.strategies:
                         for job in jobs:
@@ -68,49 +66,33 @@ def measure_case(network: Network, job: Job, rate: Rate, strategy: Strategy, pla
     Raises:
       JobFailed: If a process fails, or what it trains is no longer finite.
     """
+    call = strategy.round_steps
     network.shape(UNLIMITED)  # the warm-up may send far more than the steps that are timed
-    prepared = job.ask(_PREPARE_SECONDS, do="prepare", strategy=strategy.name)
+    payload = job.start(strategy)
+    job.train(0, _WARM_UP * call)
     network.shape(rate)
-    most = plan.steps // strategy.round_steps
 
     # All processes have ended their steps when the counters are read, so nothing is on its way.
-    before = job.ask(_PATIENCE, do="bytes")
-    seconds = _run(job, 1, _expected(job, rate))
+    before = job.sent()
+    seconds = job.train(0, call)
     first = max(times[0] for times in seconds)
-    if not counts_as_sample(first, plan.seconds_per_case):
-        before, seconds = job.ask(_PATIENCE, do="bytes"), [[] for _ in seconds]
-    wanted = sample_count(first, plan.seconds_per_case, most) - len(seconds[0])
-    rest, loss = _timed(job, wanted, first)
-    after = job.ask(_PATIENCE, do="bytes")
+    if first <= plan.seconds_per_case / 4:
+        # The first sample also pays for the changed link, which is dropped where that is cheap.
+        before = job.sent()
+        seconds = [[] for _ in seconds]
+    # A median of one has no spread.
+    fitting = max(2, min(plan.steps // call, int(plan.seconds_per_case / first)))
+    rest = job.train(0, call * (fitting - len(seconds[0])))
+    after = job.sent()
     return Case(
         framework=job.framework,
         model=job.model,
         rate=rate.name,
         strategy=strategy.name,
-        steps_per_sample=strategy.round_steps,
+        steps_per_sample=call,
         seconds=[a + b for a, b in zip(seconds, rest, strict=True)],
         tx_bytes=[b["tx"] - a["tx"] for a, b in zip(before, after, strict=True)],
         rx_bytes=[b["rx"] - a["rx"] for a, b in zip(before, after, strict=True)],
-        payload=prepared[0]["payload"],
-        loss=loss,
+        payload=payload,
+        loss=job.loss(),
     )
-
-
-def _run(job: Job, samples: int, expected: float) -> list[list[float]]:
-    return _timed(job, samples, expected)[0]
-
-
-def _timed(job: Job, samples: int, expected: float) -> tuple[list[list[float]], float]:
-    """Seconds of each process's samples, and the last loss of the first process."""
-    answers = job.ask(60 + _PATIENCE * samples * expected, do="run", samples=samples)
-    loss = answers[0]["loss"]
-    if not math.isfinite(loss):
-        raise JobFailed(f"{job.framework} {job.model}: the loss is {loss} after the timed steps.")
-    return [answer["seconds"] for answer in answers], loss
-
-
-def _expected(job: Job, rate: Rate) -> float:
-    """Seconds in which all parameters pass a link: no sample should take much more."""
-    if rate.bits_per_second is None:
-        return 1.0
-    return 8 * _BYTES_PER_PARAMETER * job.parameters / rate.bits_per_second

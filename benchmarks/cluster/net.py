@@ -12,7 +12,6 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from benchmarks.cluster.plan import Rate
@@ -57,11 +56,7 @@ class Network:
     """Hosts with one link each to a common switch; a context manager that takes itself down."""
 
     def __init__(self, hosts: int):
-        """Nothing happens before the network is entered.
-
-        Args:
-          hosts: How many.
-        """
+        """Names so many hosts; nothing happens before the network is entered."""
         self.names = [f"cluster-{os.getpid()}-{i}" for i in range(hosts)]
         self.addresses = [f"10.77.{i // 250}.{i % 250 + 1}" for i in range(hosts)]
         self._switch = f"cluster-{os.getpid()}-switch"
@@ -74,12 +69,13 @@ class Network:
         Raises:
           NetworkUnavailable: If the kernel or the container does not allow it.
         """
+        lines = ["127.0.0.1 localhost"]
+        for address, host in zip(self.addresses, self.names, strict=True):
+            lines.append(f"{address} {host}")
         handle, name = tempfile.mkstemp(prefix="cluster-hosts-")
+        os.close(handle)
         self._hosts_file = Path(name)
-        with os.fdopen(handle, "w") as file:
-            file.write("127.0.0.1 localhost\n")
-            for address, host in zip(self.addresses, self.names, strict=True):
-                file.write(f"{address} {host}\n")
+        self._hosts_file.write_text("\n".join([*lines, ""]))
         try:
             self._build()
         except BaseException:
@@ -87,30 +83,23 @@ class Network:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _build(self) -> None:
         switch = self._switch
-        _run("ip", "netns", "add", switch)
+        _run(f"ip netns add {switch}")
         # No spanning tree, no waiting before a port forwards.
-        _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge",
-             "stp_state", "0", "forward_delay", "0")  # fmt: skip
-        _run("ip", "-n", switch, "link", "set", "br0", "up")
+        _run(f"ip -n {switch} link add br0 type bridge stp_state 0 forward_delay 0")
+        _run(f"ip -n {switch} link set br0 up")
         for i, (host, address) in enumerate(zip(self.names, self.addresses, strict=True)):
-            port = f"port{i}"
-            _run("ip", "netns", "add", host)
-            _run("ip", "-n", switch, "link", "add", port, "mtu", str(_MTU), "type", "veth",
-                 "peer", "name", INTERFACE, "mtu", str(_MTU), "netns", host)  # fmt: skip
-            _run("ip", "-n", switch, "link", "set", port, "master", "br0", "up")
-            _run("ip", "-n", host, "link", "set", "lo", "up")
-            _run("ip", "-n", host, "address", "add", f"{address}/16", "dev", INTERFACE)
-            _run("ip", "-n", host, "link", "set", INTERFACE, "up")
+            port = f"port{i} mtu {_MTU} type veth peer name {INTERFACE} mtu {_MTU} netns {host}"
+            _run(f"ip netns add {host}")
+            _run(f"ip -n {switch} link add {port}")
+            _run(f"ip -n {switch} link set port{i} master br0 up")
+            _run(f"ip -n {host} link set lo up")
+            _run(f"ip -n {host} address add {address}/16 dev {INTERFACE}")
+            _run(f"ip -n {host} link set {INTERFACE} up")
 
     def shape(self, rate: Rate) -> None:
         """Sets the rate of every link, in both directions.
@@ -120,21 +109,19 @@ class Network:
         """
         if rate == self._rate:
             return
-        links = [(host, INTERFACE) for host in self.names]
-        links += [(self._switch, f"port{i}") for i in range(len(self.names))]
-        for namespace, device in links:
-            tc = ("tc", "-n", namespace, "qdisc")
-            if rate.bits_per_second is None:
-                if self._rate is not None and self._rate.bits_per_second is not None:
-                    _run(*tc, "del", "dev", device, "root")
-                continue
-            _run(*tc, "replace", "dev", device, "root", "tbf",
-                 "rate", f"{rate.bits_per_second:.0f}bit", "burst", str(rate.burst),
-                 "limit", str(_QUEUE))  # fmt: skip
+        links = [f"{host} qdisc {{}} dev {INTERFACE} root" for host in self.names]
+        for i in range(len(self.names)):
+            links.append(f"{self._switch} qdisc {{}} dev port{i} root")
+        for link in links:
+            if rate.bits_per_second is not None:
+                limits = f"rate {rate.bits_per_second:.0f}bit burst {rate.burst} limit {_QUEUE}"
+                _run(f"tc -n {link.format('replace')} tbf {limits}")
+            elif self._rate is not None and self._rate.bits_per_second is not None:
+                _run(f"tc -n {link.format('del')}")
         self._rate = rate
 
     def command(self, host: int, core: int, arguments: Sequence[str]) -> list[str]:
-        """A command line that runs another one on a host, on one core, as a batch process.
+        """Returns a command line that runs another one on a host, on one core, as a batch process.
 
         `SCHED_BATCH` because a pinned process under the default policy is woken milliseconds late
         when a small message arrives. Every part replaces itself by the next, so that the process
@@ -152,10 +139,10 @@ class Network:
         self._hosts_file.unlink(missing_ok=True)
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise NetworkUnavailable(
-            f"The kernel or the container refused `{' '.join(command)}`: "
+            f"The kernel or the container refused `{command}`: "
             f"{done.stderr.strip() or f'exit code {done.returncode}'}."
         )

@@ -1,10 +1,11 @@
-"""The torch side of the cluster benchmark: DistributedDataParallel and its hooks over gloo."""
+"""The torch side of both benchmarks: DistributedDataParallel and its hooks over gloo."""
 
 from __future__ import annotations
 
 import datetime
-import itertools
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,83 +18,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.cluster.plan import Strategy
-from benchmarks.common.models import FULL, LEARNING_RATE, MLP, TINY, Transformer, make_batches
 
 _PORT = 29_501
 # One bucket: with several, powerSGD_hook hangs over gloo.
 _BUCKET_MEGABYTES = 1_000
 # The hook does not take less, because DDP settles its buckets in the second iteration.
 _START_ITERATION = 2
-_WARM_UP = _START_ITERATION + 8
-
-
-class Block(nn.Module):
-    """A pre-norm transformer block; see `common.models.Transformer`."""
-
-    def __init__(self, sizes: Transformer):
-        super().__init__()
-        width = sizes.width
-        self.heads = sizes.heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From and to (batch, context, width)."""
-        batch, context, width = x.shape
-        heads = self.qkv(self.norm_1(x)).view(batch, context, 3, self.heads, width // self.heads)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.mix(mixed.transpose(1, 2).reshape(x.shape))
-        return x + self.down(functional.gelu(self.up(self.norm_2(x)), approximate="tanh"))
-
-
-class TorchTransformer(nn.Module):
-    """See `common.models.Transformer`."""
-
-    def __init__(self, sizes: Transformer):
-        super().__init__()
-        self.tokens = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.positions = nn.Embedding(sizes.context, sizes.width)
-        self.blocks = nn.Sequential(*(Block(sizes) for _ in range(sizes.layers)))
-        self.norm = nn.LayerNorm(sizes.width)
-        self.out = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """From (batch, context) to (batch, context, vocabulary)."""
-        positions = torch.arange(tokens.shape[1])
-        return self.out(self.norm(self.blocks(self.tokens(tokens) + self.positions(positions))))
-
-
-def make_model(sizes: MLP | Transformer) -> nn.Module:
-    """The model, with the same parameters in every process."""
-    torch.manual_seed(0)
-    if isinstance(sizes, Transformer):
-        return TorchTransformer(sizes)
-    layers: list[nn.Module] = []
-    for inputs, outputs in itertools.pairwise(sizes.widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-def join(index: int, processes: int, address: str) -> None:
-    """Finds the other processes, at ``host:port`` of the first."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{address}",
-        rank=index,
-        world_size=processes,
-        timeout=datetime.timedelta(hours=1),
-    )
 
 
 def data_parallel(model: nn.Module, strategy: Strategy) -> nn.Module:
-    """The model as a strategy trains it: with torch's own hook of that name."""
+    """Wraps the model as a strategy trains it: with torch's own hook of that name."""
     if strategy.kind == "none":
         return model
     wrapped = DistributedDataParallel(model, bucket_cap_mb=_BUCKET_MEGABYTES)
@@ -115,55 +52,72 @@ def data_parallel(model: nn.Module, strategy: Strategy) -> nn.Module:
     return wrapped
 
 
-def averaged_locally(optimizer: torch.optim.Optimizer, strategy: Strategy) -> Any:
-    """The optimizer, which with local SGD averages parameters now and then."""
-    if strategy.kind != "local-sgd":
-        return optimizer
-    averager = PeriodicModelAverager(strategy.number, warmup_steps=0)
-    return PostLocalSGDOptimizer(optimizer, averager)
+class Trainer:
+    """One process of a torch job; `process.answer` says what is asked of it."""
 
+    def __init__(
+        self,
+        problem: Callable[[str, int], Any],
+        model: str,
+        index: int,
+        processes: int,
+        address: str,
+    ):
+        """Joins the other processes.
 
-class TorchTrainer:
-    """One process of a torch job; see `process.Trainer`."""
-
-    def __init__(self, model: str, index: int, processes: int, address: str, *, tiny: bool):
-        """Joins the other processes and makes the data."""
-        join(index, processes, f"{address}:{_PORT}")
-        self._sizes = (TINY if tiny else FULL)[model]
-        self._batches = [
-            (torch.from_numpy(x.copy()), torch.from_numpy(y).long())
-            for x, y in make_batches(self._sizes, index)
-        ]
-        self.parameters = sum(p.numel() for p in make_model(self._sizes).parameters())
-        self._model: nn.Module = nn.Identity()
-        self._optimizer: Any = None
-        self._feed: Iterator[Any] = iter(())
-        self._steps = 1
-        self._loss = torch.zeros(())
-
-    def prepare(self, strategy: Strategy) -> float | None:
-        """See `process.Trainer`; torch says nothing of its payload."""
-        self._model, self._optimizer = nn.Identity(), None
-        self._model = data_parallel(make_model(self._sizes), strategy)
-        self._optimizer = averaged_locally(
-            torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE), strategy
+        Args:
+          problem: Of a `torch_side`: from the model and the index to a module, data and loss.
+          model: What is trained.
+          index: Of this process.
+          processes: How many there are.
+          address: Of the first.
+        """
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://{address}:{_PORT}",
+            rank=index,
+            world_size=processes,
+            timeout=datetime.timedelta(hours=1),
         )
-        self._feed = itertools.cycle(self._batches)
-        self._steps = strategy.round_steps
-        for _ in range(_WARM_UP):
-            self.sample()
-        return None
+        self._problem = problem(model, index)
+        self._model: nn.Module = self._problem.model(0)
+        self._wrapped: nn.Module | None = None
+        self._optimizer: Any = None
+        self._steps = 0  # so far
+        self._call = 1  # steps
+        self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
 
-    def sample(self) -> None:
-        """See `process.Trainer`."""
-        for _ in range(self._steps):
-            x, y = next(self._feed)
+    def start(self, strategy: Strategy, seed: int) -> None:
+        """Begins anew; torch says nothing of its payload."""
+        self._wrapped = self._optimizer = None
+        self._model = self._problem.model(seed)
+        self._wrapped = data_parallel(self._model, strategy)
+        self._optimizer = self._problem.optimizer(self._model.parameters())
+        if strategy.kind == "local-sgd":
+            averager = PeriodicModelAverager(strategy.number, warmup_steps=0)
+            self._optimizer = PostLocalSGDOptimizer(self._optimizer, averager)
+        self._steps = 0
+        self._call = strategy.round_steps
+
+    def train(self, steps: Sequence[int]) -> list[float]:
+        """Takes steps with the batches of these numbers; returns the seconds of each call."""
+        problem = self._problem
+        seconds = [0.0] * math.ceil(len(steps) / self._call)
+        for number, batch in enumerate(map(problem.batch, steps)):
+            began = time.perf_counter()
+            for group in self._optimizer.param_groups:
+                group["lr"] = problem.rate(self._steps)
             self._optimizer.zero_grad()
-            logits = self._model(x)
-            self._loss = functional.cross_entropy(logits.flatten(0, -2), y.flatten())
-            self._loss.backward()
+            problem.loss(self._wrapped, batch).backward()
+            if problem.largest_norm:
+                nn.utils.clip_grad_norm_(self._model.parameters(), problem.largest_norm)
             self._optimizer.step()
+            seconds[number // self._call] += time.perf_counter() - began
+            self._steps += 1
+        return seconds
 
     def loss(self) -> float:
-        """See `process.Trainer`."""
-        return self._loss.item()
+        """Evaluates this process's share."""
+        with torch.no_grad():
+            return self._problem.evaluate(self._model).item()

@@ -1,4 +1,4 @@
-"""The command lines' common part, and checks of values; a `ValueError` says what to give."""
+"""Types of arguments for the command lines, and checks of a setting."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
-N = TypeVar("N", int, float)
 
 
 def command_line(module: str, doc: str | None) -> argparse.ArgumentParser:
-    """A parser for ``python -m module``; its ``--help`` is the module's docstring as it stands."""
+    """Makes a parser for ``python -m module``, whose ``--help`` is the module's docstring."""
     return argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=doc,
@@ -29,57 +28,51 @@ def call(main: Callable[[], int | None]) -> NoReturn:
         sys.exit(130)
 
 
-def at_least(name: str, value: N, least: N) -> N:
-    """`value`, unless it is smaller.
+def at_least(kind: Callable[[str], T], least: Any) -> Callable[[str], T]:
+    """Makes a type of numbers that are not smaller."""
 
-    Raises:
-      ValueError: If it is.
-    """
-    if not value >= least:
-        raise ValueError(f"`{name}` must be at least {least}, got {value}.")
-    return value
+    def parse(text: str) -> T:
+        number: Any = kind(text)
+        if not number >= least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+        return number
 
-
-def listed(name: str, text: str, parse_one: Callable[[str], T]) -> tuple[T, ...]:
-    """What stands between the commas of `text`, each once.
-
-    Raises:
-      ValueError: If there is nothing, or `parse_one` refuses a part.
-    """
-    found = dict.fromkeys(parse_one(part.strip()) for part in text.split(",") if part.strip())
-    if not found:
-        raise ValueError(f"`{name}` is empty; separate what you want by commas.")
-    return tuple(found)
+    return parse
 
 
-def one_of(name: str, known: Iterable[str]) -> Callable[[str], str]:
-    """A parser for `listed` that lets known names pass.
+def one_of(known: Iterable[str]) -> Callable[[str], str]:
+    """Makes a type of known names."""
 
-    Raises:
-      ValueError: In the parser, for any other.
-    """
-
-    def parse_one(text: str) -> str:
+    def parse(text: str) -> str:
         if text not in known:
-            raise ValueError(f"`{name}` has no {text!r}; there are {', '.join(known)}.")
+            raise argparse.ArgumentTypeError(f"has no {text!r}; there are {', '.join(known)}")
         return text
 
-    return parse_one
+    return parse
 
 
-def positive_int(name: str) -> Callable[[str], int]:
-    """A parser for `listed` of integers from 1 on.
+def listed(parse_one: Callable[[str], T], separator: str = ",") -> Callable[[str], tuple[T, ...]]:
+    """Makes a type of what stands between commas, each once."""
 
-    Raises:
-      ValueError: In the parser, for anything else.
-    """
+    def parse(text: str) -> tuple[T, ...]:
+        values = {}
+        for part in text.split(separator):
+            try:
+                values[parse_one(part.strip())] = None
+            except ValueError as error:
+                raise argparse.ArgumentTypeError(str(error)) from error
+        return tuple(values)
 
-    def parse_one(text: str) -> int:
-        if not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"`{name}` takes integers from 1 on, got {text!r}.")
-        return int(text)
+    return parse
 
-    return parse_one
+
+def add_fields(parser: argparse.ArgumentParser, config: Any) -> None:
+    """Adds an argument for every field of a setting, whose defaults these are."""
+    group = parser.add_argument_group("setting (runs with another one do not count in a report)")
+    for name, default in vars(config).items():
+        option = "--" + name.replace("_", "-")
+        shown = "(default: %(default)s)"
+        group.add_argument(option, type=type(default), default=default, help=shown)
 
 
 def check_sizes(config: Any, *multiples: tuple[str, str]) -> None:
@@ -92,10 +85,9 @@ def check_sizes(config: Any, *multiples: tuple[str, str]) -> None:
     Raises:
       ValueError: Naming what is not positive, or no multiple.
     """
-    numbers = {name: value for name, value in vars(config).items() if not isinstance(value, str)}
-    wrong = [name for name, value in numbers.items() if value <= 0]
-    if wrong:
-        raise ValueError(f"{', '.join(wrong)} must be positive")
+    for name, value in vars(config).items():
+        if not isinstance(value, str) and value <= 0:
+            raise ValueError(f"{name} must be positive")
     for whole, part in multiples:
         if getattr(config, whole) % getattr(config, part):
             raise ValueError(f"{whole} must be a multiple of {part}")

@@ -14,6 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 # glibc gives large blocks back to the system and faults them in again on every step, which costs
 # JAX and torch alike tens of milliseconds with 40 MB of gradients. These settings keep the memory.
 # The single arena is for JAX: blocks of more than 64 MiB fit into none of those of its threads.
@@ -27,7 +29,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def describe(program: str, packages: Iterable[str]) -> dict[str, Any]:
-    """How, where, when and with which versions a program runs, as ``benchmarks.cluster``."""
+    """Finds out how, where, when and with which versions a program runs."""
+    versions = {"Python": platform.python_version()}
+    for package in packages:
+        versions[package] = version(package)
     return {
         "command": shlex.join(["python", "-m", program, *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -36,37 +41,36 @@ def describe(program: str, packages: Iterable[str]) -> dict[str, Any]:
             "cores": len(os.sched_getaffinity(0)),
             "kernel": platform.release(),
             "busy_cores_at_start": busy_cores(),
-            "versions": {"Python": platform.python_version()}
-            | {package: version(package) for package in packages},
+            "versions": versions,
         },
     }
 
 
 def busy_cores(seconds: float = 0.5) -> float:
-    """How many cores other programs keep busy, on average over so long from now.
+    """Counts the cores that other programs keep busy, on average over so long from now.
 
     Not the load average, which remembers for minutes what has ended.
     """
 
-    def counted() -> tuple[int, int]:
-        ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-        idle = ticks[3] + ticks[4]  # idle, and waiting for a disk
-        return sum(ticks[:8]), idle
+    def ticks() -> np.ndarray:
+        first = Path("/proc/stat").read_text().partition("\n")[0]
+        return np.array(first.split()[1:9], float)
 
-    total, idle = counted()
+    before = ticks()
     time.sleep(seconds)
-    later, idle_later = counted()
-    return (os.cpu_count() or 1) * (1 - (idle_later - idle) / max(1, later - total))
+    passed = ticks() - before
+    idle = passed[3] + passed[4]  # idle, and waiting for a disk
+    return float((os.cpu_count() or 1) * (1 - idle / max(1, passed.sum())))
 
 
 def sentence(machine: Mapping[str, Any]) -> str:
-    """What `describe` found, for the text beside a figure; none stands without its processor."""
+    """Writes what `describe` found beside a figure; none stands without its processor."""
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     return f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}; {versions}."
 
 
 def _cpu() -> str:
-    """Make and model. Virtual machines hide the name ("AMD EPYC"), but not the numbers."""
+    """Reads make and model. Virtual machines hide the name ("AMD EPYC"), but not the numbers."""
     first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
     fields = dict(re.findall(r"^(.*?)\s*: (.*)$", first, re.MULTILINE))
     if "model name" not in fields:

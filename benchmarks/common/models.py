@@ -41,10 +41,11 @@ TINY = {
     "mlp": MLP(widths=(64, 128, 128, 10), batch=8),
     "transformer": Transformer(layers=1, width=32, heads=2, vocabulary=64, context=16, batch=2),
 }
+SIZES = FULL | {f"tiny-{name}": sizes for name, sizes in TINY.items()}
 
 
 def make_batches(model: MLP | Transformer, process: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Random inputs and targets of one process: what is learnt from them is of no interest here.
+    """Draws inputs and targets of one process: what is learnt from them is of no interest here.
 
     Returns:
       `BATCHES` pairs: for the MLP (batch, inputs) float32 and (batch,) int32, for the transformer

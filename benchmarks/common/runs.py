@@ -16,56 +16,47 @@ _COMMON = ("config", "about")
 
 
 def read_runs(path: Path) -> list[dict[str, Any]]:
-    """The finished runs in a file of JSON lines; none if there is no file.
+    """Reads the finished runs in a file of JSON lines; none if there is no file.
 
     A line that was cut off by a kill is left out.
     """
+    runs: list[dict[str, Any]] = []
     if not path.exists():
-        return []
-    runs = list[dict[str, Any]]()
-    common: dict[str, Any] = {}
+        return runs
+    run: dict[str, Any] = {}
     for line in path.read_text().splitlines():
+        common = {name: run[name] for name in _COMMON if name in run}
         with contextlib.suppress(json.JSONDecodeError):
             run = common | json.loads(line)
-            common = {name: run[name] for name in _COMMON if name in run}
             runs.append(run)
     return runs
 
 
-def append_run(path: Path, run: dict[str, Any]) -> None:
+def append_run(path: Path, run: Mapping[str, Any]) -> None:
     """Adds a finished run, on a line of its own also after one that was cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
     last = (read_runs(path) or [{}])[-1]
-    run = {k: v for k, v in run.items() if k not in _COMMON or last.get(k) != v}
-    with path.open("a+b") as file:
-        end = file.seek(0, 2)
-        file.seek(max(0, end - 1))
-        cut_off = end and file.read(1) != b"\n"
-        file.write(
-            (b"\n" if cut_off else b"") + json.dumps(run, separators=(",", ":")).encode() + b"\n"
-        )
+    different = {}
+    for name, value in run.items():
+        if name not in _COMMON or last.get(name) != value:
+            different[name] = value
+    cut_off = path.exists() and not path.read_bytes().endswith(b"\n")
+    with path.open("a") as file:
+        if cut_off:
+            file.write("\n")
+        file.write(json.dumps(different, separators=(",", ":")) + "\n")
 
 
-def provenance(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Where, when and with what runs were made, as `machine.describe` told beside each."""
-    abouts = [run["about"] for run in runs]
-    dates = sorted(about["date"][:10] for about in abouts)
-    found: dict[str, dict[str, None]] = {}
-    for about in abouts:
-        machine = about["machine"]
-        for name, said in {"cpu": machine["cpu"], **machine["versions"]}.items():
-            found.setdefault(name, {})[said] = None
-    several = {name: " or ".join(said) for name, said in found.items()}
-    return {
-        "runs": len(abouts),
-        "dates": " to ".join(dict.fromkeys((dates[0], dates[-1]))),
-        "cpu": several.pop("cpu"),
-        "versions": several,
-    }
-
-
-def made_on(about: dict[str, Any]) -> str:
-    """What `provenance` found, for the text below a table."""
-    versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-    cpu = re.sub(r"cpu (family \d+, model \d+), stepping \d+", r"\1", about["cpu"])
-    return f"{about['runs']} runs, {about['dates']}, {cpu}; {versions}."
+def made_on(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Says when and with what runs were made, as `machine.describe` told beside each."""
+    values: dict[str, dict[str, None]] = {}  # by name, each once
+    for run in runs:
+        machine = run["about"]["machine"]
+        cpu = re.sub(r"cpu (family \d+, model \d+), stepping \d+", r"\1", machine["cpu"])
+        for name, value in ({"cpu": cpu} | machine["versions"]).items():
+            values.setdefault(name, {})[value] = None
+    cpus = " or ".join(values.pop("cpu"))
+    versions = ", ".join(f"{name} {' or '.join(several)}" for name, several in values.items())
+    dates = sorted(run["about"]["date"][:10] for run in runs)
+    when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    return f"{len(runs)} runs, {when}, {cpus}; {versions}."

@@ -12,7 +12,7 @@ from scipy import stats
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
-    """A table; all but the first `left` columns are aligned to the right."""
+    """Makes a table; all but the first `left` columns are aligned to the right."""
     rule = ["---" if i < left else "---:" for i in range(len(header))]
     return "\n".join("| " + " | ".join(row) + " |" for row in [header, rule, *rows])
 
@@ -30,33 +30,38 @@ def half_width(values: Sequence[float]) -> float:
 
 
 def with_spread(values: Sequence[float], form: str, unit: str = "") -> str:
-    """The mean, and beside it, of several values, their standard deviation.
+    """Writes the mean, and beside it, of several values, their standard deviation.
 
     Example:
       >>> with_spread([1.0, 3.0], "+.1f", "%"), with_spread([2.0], ".2f"), with_spread([], ".2f")
       ('+2.0% ± 1.4', '2.00', '')
     """
-    if not values:
-        return ""
-    spread = f" ± {stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
-    return f"{mean(values):{form}}{unit}{spread}"
+    return _with(values, stdev, form, unit)
 
 
 def with_interval(values: Sequence[float], form: str, unit: str = "") -> str:
-    """The mean, and beside it, of several values, half the width of its 95% interval (Student's).
+    """Writes the mean, and beside it, of several values, half its 95% interval (Student's).
 
     Example:
       >>> with_interval([1.0, 3.0, 2.0], "+.1f", "%"), with_interval([2.0], ".2f")
       ('+2.0% ± 2.5', '2.00')
     """
-    if len(values) < 2:
-        return f"{values[0]:{form}}{unit}" if values else ""
-    half = half_width(values)
-    return f"{mean(values):{form}}{unit} ± {half:{form.lstrip('+')}}"
+    return _with(values, half_width, form, unit)
+
+
+def _with(
+    values: Sequence[float], spread: Callable[[Sequence[float]], float], form: str, unit: str
+) -> str:
+    if not values:
+        return ""
+    text = f"{mean(values):{form}}{unit}"
+    if len(values) > 1:
+        text += f" ± {spread(values):{form.lstrip('+')}}"
+    return text
 
 
 def in_page(page: str, command: str, text: str) -> str:
-    """A document with `text` between the comment that names `command` and the next ``end``.
+    """Returns a document with `text` between the comment that names `command` and the next ``end``.
 
     Raises:
       ValueError: It has no such place, or several.
@@ -69,7 +74,7 @@ def in_page(page: str, command: str, text: str) -> str:
 
 
 def write_page(program: str, page: Path, paged: Callable[[str], str]) -> int:
-    """Writes a page anew; the exit code of a command that did so.
+    """Writes a page anew; returns the exit code of a command that did so.
 
     Args:
       program: Who says so where there is nothing to write.

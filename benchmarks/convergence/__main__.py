@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.common.arguments import call, command_line
+from benchmarks.common.arguments import add_fields, call, command_line
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import read_runs
 from benchmarks.convergence.report import write_report
@@ -31,58 +30,43 @@ OUT = RESULTS / "convergence"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    known = "".join(f"  {name:28} {s.label}\n" for name, s in STRATEGIES.items())
-    p = command_line("benchmarks.convergence", f"{__doc__}\nstrategies:\n{known}")
+    """Makes the command line."""
+    lines = [__doc__, "strategies:"]
+    for name, strategy in STRATEGIES.items():
+        lines.append(f"  {name:28} {strategy.label}")
+    p = command_line("benchmarks.convergence", "\n".join(lines))
     shown = " (default: %(default)s)"
-    p.add_argument("--only", nargs="+", metavar="PATTERN", help="strategies, with * and ?")
+    p.add_argument("--only", nargs="+", default=["*"], help="strategies, with * and ?")
     p.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of each" + shown)
     p.add_argument("--out", type=Path, default=OUT, help="path of the files, without a suffix")
     p.add_argument("--report", action="store_true", help="only the table and the picture")
-    group = p.add_argument_group("setting (runs with another one do not count in a report)")
-    for field in fields(Config):
-        name = "--" + field.name.replace("_", "-")
-        group.add_argument(name, type=type(field.default), default=field.default, help=shown[1:])
+    add_fields(p, Config())
     return p
 
 
-def chosen_strategies(patterns: Sequence[str] | None) -> list[str]:
-    """Names that match a pattern, in the order of the patterns; all without patterns.
-
-    Raises:
-      ValueError: A pattern matches nothing.
-    """
-    chosen: dict[str, None] = {}
-    for pattern in patterns or ["*"]:
-        found = fnmatch.filter(STRATEGIES, pattern)
-        if not found:
-            raise ValueError(f"no strategy is called {pattern!r}; --help lists them")
-        chosen |= dict.fromkeys(found)
-    return list(chosen)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
-    args = parser().parse_args(arguments)
-    config = Config(**{field.name: getattr(args, field.name) for field in fields(Config)})
+    """Runs the command line; returns the exit code."""
+    p = parser()
+    options = p.parse_args(arguments)
+    config = Config(*(getattr(options, name) for name in asdict(Config())))
+    chosen: dict[str, None] = {}
+    for pattern in options.only:
+        names = fnmatch.filter(STRATEGIES, pattern)
+        if not names:
+            p.error(f"no strategy is called {pattern!r}; --help lists them")
+        chosen |= dict.fromkeys(names)
+    path = options.out.with_suffix(".jsonl")
     try:
-        names = chosen_strategies(args.only)
         config.check()
-    except ValueError as error:
-        print(f"convergence: error: {error}", file=sys.stderr)
-        return 2
-    path = args.out.with_suffix(".jsonl")
-    if not args.report:
-        runs = Runs(path, config, by_name, "benchmarks.convergence")
-        for name in names:
-            for seed in range(args.seeds):
-                runs.loss(STRATEGIES[name], seed)
-    try:
-        for written in write_report(read_runs(path), asdict(config), args.out):
+        if not options.report:
+            runs = Runs(path, config, by_name, "benchmarks.convergence")
+            for name in chosen:
+                for seed in range(options.seeds):
+                    runs.loss(STRATEGIES[name], seed)
+        for written in write_report(read_runs(path), asdict(config), options.out):
             print(written)
     except ValueError as error:
-        print(f"convergence: error: {error}", file=sys.stderr)
-        return 2
+        p.error(str(error))
     return 0
 
 

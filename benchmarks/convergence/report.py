@@ -7,18 +7,19 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from matplotlib.ticker import FixedLocator, NullLocator
+from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from benchmarks.common import style
-from benchmarks.common.paths import ROOT
-from benchmarks.common.runs import made_on, provenance
+from benchmarks.common.paths import RESULTS, ROOT
+from benchmarks.common.runs import made_on
 from benchmarks.common.tables import half_width, in_page, markdown, with_interval, with_spread
 from benchmarks.convergence.runs import Result, results
 from benchmarks.convergence.strategies import EXACT, Strategy, by_name
 
 PAGE = ROOT / "docs" / "convergence.md"
 COMMAND = "python -m benchmarks.convergence --report"
-_GOAL_RATIO, _GOAL_GAP = 20.0, 1.0  # at so many times fewer bytes, at most so many per cent above
+_GOAL_RATIO = 20.0  # times fewer bytes
+_GOAL_GAP = 1.0  # at most so many per cent above
 _HEADER = ("sent", "times fewer bytes", "above uncompressed (95%)", "final loss", "seeds")
 # What a reader decides between; the table has the others.
 _SHOWN = {
@@ -31,28 +32,23 @@ _SHOWN = {
 }
 
 
-Found = Mapping[Strategy, Result]
+Results = Mapping[Strategy, Result]
 
 
-def table(found: Found) -> str:
-    """Markdown, a row for each strategy, most bytes first.
+def table(several: Results) -> str:
+    """Makes a row for each strategy, most bytes first.
 
     Args:
-      found: The runs by their strategy, `EXACT` among them.
+      several: The runs by their strategy, `EXACT` among them.
     """
-    exact = found[EXACT]
-    rows = [
-        (
-            strategy.label,
-            f"{exact.sent / result.sent:.1f}",
-            "" if result is exact else with_interval(result.gaps(exact), "+.1f", "%"),
-            with_spread([*result.losses.values()], ".3f"),
-            str(len(result.losses)),
-        )
-        for strategy, result in sorted(
-            found.items(), key=lambda item: (-item[1].sent, mean(item[1].gaps(exact)))
-        )
-    ]
+    exact = several[EXACT]
+    rows = []
+    by_bytes = sorted(several.items(), key=lambda x: (-x[1].sent, mean(x[1].gaps(exact))))
+    for strategy, result in by_bytes:
+        above = "" if result is exact else with_interval(result.gaps(exact), "+.1f", "%")
+        losses = with_spread([*result.losses.values()], ".3f")
+        fewer = f"{exact.sent / result.sent:.1f}"
+        rows.append((strategy.label, fewer, above, losses, str(len(result.losses))))
     return markdown(_HEADER, rows)
 
 
@@ -62,54 +58,55 @@ def write_report(runs: list[dict[str, Any]], config: dict[str, Any], stem: Path)
     Raises:
       ValueError: There is no finished run of the reference.
     """
-    own = [run for run in runs if run["config"] == config]
-    found = results(own, by_name)
-    if EXACT not in found:
+    of_setting = [run for run in runs if run["config"] == config]
+    several = results(of_setting, by_name)
+    if EXACT not in several:
         raise ValueError(f"no finished run of {EXACT.name} with this setting to compare with")
-    written = [stem.with_suffix(".png")]
-    plot(found, written[0])
-    text = f"{table(found)}\n\n{made_on(provenance(own))}\n"
-    if stem.parent == ROOT / "benchmarks" / "results":
-        PAGE.write_text(in_page(PAGE.read_text(), COMMAND, text))
-        written.append(PAGE)
+    picture = stem.with_suffix(".png")
+    plot(several, picture)
+    text = f"{table(several)}\n\n{made_on(of_setting)}\n"
+    page = PAGE
+    if stem.parent == RESULTS:
+        text = in_page(PAGE.read_text(), COMMAND, text)
     else:
-        written.append(stem.with_suffix(".md"))
-        written[1].write_text(text)
-    return written
+        page = stem.with_suffix(".md")
+    page.write_text(text)
+    return [picture, page]
 
 
-def plot(found: Found, path: Path) -> None:
-    """Final loss against how many times fewer bytes, with the goal as a shaded corner."""
+def plot(several: Results, path: Path) -> None:
+    """Draws the loss against how many times fewer bytes, with the goal as a shaded corner."""
+    exact = several[EXACT]
     figure, (axis,) = style.panels(1, 9, 4.6)
-    points, named, exact = list[tuple[float, float]](), [], found[EXACT]
-    for strategy, result in found.items():
-        colour = _SHOWN.get(strategy.name, style.MUTED)
-        shown = strategy.name in _SHOWN
+    named = []
+    ratios = []
+    means = []
+    for strategy, result in several.items():
         gaps = result.gaps(exact)
-        points.append((exact.sent / result.sent, mean(gaps)))
-        axis.errorbar(
-            *points[-1], yerr=half_width(gaps) if len(gaps) > 1 else None, fmt="o", color=colour,
-            markersize=5.5 if shown else 3.5, alpha=1 if shown else 0.5, capsize=2, linewidth=1,
-        )  # fmt: skip
-        if shown:
-            named.append((*points[-1], strategy.label, colour))
-    ratios, means = zip(*points, strict=True)
-    right, low = 2.2 * max(ratios), min(-0.5, *means)
+        ratios.append(exact.sent / result.sent)
+        means.append(mean(gaps))
+        form: dict[str, Any] = {"color": style.MUTED, "markersize": 3.5, "alpha": 0.5}
+        if strategy.name in _SHOWN:
+            form = {"color": _SHOWN[strategy.name], "markersize": 5.5}
+            named.append((ratios[-1], means[-1], strategy.label, form["color"]))
+        if len(gaps) > 1:
+            form["yerr"] = half_width(gaps)
+        axis.errorbar(ratios[-1], means[-1], fmt="o", capsize=2, linewidth=1, **form)
+    right = 2.2 * max(ratios)
+    low = min(-0.5, *means)
     corner = [_GOAL_RATIO, right]
     axis.fill_between(corner, low, _GOAL_GAP, color=style.GREEN, alpha=0.1, linewidth=0)
     axis.axhline(0, color=style.INK, linewidth=0.6)
-    axis.set(
-        xscale="log", xlim=(0.85, right), ylim=(low, 1.8 * max(means) + 1),
-        xlabel="times fewer bytes than a float32 all-reduce, whole run",
-        ylabel="final held-out loss above uncompressed, per cent",
-    )  # fmt: skip
+    axis.set(xscale="log", xlim=(0.85, right), ylim=(low, 1.8 * max(means) + 1))
+    axis.set_xlabel("times fewer bytes than a float32 all-reduce, whole run")
+    axis.set_ylabel("final held-out loss above uncompressed, per cent")
     # Linear up to 1%, where the goal is; logarithmic above, where most strategies are.
     axis.set_yscale("symlog", linthresh=1.0, linscale=0.8)
     axis.yaxis.set_major_locator(FixedLocator([-1, 0, 0.5, 1, 2, 5, 10, 20, 50]))
-    axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    axis.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.xaxis.set_major_locator(FixedLocator([1, 2, 5, 10, 20, 50, 100, 200, 500]))
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     bars = "bars: 95% of the mean, where there are three seeds"
     style.note(axis, f"{bars}\ngrey: others of the table\nshaded: 20 times fewer bytes within 1%")
     style.name_points(axis, named)

@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from benchmarks.common.machine import describe
 from benchmarks.common.runs import append_run, read_runs
 from benchmarks.convergence.training import Config, Trainer
 
 PACKAGES = ("jax", "flax", "optax")
-
-
-class AnySetting(Protocol):
-    """How a run is made; can be compared and hashed."""
-
-    @property
-    def local(self) -> bool:
-        """Whether parameters differ between replicas."""
-        ...
-
-    @property
-    def label(self) -> str:
-        """It in a few words."""
-        ...
-
-    @property
-    def stored(self) -> dict[str, Any]:
-        """What a finished run says of it."""
-        ...
-
-    @property
-    def build(self) -> Callable[[Config], Any]:
-        """The transformation, from local gradients to updates."""
-        ...
-
-    @property
-    def bytes_sent(self) -> Callable[[Config], list[int]]:
-        """By each replica, in each step."""
-        ...
-
-
-S = TypeVar("S", bound=AnySetting)
+S = TypeVar("S", bound=Hashable)  # a setting
 
 
 class Runs(Generic[S]):
@@ -55,42 +25,44 @@ class Runs(Generic[S]):
         Args:
           path: Of the JSON lines.
           config: What all runs have in common; those with another one do not count.
-          made_of: From what a run says of its setting, as arguments, to the setting.
+          made_of: From what a run says of its setting, as arguments, to the setting, which can be
+            compared and hashed and has what `Setting` and `Strategy` have.
           program: The module whose runs these are.
         """
-        self.path, self.config, self._program = path, config, program
+        self.path = path
+        self.config = config
+        self._program = program
         self._trainer: tuple[S, Trainer] | None = None  # the last one, compiled
-        self._losses = {
-            (made_of(**run["setting"]), run["seed"]): run["curve"][-1][1]
-            for run in read_runs(path)
-            if run["config"] == asdict(config)
-        }
+        self._losses = {}
+        for run in read_runs(path):
+            if run["config"] == asdict(config):
+                self._losses[made_of(**run["setting"]), run["seed"]] = run["curve"][-1][1]
 
     def loss(self, setting: S, seed: int) -> float:
-        """The final held-out loss, trained for if it is not there."""
-        key = setting, seed
-        if key not in self._losses:
-            self._losses[key] = self._train(setting, seed)
-        return self._losses[key]
+        """Returns the final held-out loss, trained for if it is not there."""
+        if (setting, seed) not in self._losses:
+            self._losses[setting, seed] = self._train(setting, seed)
+        return self._losses[setting, seed]
 
-    def _train(self, setting: S, seed: int) -> float:
+    def _train(self, setting: Any, seed: int) -> float:
         if self._trainer is None or self._trainer[0] != setting:
-            tx = setting.build(self.config)
-            self._trainer = setting, Trainer(self.config, tx, local=setting.local)
-        done = self._trainer[1].run(seed)
+            trainer = Trainer(self.config, setting.build(self.config), local=setting.local)
+            self._trainer = (setting, trainer)
+        began = time.monotonic()
+        curve = self._trainer[1].run(seed)
         run = {
             "setting": setting.stored,
             "seed": seed,
-            "curve": done.curve,
-            "bytes": sum(setting.bytes_sent(self.config)),
-            "seconds": round(done.seconds, 1),
+            "curve": curve,
+            "bytes": setting.bytes_sent(self.config),
+            "seconds": round(time.monotonic() - began, 1),
             "config": asdict(self.config),
             "about": describe(self._program, PACKAGES),
         }
         append_run(self.path, run)
-        final = done.curve[-1][1]
-        print(f"{setting.label:66} {seed} {final:.4f}", flush=True)
-        return final
+        loss = curve[-1][1]
+        print(f"{setting.label:66} {seed} {loss:.4f}", flush=True)
+        return loss
 
 
 @dataclass(frozen=True)
@@ -106,15 +78,15 @@ class Result:
     sent: int
 
     def gaps(self, exact: Result) -> list[float]:
-        """How far above the exact run of the same seed, in per cent, for each seed."""
-        both = (seed for seed in self.losses if seed in exact.losses)
-        return [100 * (self.losses[seed] / exact.losses[seed] - 1) for seed in both]
+        """Returns how far above the exact run of the same seed, in per cent, for each seed."""
+        shared = [seed for seed in self.losses if seed in exact.losses]
+        return [100 * (self.losses[seed] / exact.losses[seed] - 1) for seed in shared]
 
 
 def results(runs: Sequence[dict[str, Any]], made_of: Callable[..., S]) -> dict[S, Result]:
-    """The finished runs by their setting, in the order in which they were made."""
-    found: dict[S, Result] = {}
+    """Returns the finished runs by their setting, in the order in which they were made."""
+    by_setting: dict[S, Result] = {}
     for run in runs:
-        result = found.setdefault(made_of(**run["setting"]), Result({}, run["bytes"]))
+        result = by_setting.setdefault(made_of(**run["setting"]), Result({}, run["bytes"]))
         result.losses[run["seed"]] = run["curve"][-1][1]
-    return found
+    return by_setting

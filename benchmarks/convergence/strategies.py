@@ -22,105 +22,77 @@ class Strategy:
     Attributes:
       name: On the command line and in the file of runs.
       label: What it is, in words: for ``--help``, the table and the picture.
-      build: The setting -> the whole Optax transformation.
-      bytes_sent: The setting -> what each replica hands to the network in each step.
-      local: Whether parameters differ between replicas.
+      make: The setting -> a reducer; or `local_sgd`, where parameters differ between replicas.
+      local: Whether they do.
     """
 
     name: str
     label: str
-    build: Callable[[Config], optax.GradientTransformation]
-    bytes_sent: Callable[[Config], list[int]]
+    make: Callable[[Config], Any]
     local: bool = False
+
+    def build(self, config: Config) -> optax.GradientTransformation:
+        """Makes the transformation, from local gradients to updates."""
+        made = self.make(config)
+        return made if self.local else optax.chain(made, adamw(config))
+
+    def bytes_sent(self, config: Config) -> int:
+        """Returns what each replica sends in a whole run."""
+        params = config.params()
+        run = self.make(config).bytes(params, replicas=config.replicas, steps=config.steps)
+        return run.bytes_after
 
     @property
     def stored(self) -> dict[str, Any]:
-        """What a finished run says of it."""
+        """Returns what a finished run says of it."""
         return {"strategy": self.name}
 
 
-def _every_step(name: str, label: str, make: Callable[[Config], Any]) -> Strategy:
-    """A reducer in front of AdamW."""
-
-    def build(config: Config) -> optax.GradientTransformation:
-        return optax.chain(make(config), adamw(config))
-
-    def bytes_sent(config: Config) -> list[int]:
-        sent = make(config).bytes(config.params(), replicas=config.replicas).bytes_after
-        return [sent] * config.steps
-
-    return Strategy(name, label, build, bytes_sent)
+def _powersgd(name: str, label: str, rank: int, **options: Any) -> Strategy:
+    """Makes `jaxcomp.powersgd` from the first step on."""
+    reducer = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, **options)
+    return Strategy(name, label, lambda config: reducer)
 
 
-def _powersgd(
-    name: str, label: str, rank: int = 0, *, ratio: float = 0.0, **options: Any
-) -> Strategy:
-    """`jaxcomp.powersgd` from the first step on.
-
-    Args:
-      name: Of the strategy.
-      label: In words.
-      rank: The rank, unless ranks by spectrum are to send `ratio` times fewer bytes.
-      ratio: As for `ranks_by_spectrum`.
-      **options: Of `jaxcomp.powersgd`.
-    """
+def _by_spectrum(name: str, label: str, ratio: float, wire: str | None = None) -> Strategy:
+    """Makes `jaxcomp.powersgd` with the ranks by spectrum that send `ratio` times fewer bytes."""
 
     def make(config: Config) -> Any:
-        ranks: Any = rank
-        if ratio:
-            ranks = jaxcomp.ranks_by_spectrum(
-                early_momentum(config), ratio=ratio, comm_dtype=options.get("comm_dtype")
-            )
-        return jaxcomp.powersgd(ranks, axis_name=AXIS, start_step=0, **options)
+        ranks = jaxcomp.ranks_by_spectrum(early_momentum(config), ratio=ratio, comm_dtype=wire)
+        return jaxcomp.powersgd(ranks, axis_name=AXIS, start_step=0, comm_dtype=wire)
 
-    return _every_step(name, label, make)
+    return Strategy(name, label, make)
 
 
-def _local(
-    name: str, label: str, every: int, *, outer: bool = False, int8: bool = False
-) -> Strategy:
-    """`jaxcomp.local_sgd`: local AdamW, and an average every so many steps."""
+def _local(name: str, label: str, every: int, **options: Any) -> Strategy:
+    """Makes `jaxcomp.local_sgd`: local AdamW, and an average every so many steps."""
 
-    def build(config: Config) -> Any:
-        return jaxcomp.local_sgd(
-            adamw(config),
-            sync_every=every,
-            axis_name=AXIS,
-            reducer=_int8() if int8 else None,
-            outer=optax.sgd(0.7, momentum=0.9, nesterov=True) if outer else None,
-        )
+    def make(config: Config) -> Any:
+        return jaxcomp.local_sgd(adamw(config), sync_every=every, axis_name=AXIS, **options)
 
-    def bytes_sent(config: Config) -> list[int]:
-        replicas, last = config.replicas, every - 1  # the first step that averages
-        sent = build(config).bytes(config.params(), replicas=replicas, step=last).bytes_after
-        return [sent * ((step + 1) % every == 0) for step in range(config.steps)]
-
-    return Strategy(name, label, build, bytes_sent, local=True)
+    return Strategy(name, label, make, local=True)
 
 
-def _int8() -> Any:
-    return jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS))
-
-
-EXACT = _every_step(
-    "allreduce", "float32 all-reduce", lambda config: jaxcomp.allreduce(axis_name=AXIS)
-)
+_AVERAGE = jaxcomp.allreduce(axis_name=AXIS)
+_INT8 = jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS))
+_OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+EXACT = Strategy("allreduce", "float32 all-reduce", lambda config: _AVERAGE)
 _EVERY = (
     EXACT,
-    _every_step("int8", "int8 all-reduce", lambda config: _int8()),
+    Strategy("int8", "int8 all-reduce", lambda config: _INT8),
     *(_powersgd(f"powersgd-r{r}", f"rank {r}", r) for r in (1, 4, 8, 16)),
     _powersgd("powersgd-r4-no-feedback", "rank 4, no residual", 4, error_feedback=False),
     _powersgd("powersgd-r8-bf16", "rank 8, bfloat16", 8, comm_dtype="bfloat16"),
     _powersgd("powersgd-r16-int8", "rank 16, int8", 16, comm_dtype="int8"),
     # The ratios are those of ranks 4 and 16 in this model, so that each has its equal above.
-    _powersgd("spectrum-r4", "ranks by spectrum", ratio=22.4),
-    _powersgd("spectrum-r16-int8", "ranks by spectrum, int8", ratio=20.2, comm_dtype="int8"),
-    _local("local-h6-int8", "local SGD every 6 steps, int8", 6, int8=True),
-    _local("diloco-h32", "DiLoCo every 32 steps", 32, outer=True),
+    _by_spectrum("spectrum-r4", "ranks by spectrum", 22.4),
+    _by_spectrum("spectrum-r16-int8", "ranks by spectrum, int8", 20.2, "int8"),
+    _local("local-h6-int8", "local SGD every 6 steps, int8", 6, reducer=_INT8),
+    _local("diloco-h32", "DiLoCo every 32 steps", 32, outer=_OUTER),
 )
 STRATEGIES = {strategy.name: strategy for strategy in _EVERY}
 
 
 def by_name(strategy: str) -> Strategy:
-    """Of a finished run, the strategy that it stores."""
+    """Returns the strategy that a finished run stores."""
     return STRATEGIES[strategy]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 import sysconfig
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 import optax
 
 import jaxcomp
-from benchmarks.common.arguments import check_sizes, one_of
+from benchmarks.common.arguments import check_sizes
 from benchmarks.common.paths import LANGUAGE_MODEL
 from benchmarks.convergence.optimizers import optimizer
 
@@ -81,40 +80,22 @@ class Config:
         check_sizes(self, ("steps", "eval_every"), ("width", "heads"))
         if self.eval_sequences % _EVALUATED_AT_ONCE:
             raise ValueError(f"eval_sequences must be a multiple of {_EVALUATED_AT_ONCE}")
-        one_of("text", TEXTS)(self.text)
+        if self.text not in TEXTS:
+            raise ValueError(f"text must be one of {', '.join(TEXTS)}, got {self.text!r}")
 
     @property
     def model(self) -> Transformer:
-        """The language model."""
+        """Makes the language model."""
         return Transformer(ModelConfig(self.layers, self.width, self.heads, self.context))
 
     def params(self) -> Tree:
-        """Shapes of the parameters."""
+        """Returns the shapes of the parameters."""
         return jax.eval_shape(partial(init_params, self.model), 0)
 
 
-def adamw(config: Config, rate: float = 1.0, momentum: float = 0.9) -> optax.GradientTransformation:
-    """AdamW with clipping, 10% linear warm-up and a cosine decay to 5%, as in the examples.
-
-    Args:
-      config: The setting.
-      rate: Multiplies its learning rate.
-      momentum: Adam's b1; 0 where the reducer has a momentum of its own.
-    """
-    return optimizer("adamw", config.steps, rate * config.learning_rate, momentum)
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A finished run.
-
-    Attributes:
-      curve: (steps, held-out loss in nats per byte) of every evaluation.
-      seconds: What it took.
-    """
-
-    curve: list[tuple[int, float]]
-    seconds: float
+def adamw(config: Config) -> optax.GradientTransformation:
+    """Makes AdamW with clipping, 10% warm-up and a cosine decay to 5%, as in the examples."""
+    return optimizer("adamw", config.steps, config.learning_rate, 0.9)
 
 
 class Trainer:
@@ -128,57 +109,59 @@ class Trainer:
           tx: The whole transformation, from local gradients to updates.
           local: Whether parameters differ between replicas.
         """
-        self.config, self.tx, self.local, self.corpus = config, tx, local, corpus(config.text)
+        self.config = config
+        self.tx = tx
+        self.local = local
+        self.corpus = corpus(config.text)
         specs = jaxcomp.state_specs(jax.eval_shape(tx.init, config.params()), AXIS)
+
         # What is the same everywhere is not mapped, and so computed once. Local SGD has one type
         # for both branches of its conditional, the one that differs.
-        own = lambda spec: 0 if local or spec == jax.P(AXIS) else None  # noqa: E731
-        axes = jax.tree.map(own, specs, is_leaf=lambda x: isinstance(x, jax.P))
+        def axis_of(spec: jax.P) -> int | None:
+            return 0 if local or spec == jax.P(AXIS) else None
+
+        axes = jax.tree.map(axis_of, specs, is_leaf=lambda x: isinstance(x, jax.P))
         self._axes = (0 if local else None, axes)
         self._chunk = jax.jit(self._steps, donate_argnums=0)
-        self._evaluate = jax.jit(lambda params, batch: loss_fn(config.model, params, batch))
+        self._evaluate = jax.jit(partial(loss_fn, config.model))
 
-    def run(self, seed: int) -> Finished:
-        """Trains from the beginning; the seed is that of the parameters and of the data."""
-        began, carry = time.monotonic(), self.start(seed)
+    def run(self, seed: int) -> list[tuple[int, float]]:
+        """Trains from the beginning; the seed is that of the parameters and of the data.
+
+        Returns:
+          (steps, held-out loss in nats per byte) of every evaluation.
+        """
+        carry = self.start(seed)
         curve = []
         for first in range(0, self.config.steps, self.config.eval_every):
             last = first + self.config.eval_every
             carry = self.advance(carry, seed, first, last)
             curve.append((last, self.held_out_loss(carry[0])))
-        return Finished(curve, time.monotonic() - began)
+        return curve
 
     def start(self, seed: int) -> Tree:
-        """Parameters and state before the first step."""
+        """Returns parameters and state before the first step."""
         params = init_params(self.config.model, seed)
 
-        def place(axis: int | None, tree: Tree) -> Tree:
-            n = self.config.replicas
+        def placed(axis: int | None, tree: Tree) -> Tree:
+            if axis is not None:
+                tree = jax.tree.map(lambda x: jnp.stack([x] * self.config.replicas), tree)
             # Copies, because the steps donate them and no buffer may be donated twice.
-            copied = lambda x: jnp.array(x if axis is None else jnp.stack([x] * n))  # noqa: E731
-            return jax.tree.map(copied, tree)
+            return jax.tree.map(jnp.array, tree)
 
-        axes, state = self._axes[1], self.tx.init(params)
-        state = jax.tree.map(place, axes, state, is_leaf=lambda x: x is None)
-        return place(self._axes[0], params), state
+        state = jax.tree.map(placed, self._axes[1], self.tx.init(params), is_leaf=_is_none)
+        return placed(self._axes[0], params), state
 
     def advance(self, carry: Tree, seed: int, first: int, last: int) -> Tree:
-        """The steps from number `first` to before `last`."""
-        config, steps = self.config, last - first
-        if not steps:
-            return carry
-        drawn = [
-            training_batch(
-                self.corpus.train,
-                step,
-                seed=seed,
-                size=config.replicas * config.batch_size,
-                context=config.context,
-            )
-            for step in range(first, last)
-        ]
-        shape = (steps, config.replicas, config.batch_size, config.context + 1)
-        return self._chunk(carry, np.stack(drawn).reshape(shape))
+        """Takes the steps from number `first` to before `last`."""
+        config = self.config
+        batches = []
+        for step in range(first, last):
+            size = config.replicas * config.batch_size
+            text = self.corpus.train
+            batch = training_batch(text, step, seed=seed, size=size, context=config.context)
+            batches.append(batch.reshape(config.replicas, config.batch_size, -1))
+        return self._chunk(carry, np.stack(batches)) if batches else carry
 
     def _steps(self, carry: Tree, batches: jax.Array) -> Tree:
         loss = partial(loss_fn, self.config.model)
@@ -196,7 +179,7 @@ class Trainer:
         return jax.lax.scan(step, carry, batches)[0]
 
     def held_out_loss(self, params: Tree) -> float:
-        """Of the replicas' mean parameters, in nats per byte."""
+        """Evaluates the replicas' mean parameters, in nats per byte."""
         if self.local:
             params = jax.tree.map(lambda x: x.mean(0), params)
         batches = held_out_batches(
@@ -208,15 +191,20 @@ class Trainer:
         return float(np.mean([self._evaluate(params, batch) for batch in batches]))
 
 
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
 @functools.cache
 def corpus(text: str) -> Corpus:
-    """One of `TEXTS`, read once."""
+    """Reads one of `TEXTS`, once."""
     return load_corpus(*TEXTS[text])
 
 
 def after_a_quarter(config: Config, tx: optax.GradientTransformation) -> tuple[Tree, Tree]:
-    """Parameters and state a quarter into a run, of a seed that no other run has."""
-    seed, quarter = 7, max(1, config.steps // 4)
+    """Returns parameters and state a quarter into a run, of a seed that no other run has."""
+    seed = 7
+    quarter = max(1, config.steps // 4)
     trainer = Trainer(config, tx, local=False)
     carry = trainer.start(seed)
     for first in range(0, quarter, config.eval_every):
@@ -226,12 +214,6 @@ def after_a_quarter(config: Config, tx: optax.GradientTransformation) -> tuple[T
 
 @functools.cache
 def early_momentum(config: Config) -> Tree:
-    """Adam's first moment after a quarter of an exact run."""
+    """Returns Adam's first moment after a quarter of an exact run."""
     tx = optax.chain(jaxcomp.allreduce(axis_name=AXIS), adamw(config))
     return jax.device_get(optax.tree.get(after_a_quarter(config, tx)[1], "mu"))
-
-
-__all__ = [
-    "AXIS", "Config", "Corpus", "Finished", "Trainer", "adamw", "after_a_quarter",
-    "corpus", "early_momentum",
-]  # fmt: skip

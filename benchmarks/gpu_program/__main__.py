@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxcomp
-from benchmarks.common.arguments import call, command_line, listed, one_of, positive_int
+from benchmarks.common.arguments import at_least, call, command_line, listed, one_of
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.tables import markdown
@@ -57,7 +57,7 @@ def compiled(tree: str, reducer: str, rank: int, devices: int) -> dict[str, Any]
     grads = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in TREES[tree]().items()}
     values = sum(x.size for x in grads.values())
     tx = REDUCERS[reducer](rank)
-    mesh = mesh_of("h200", devices)
+    mesh = mesh_of(devices)
     state = jax.eval_shape(tx.init, grads)
     specs = jaxcomp.state_specs(state, AXIS)
     step = jax.shard_map(
@@ -109,28 +109,23 @@ def table(cases: list[dict[str, Any]]) -> str:
     return markdown(_HEADER, rows, left=2)
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Returns the arguments, checked."""
-    parser = command_line("benchmarks.gpu_program", __doc__)
-    parser.add_argument("--trees", default="mlp,gpt2-small", help=", ".join(TREES))
-    parser.add_argument("--reducers", default=";".join(REDUCERS), help="by semicolons")
-    parser.add_argument("--ranks", default="4,32")
-    parser.add_argument("--devices", type=int, default=8, help="H200s to compile for")
-    parser.add_argument("--out", type=Path, default=OUT)
-    arguments = parser.parse_args(argv)
-    try:
-        arguments.trees = listed("--trees", arguments.trees, one_of("--trees", TREES))
-        arguments.ranks = listed("--ranks", arguments.ranks, positive_int("--ranks"))
-        known = one_of("--reducers", REDUCERS)
-        arguments.reducers = [known(name.strip()) for name in arguments.reducers.split(";")]
-    except ValueError as error:
-        parser.error(str(error))
-    return arguments
+def parser() -> argparse.ArgumentParser:
+    """Makes the command line."""
+    p = command_line("benchmarks.gpu_program", __doc__)
+    trees = listed(one_of(TREES))
+    p.add_argument("--trees", type=trees, default="mlp,gpt2-small", help=", ".join(TREES))
+    reducers = listed(one_of(REDUCERS), ";")
+    shown = ";".join(REDUCERS)
+    p.add_argument("--reducers", type=reducers, default=shown, help="by semicolons")
+    p.add_argument("--ranks", type=listed(at_least(int, 1)), default="4,32")
+    p.add_argument("--devices", type=int, default=8, help="H200s to compile for")
+    p.add_argument("--out", type=Path, default=OUT)
+    return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    arguments = parse_arguments(argv)
+    arguments = parser().parse_args(argv)
     if not compiler_found():
         print(f"gpu_program: {NEEDED}", file=sys.stderr)
         return 1
@@ -140,7 +135,8 @@ def main(argv: list[str] | None = None) -> int:
             ranks = arguments.ranks if "powersgd" in reducer else arguments.ranks[:1]
             for rank in ranks:
                 cases.append(compiled(tree, reducer, rank, arguments.devices))
-    run = {**describe("benchmarks.gpu_program", ["jax", "jaxlib"]), "cases": cases}
+    run = describe("benchmarks.gpu_program", ["jax", "jaxlib"])
+    run["cases"] = cases
     arguments.out.write_text(json.dumps(run, indent=1) + "\n")
     print(table(cases))
     print(f"\n{ERROR}")

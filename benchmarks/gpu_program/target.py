@@ -1,13 +1,12 @@
 """A mesh of GPUs that are not there, for which XLA compiles all the same.
 
-What it needs is a description of the GPU: `h200.txtpb` and `a100.txtpb`, from NVIDIA's data sheets
-and the CUDA programming guide's table of compute capabilities.
+What it needs is a description of the GPU: `h200.txtpb`, from NVIDIA's data sheet and the CUDA
+programming guide's table of compute capabilities.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
-TARGETS = ("h200", "a100")
 AXIS = "data"
 NEEDED = (
     "XLA's compiler for NVIDIA GPUs is not installed. Take an environment of its own (5.6 GB): "
@@ -25,7 +23,7 @@ NEEDED = (
 
 
 def compiler_found() -> bool:
-    """Whether a plugin for NVIDIA GPUs is installed; it need not find a GPU."""
+    """Tells whether a plugin for NVIDIA GPUs is installed; it need not find a GPU."""
     names = ("xla_cuda12", "xla_cuda13")
     try:
         return any(importlib.util.find_spec(f"jax_plugins.{name}") for name in names)
@@ -33,8 +31,8 @@ def compiler_found() -> bool:
         return False
 
 
-def mesh_of(target: str, devices: int) -> jax.sharding.Mesh:
-    """`devices` GPUs of one host along `AXIS`.
+def mesh_of(devices: int) -> jax.sharding.Mesh:
+    """Makes a mesh of GPUs of one host along `AXIS`.
 
     Raises:
       RuntimeError: If the compiler is not installed, with what to install.
@@ -46,7 +44,7 @@ def mesh_of(target: str, devices: int) -> jax.sharding.Mesh:
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     xla_bridge: Any = importlib.import_module("jax._src.xla_bridge")
     xla_bridge.discover_pjrt_plugins()
-    description = Path(__file__).with_name(f"{target}.txtpb").read_text()
+    description = Path(__file__).with_name("h200.txtpb").read_text()
     topology = topologies.get_topology_desc(
         "", platform="cuda", target_config=description, topology=f"1x1x{devices}"
     )
@@ -54,7 +52,7 @@ def mesh_of(target: str, devices: int) -> jax.sharding.Mesh:
 
 
 def placed(tree: Any, specs: Any, mesh: jax.sharding.Mesh) -> Any:
-    """The shapes of a tree on a mesh; what each replica has of a state has a leading axis of them.
+    """Places the shapes of a tree on a mesh; what replicas have of their own has an axis of them.
 
     Args:
       tree: Shapes of one replica, those of a batch too.
@@ -66,14 +64,10 @@ def placed(tree: Any, specs: Any, mesh: jax.sharding.Mesh) -> Any:
         specs = jax.tree.map(lambda _: specs, tree)
 
     def one(x: jax.ShapeDtypeStruct, spec: jax.P) -> jax.ShapeDtypeStruct:
-        times = mesh.shape[AXIS]
-        if of_state:
-            shape = (times, *x.shape) if tuple(spec) else x.shape
-            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, spec))
-        shape = tuple(
-            n * times if part == AXIS else n
-            for n, part in itertools.zip_longest(x.shape, tuple(spec)[: len(x.shape)])
-        )
+        shape = x.shape
+        if tuple(spec):
+            replicas = mesh.shape[AXIS]
+            shape = (replicas, *shape) if of_state else (replicas * shape[0], *shape[1:])
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(one, tree, specs)

@@ -47,31 +47,25 @@ def make(study: Study, runs: Runs[Setting]) -> None:
             runs.loss(setting, seed)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the arguments, checked."""
-    parser = command_line(PROGRAM, __doc__)
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    """Makes the command line."""
+    p = command_line(PROGRAM, __doc__)
+    add = p.add_argument
     shown = " (default: %(default)s)"
-    add("--optimizers", default=",".join(OPTIMIZERS), help="which" + shown)
+    known = listed(one_of(OPTIMIZERS))
+    add("--optimizers", type=known, default=",".join(OPTIMIZERS), help="which" + shown)
     add("--out", type=Path, default=OUT, help="the runs" + shown)
     add("--report", action="store_true", help="only write the tables anew")
     add("--law", action="store_true", help="only fit the law in width and tokens, and print it")
     add("--tail", action="store_true", help="only fit the law of the momentum's tail, and print it")
     add("--scale", action="store_true", help="only the two larger models")
     add("--dry-run", action="store_true", help="with --scale: a step of each, and what it would be")
-    options = parser.parse_args(argv)
-    try:
-        options.optimizers = listed(
-            "--optimizers", options.optimizers, one_of("--optimizers", OPTIMIZERS)
-        )
-    except ValueError as error:
-        parser.error(str(error))
-    return options
+    return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    options = parse(argv)
+    options = parser().parse_args(argv)
     if options.law:
         links = read_runs(RESULTS / "time_to_loss.jsonl")
         others = read_runs(RESULTS / "convergence.jsonl")

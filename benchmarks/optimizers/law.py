@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from statistics import mean
-from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.cluster.plan import Strategy, parse_strategy
+from benchmarks.cluster.plan import parse_strategy
 from benchmarks.common.tables import in_page, markdown, with_interval
 from benchmarks.convergence import strategies
 from benchmarks.convergence.runs import results
-from benchmarks.optimizers.report import Finished, made
-from benchmarks.optimizers.settings import FIRST_STEPS, PREDICTED, STUDIES, UNSEEN, Study
+from benchmarks.optimizers.report import Finished, Gaps, gaps_of, logarithmic_error, made
+from benchmarks.optimizers.settings import FIRST_STEPS, PREDICTED, STUDIES, UNSEEN
 from benchmarks.time_to_loss import report as over_links
 from benchmarks.time_to_loss.task import Config as OverLinks
 from jaxcomp._bytes.gap import LAWS, Law
@@ -22,16 +21,6 @@ from jaxcomp._bytes.gap import LAWS, Law
 COMMAND = "python -m benchmarks.optimizers --law"
 _STEPS = 480  # runs of fewer are not fitted: they lose less
 _HEADER = ["not fitted", "seeds", "above exact", "the law", "its interval"]
-
-
-class Gaps(NamedTuple):
-    """How far above their exact runs some ended that are alike but for their seeds."""
-
-    name: str
-    width: int
-    tokens: int  # in a step of all replicas
-    rank: int
-    percents: list[float]
 
 
 def fitted(several: Sequence[Gaps]) -> Law:
@@ -71,23 +60,18 @@ def laws(runs: Finished) -> dict[str, Law]:
         several = []
         for study in STUDIES:
             if study.optimizer == optimizer and study.config.steps >= _STEPS:
-                several += _gaps(study, runs)
+                several += gaps_of(study, runs)
         by_optimizer[optimizer] = fitted(several)
     # Depth and context were changed behind AdamW alone.
-    error = _predicted_error(by_optimizer["adamw"], runs)
-    for optimizer, law in by_optimizer.items():
-        by_optimizer[optimizer] = replace(law, error=error)
-    return by_optimizer
-
-
-def _predicted_error(law: Law, runs: Finished) -> float:
-    """Returns the root mean square of the gaps' logarithms less the law's, where predicted."""
-    errors = []
+    law = by_optimizer["adamw"]
+    means = []
+    expected = []
     for study in PREDICTED:
-        for gaps in _gaps(study, runs):
-            expected = 100 * law.gap(gaps.rank, gaps.width, gaps.tokens)
-            errors.append(np.log(mean(gaps.percents) / expected))
-    return float(np.sqrt(np.mean(np.square(errors))))
+        for gaps in gaps_of(study, runs):
+            means.append(mean(gaps.percents))
+            expected.append(100 * law.gap(gaps.rank, gaps.width, gaps.tokens))
+    error = logarithmic_error(means, expected)
+    return {optimizer: replace(law, error=error) for optimizer, law in by_optimizer.items()}
 
 
 def int8_gaps(runs: Finished, others: Finished) -> list[float]:
@@ -107,17 +91,6 @@ def int8_gaps(runs: Finished, others: Finished) -> list[float]:
     return percents
 
 
-def _gaps(study: Study, runs: Finished) -> Iterator[Gaps]:
-    """Yields the ranks of a study; ranks by spectrum are left out."""
-    by_setting = made(study, runs)
-    config = study.config
-    tokens = config.replicas * config.batch_size * config.context
-    for setting, result in by_setting.items():
-        if setting.rank:
-            percents = result.gaps(next(iter(by_setting.values())))
-            yield Gaps(study.name, config.width, tokens, setting.rank, percents)
-
-
 def _over_links(links: Finished) -> Iterator[Gaps]:
     """Yields PowerSGD over links in the usual setting; of rounds, those of 3 and 4 steps."""
     usual = OverLinks()
@@ -127,28 +100,25 @@ def _over_links(links: Finished) -> Iterator[Gaps]:
     for name in sorted(by_name):
         framework, _, text = name.partition("/")
         strategy = parse_strategy(text)
-        if strategy.kind == "powersgd" and strategy.every in (1, 3, 4) and not strategy.start:
-            way = f"over links, {_way(framework, strategy)}"
-            yield Gaps(way, usual.width, tokens, strategy.number, by_name[name].gaps(exact))
-
-
-def _way(framework: str, strategy: Strategy) -> str:
-    if framework == "torch":
-        return "torch's hook"
-    if strategy.in_rounds:
-        return f"rounds of {strategy.every} steps"
-    return "int6"
+        every_few = strategy.every in (1, 3, 4) and not strategy.start
+        if by_name[name].borrowed or strategy.kind != "powersgd" or not every_few:
+            continue
+        way = "int6"
+        if framework == "torch":
+            way = "torch's hook"
+        elif strategy.in_rounds:
+            way = f"rounds of {strategy.every} steps"
+        percents = by_name[name].gaps(exact)
+        yield Gaps(f"over links, {way}", usual.width, tokens, strategy.number, percents)
 
 
 def compared(runs: Finished, links: Finished) -> str:
     """Returns a table of runs that were not fitted, and what the law says of them."""
     law = LAWS["adamw"]
     several = []
-    for study in UNSEEN:
-        several += _gaps(study, runs)
-    for study in STUDIES:
-        if study.config.steps < _STEPS:
-            several += _gaps(study, runs)
+    for study in (*UNSEEN, *STUDIES):
+        if study in UNSEEN or study.config.steps < _STEPS:
+            several += gaps_of(study, runs)
     several += _over_links(links)
     rows = []
     for gaps in several:
@@ -175,8 +145,6 @@ def paged(page: str, runs: Finished, links: Finished) -> str:
 
 def report(runs: Finished, links: Finished, others: Finished) -> str:
     """Returns the coefficients as fitted now, the int8 all-reduce, and the comparison."""
-    lines = []
-    for name, law in laws(runs).items():
-        lines.append(f"{name}: {law}")
+    lines = [f"{name}: {law}" for name, law in laws(runs).items()]
     lines.append(f"int8 all-reduce: {with_interval(int8_gaps(runs, others), '+.2f', '%')}")
     return "\n".join([*lines, "", compared(runs, links)])

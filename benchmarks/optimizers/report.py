@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from benchmarks.common.paths import ROOT
-from benchmarks.common.runs import made_on, provenance
+from benchmarks.common.runs import made_on
 from benchmarks.common.tables import in_page, markdown, with_interval
 from benchmarks.convergence.runs import Result, results
 from benchmarks.optimizers.settings import STUDIES, Setting, Study
@@ -20,47 +22,83 @@ Finished = Sequence[dict[str, Any]]  # runs of `benchmarks.optimizers`
 
 
 def made(study: Study, runs: Finished) -> dict[Setting, Result]:
-    """The exact average at its best, then what is compressed; nothing while its search goes on.
+    """Returns the exact average at its best, then what is compressed; nothing while it is searched.
 
     Args:
       study: Whose.
       runs: Of `benchmarks.optimizers`.
     """
-    found = results(_of(study, runs), Setting)
+    by_setting = results(_of(study, runs), Setting)
     try:
-        exact = study.exact(lambda setting, seed: found[setting].losses[seed])
+        exact = study.exact(lambda setting, seed: by_setting[setting].losses[seed])
     except KeyError:
         return {}
-    return {each: found[each] for each in (exact, *study.compressed(exact)) if each in found}
+    several = (exact, *study.compressed(exact))
+    return {setting: by_setting[setting] for setting in several if setting in by_setting}
+
+
+class Gaps(NamedTuple):
+    """How far above their exact runs some ended that are alike but for their seeds."""
+
+    name: str
+    width: int
+    tokens: int  # in a step of all replicas
+    rank: int
+    percents: list[float]
+
+
+def gaps_of(study: Study, runs: Finished) -> Iterator[Gaps]:
+    """Yields the ranks of a study that were run; ranks by spectrum are left out."""
+    by_setting = made(study, runs)
+    config = study.config
+    tokens = config.replicas * config.batch_size * config.context
+    for setting, result in by_setting.items():
+        if setting.rank:
+            percents = result.gaps(next(iter(by_setting.values())))
+            yield Gaps(study.name, config.width, tokens, setting.rank, percents)
+
+
+def logarithmic_error(percents: Sequence[float], expected: Sequence[float]) -> float:
+    """Returns the root mean square of the differences of logarithms."""
+    differences = np.log(percents) - np.log(expected)
+    return float(np.sqrt(np.mean(differences**2)))
 
 
 def paged(page: str, runs: Finished) -> str:
-    """The page with the table of all studies that are not the law's predictions.
+    """Returns the page with the table of all studies that are not the law's predictions.
 
     Raises:
       ValueError: No search has come to its end, or the page has no place for the table.
     """
-    rows = [row for study in STUDIES for row in _rows(study, runs)]
+    rows = []
+    sources: list[dict[str, Any]] = []
+    for study in STUDIES:
+        rows += _rows(study, runs)
+        sources += _of(study, runs)
     if not rows:
         raise ValueError("no search has come to its end; run python -m benchmarks.optimizers.")
-    about = made_on(provenance([run for study in STUDIES for run in _of(study, runs)]))
-    return in_page(page, COMMAND, f"{markdown(_HEADER, rows)}\n\n{about}\n")
+    return in_page(page, COMMAND, f"{markdown(_HEADER, rows)}\n\n{made_on(sources)}\n")
 
 
-def _of(study: Study, runs: Finished) -> Finished:
-    """Its finished runs."""
-    name, config = study.optimizer, asdict(study.config)
-    return [r for r in runs if r["config"] == config and r["setting"]["optimizer"] == name]
+def _of(study: Study, runs: Finished) -> list[dict[str, Any]]:
+    """Returns the finished runs of a study."""
+    config = asdict(study.config)
+    several = []
+    for run in runs:
+        if run["config"] == config and run["setting"]["optimizer"] == study.optimizer:
+            several.append(run)
+    return several
 
 
 def _rows(study: Study, runs: Finished) -> Iterator[list[str]]:
-    found = made(study, runs)
-    for setting, own in found.items():
-        exact = next(iter(found.values()))
-        label, above = setting.label, f"loss {mean(own.losses.values()):.3f}"
-        if own is exact:
-            label = f"**{label}**, {study.name}" if study.name else f"**{label}**"
-        else:
-            label = label.rpartition(": ")[2]
-            above = with_interval(own.gaps(exact), "+.1f", "%")
-        yield [label, str(len(own.losses)), above, f"{exact.sent / own.sent:.1f}x"]
+    by_setting = made(study, runs)
+    for setting, result in by_setting.items():
+        exact = next(iter(by_setting.values()))
+        label = setting.sent
+        above = with_interval(result.gaps(exact), "+.1f", "%")
+        if result is exact:
+            label = f"**{setting.label}**"
+            above = f"loss {mean(result.losses.values()):.3f}"
+            if study.name:
+                label += f", {study.name}"
+        yield [label, str(len(result.losses)), above, f"{exact.sent / result.sent:.1f}x"]

@@ -44,11 +44,11 @@ class Setting:
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is compressed."""
+        """Tells whether nothing is compressed."""
         return not (self.rank or self.ratio) and self.wire == "float32"
 
     def build(self, config: Config) -> optax.GradientTransformation:
-        """The transformation, from local gradients to updates."""
+        """Makes the transformation, from local gradients to updates."""
         behind = optimizer(self.optimizer, config.steps, self.rate, self.momentum)
         return optax.chain(self._reducer(config), behind)
 
@@ -65,38 +65,41 @@ class Setting:
             min_compression_rate=self.min_compression_rate,
         )
 
-    def bytes_sent(self, config: Config) -> list[int]:
-        """By each replica, in each step."""
+    def bytes_sent(self, config: Config) -> int:
+        """Returns what each replica sends in a whole run."""
         reducer = self._reducer(config)
-        params = config.params()
-        exact = reducer.bytes(params, replicas=config.replicas, step=0).bytes_after
-        sent = reducer.bytes(params, replicas=config.replicas).bytes_after
-        return [exact] * self.exact_steps + [sent] * (config.steps - self.exact_steps)
+        run = reducer.bytes(config.params(), replicas=config.replicas, steps=config.steps)
+        return run.bytes_after
 
     @property
     def stored(self) -> dict[str, Any]:
-        """What a finished run says of it."""
+        """Returns what a finished run says of it."""
         return asdict(self)
 
     @property
-    def label(self) -> str:
-        """It in a few words."""
-        momentum = "" if self.momentum is None else f", momentum {self.momentum:g}"
-        if self.exact:
-            sent = "exact"
-        elif not (self.rank or self.ratio):
+    def sent(self) -> str:
+        """Says in a few words what is sent."""
+        sent = "exact"
+        if self.rank or self.ratio:
+            sent = f"rank {self.rank}" if self.rank else f"ranks by spectrum {self.ratio:g}x"
+            if self.wire != "float32":
+                sent += f", {self.wire}"
+        elif not self.exact:
             sent = "int8 all-reduce"
-        else:
-            ranks = f"rank {self.rank}" if self.rank else f"ranks by spectrum {self.ratio:g}x"
-            sent = ranks if self.wire == "float32" else f"{ranks}, {self.wire}"
         if self.exact_steps:
             sent += f" after {self.exact_steps} exact steps"
-        return f"{self.optimizer}, rate {self.rate:g}{momentum}: {sent}"
+        return sent
+
+    @property
+    def label(self) -> str:
+        """Says in a few words what it is."""
+        momentum = "" if self.momentum is None else f", momentum {self.momentum:g}"
+        return f"{self.optimizer}, rate {self.rate:g}{momentum}: {self.sent}"
 
 
 @functools.cache
 def _by_spectrum(setting: Setting, config: Config) -> jaxcomp.Ranks:
-    """From the momentum after a quarter of an exact run."""
+    """Chooses ranks by the momentum after a quarter of an exact run."""
     exact = Setting(setting.optimizer, setting.rate, setting.momentum)
     _, state = after_a_quarter(config, exact.build(config))
     return jaxcomp.ranks_by_spectrum(
@@ -108,15 +111,18 @@ def _by_spectrum(setting: Setting, config: Config) -> jaxcomp.Ranks:
 
 
 def first_momentum(state: Any) -> Any:
-    """Of all optimizers together: Muon's has the leaves that the Adam beside it has not."""
-    every = optax.tree.get_all_with_path
-    found = every(state, "mu") or every(state, "trace")
-    masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-    return jax.tree.map(
-        lambda *parts: next((x for x in parts if not masked(x)), parts[0]),
-        *(part for _, part in found),
-        is_leaf=masked,
-    )
+    """Returns that of all optimizers: Muon's has the leaves that the Adam beside it has not."""
+    moments = optax.tree.get_all_with_path(state, "mu")
+    moments = moments or optax.tree.get_all_with_path(state, "trace")
+    parts = [moment for _, moment in moments]
+
+    def is_masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    def first(*leaves: Any) -> Any:
+        return min(leaves, key=is_masked)  # that one optimizer has
+
+    return jax.tree.map(first, *parts, is_leaf=is_masked)
 
 
 @dataclass(frozen=True)
@@ -141,22 +147,22 @@ class Study:
     seeds: int
 
     def exact(self, loss: Callable[[Setting, int], float]) -> Setting:
-        """The exact average at its best rate and momentum, by the final loss of seed 0."""
+        """Returns the exact average at its best rate and momentum, by the final loss of seed 0."""
         searched = [Setting(self.optimizer, rate, momentum) for rate, momentum in self.rates]
         return min(searched, key=lambda setting: loss(setting, 0))
 
     def compressed(self, exact: Setting) -> list[Setting]:
-        """What is compressed, with the rate and momentum of the best exact average."""
+        """Returns what is compressed, with the rate and momentum of the best exact average."""
         return [replace(exact, **sent) for sent in self.sent]
 
 
-def _int6(*ranks: int) -> tuple[Mapping[str, Any], ...]:
-    return tuple({"rank": rank, "wire": "int6"} for rank in ranks)
+def _int6(*ranks: int, **others: Any) -> tuple[Mapping[str, Any], ...]:
+    return tuple({"rank": rank, "wire": "int6", **others} for rank in ranks)
 
 
 def _whole(*ranks: int) -> tuple[Mapping[str, Any], ...]:
-    """With all leaves that six bits make smaller, as `jaxcomp.advise` has it."""
-    return tuple({**sent, "min_compression_rate": 1.0} for sent in _int6(*ranks))
+    """Lists ranks with all leaves that six bits make smaller, as `jaxcomp.advise` has it."""
+    return _int6(*ranks, min_compression_rate=1.0)
 
 
 def _with(momentum: float | None, *rates: float) -> tuple[tuple[float, float | None], ...]:
@@ -168,8 +174,8 @@ def _spectrum(ratio: float) -> Mapping[str, Any]:
 
 
 def _after(exact_steps: int, *ranks: int) -> tuple[Mapping[str, Any], ...]:
-    """Exact first steps, then PowerSGD."""
-    return tuple({**sent, "exact_steps": exact_steps} for sent in _int6(*ranks))
+    """Lists ranks after exact first steps."""
+    return _int6(*ranks, exact_steps=exact_steps)
 
 
 _FEW, _MORE = _int6(21, 11), _int6(32, 21, 11)
@@ -228,61 +234,32 @@ FIRST_STEPS = Study(
     ),
     8,
 )
-# Far from those; what the law says of them was written down first.
 # Of another depth, context, text, width, length and batch than those that the law of the momentum's
 # tail was fitted to, each at one learning rate: their gaps were predicted before they were run.
 _OTHER = replace(_64, eval_every=480)
-PREDICTED = (
-    Study("adamw", "6 blocks", replace(_OTHER, layers=6), _with(0.8, 4e-3), _int6(8), 3),
+_CHANGED: dict[str, dict[str, Any]] = {
+    "6 blocks": {"layers": 6},
+    "1 block, context 16": {"layers": 1, "context": 16, "batch_size": 16},
+    "context 128": {"context": 128, "batch_size": 2},
+    "C headers, width 64": {"text": "headers"},
+    "width 96, 2 replicas": {"width": 96, "replicas": 2},
+    "960 steps": {"steps": 960, "eval_every": 960},
+    "4,096 tokens, width 64": {"batch_size": 16},
+    "Adam's usual momentum": {},
+}
+# By name: what has not rank 8, and not the rate 4e-3 with a momentum of 0.8.
+_RANK = {"4,096 tokens, width 64": 12}
+_RATE = {"width 96, 2 replicas": (3e-3, 0.8), "Adam's usual momentum": (2e-3, None)}
+PREDICTED = tuple(
     Study(
         "adamw",
-        "1 block, context 16",
-        replace(_OTHER, layers=1, context=16, batch_size=16),
-        _with(0.8, 4e-3),
-        _int6(8),
+        name,
+        replace(_OTHER, **changed),
+        (_RATE.get(name, (4e-3, 0.8)),),
+        _int6(_RANK.get(name, 8)),
         3,
-    ),
-    Study(
-        "adamw",
-        "context 128",
-        replace(_OTHER, context=128, batch_size=2),
-        _with(0.8, 4e-3),
-        _int6(8),
-        3,
-    ),
-    Study(
-        "adamw",
-        "C headers, width 64",
-        replace(_OTHER, text="headers"),
-        _with(0.8, 4e-3),
-        _int6(8),
-        3,
-    ),
-    Study(
-        "adamw",
-        "width 96, 2 replicas",
-        replace(_OTHER, width=96, replicas=2),
-        _with(0.8, 3e-3),
-        _int6(8),
-        3,
-    ),
-    Study(
-        "adamw",
-        "960 steps",
-        replace(_OTHER, steps=960, eval_every=960),
-        _with(0.8, 4e-3),
-        _int6(8),
-        3,
-    ),
-    Study(
-        "adamw",
-        "4,096 tokens, width 64",
-        replace(_OTHER, batch_size=16),
-        _with(0.8, 4e-3),
-        _int6(12),
-        3,
-    ),
-    Study("adamw", "Adam's usual momentum", _OTHER, _with(None, 2e-3), _int6(8), 3),
+    )
+    for name, changed in _CHANGED.items()
 )
 UNSEEN = (
     Study("adamw", "C headers in place of Python", _HEADERS, _RATES, _int6(21), 8),

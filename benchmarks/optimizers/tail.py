@@ -6,6 +6,7 @@ to the gaps of compressed ones; and settings are predicted that it was not fitte
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,11 +17,11 @@ import numpy as np
 
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
-from benchmarks.common.runs import append_run, made_on, provenance, read_runs
+from benchmarks.common.runs import append_run, made_on, read_runs
 from benchmarks.common.tables import in_page, markdown, with_interval
 from benchmarks.convergence.runs import PACKAGES
 from benchmarks.convergence.training import Trainer
-from benchmarks.optimizers.report import Finished, made
+from benchmarks.optimizers.report import Finished, Gaps, gaps_of, logarithmic_error, made
 from benchmarks.optimizers.settings import PREDICTED, STUDIES, UNSEEN, Setting, Study
 from jaxcomp._bytes.gap import LAWS, TAIL_LAWS, TailLaw, ranks_of, read_momentum
 
@@ -35,9 +36,8 @@ class Point(NamedTuple):
     """A rank in a setting: what the exact run's momentum leaves out, and what that cost."""
 
     study: Study
-    rank: int
+    gaps: Gaps  # without percents where no run is finished
     tail: float
-    gaps: list[float]  # per cent, by seed; none where no run is finished
 
 
 def measure(path: Path, program: str, study: Study, exact: Setting) -> None:
@@ -102,23 +102,29 @@ def points(studies: Sequence[Study], runs: Finished, rows: Finished) -> Iterator
         row = _row(study, rows)
         if row is None:
             continue
-        gaps = dict[int, list[float]]()
-        results = made(study, runs)
-        for setting, result in results.items():
-            if setting.rank and setting.wire == "int6":
-                gaps[setting.rank] = result.gaps(next(iter(results.values())))
+        config = study.config
+        tokens = config.replicas * config.batch_size * config.context
+        by_rank = {}
+        for setting, gaps in zip(_ranked(study, runs), gaps_of(study, runs), strict=True):
+            if setting.wire == "int6":
+                by_rank[gaps.rank] = gaps
         for rank, tail in _second_quarter(row).items():
-            yield Point(study, rank, tail, gaps.get(rank, []))
+            none = Gaps(study.name, config.width, tokens, rank, [])
+            yield Point(study, by_rank.get(rank, none), tail)
+
+
+def _ranked(study: Study, runs: Finished) -> list[Setting]:
+    return [setting for setting in made(study, runs) if setting.rank]
 
 
 def _second_quarter(row: dict[str, Any]) -> dict[int, float]:
     """Returns the mean tail by rank, over the readings from a quarter of a run to a half."""
     steps = row["config"]["steps"]
-    several = dict[int, list[float]]()
+    several = defaultdict[int, list[float]](list)
     for step, tails in row["tails"].items():
         if steps // 4 <= int(step) <= steps // 2:
             for rank, tail in tails.items():
-                several.setdefault(int(rank), []).append(tail)
+                several[int(rank)].append(tail)
     return {rank: mean(tails) for rank, tails in several.items()}
 
 
@@ -126,53 +132,39 @@ def fitted(optimizer: str, runs: Finished, rows: Finished) -> TailLaw:
     """Fits the two coefficients to the logarithms of the mean gaps, by least squares."""
     tails = []
     gaps = []
-    for point in points((*STUDIES, *UNSEEN), runs, rows):
-        long = point.study.config.steps >= _LEAST_STEPS
-        if point.study.optimizer == optimizer and long and point.gaps and mean(point.gaps) > 0:
-            tails.append(point.tail)
-            gaps.append(mean(point.gaps))
-    columns = np.stack([np.ones(len(tails)), np.log(tails)], 1)
-    solution = np.linalg.lstsq(columns, np.log(gaps), rcond=None)[0]
-    return TailLaw(
-        settings=len(tails),
-        tails=(min(tails), max(tails)),
-        c=float(np.exp(solution[0])),
-        power=float(solution[1]),
-        error=float(np.std(np.log(gaps) - columns @ solution)),
-    )
+    for study, (*_, percents), tail in points((*STUDIES, *UNSEEN), runs, rows):
+        long = study.config.steps >= _LEAST_STEPS
+        if study.optimizer == optimizer and long and percents and mean(percents) > 0:
+            tails.append(tail)
+            gaps.append(mean(percents))
+    power, constant = np.polyfit(np.log(tails), np.log(gaps), 1)
+    law = TailLaw(len(tails), (min(tails), max(tails)), float(np.exp(constant)), float(power), 0.0)
+    expected = [100 * law.gap(tail) for tail in tails]
+    return replace(law, error=logarithmic_error(gaps, expected))
 
 
 def laws(runs: Finished, rows: Finished) -> dict[str, TailLaw]:
     """Fits the law of each optimizer; its error is that of the settings that were predicted."""
     adamw = fitted("adamw", runs, rows)
-    errors = []
-    for point in points(PREDICTED, runs, rows):
-        if point.gaps:
-            errors.append(np.log(mean(point.gaps) / (100 * adamw.gap(point.tail))))
-    error = float(np.sqrt(np.mean(np.square(errors))))
-    by_optimizer = {}
-    for name in TAIL_LAWS:
-        by_optimizer[name] = replace(fitted(name, runs, rows), error=error)
-    return by_optimizer
+    run = [point for point in points(PREDICTED, runs, rows) if point.gaps.percents]
+    means = [mean(point.gaps.percents) for point in run]
+    error = logarithmic_error(means, [100 * adamw.gap(point.tail) for point in run])
+    return {name: replace(fitted(name, runs, rows), error=error) for name in TAIL_LAWS}
 
 
-def table(several: Sequence[Point]) -> str:
+def table(studies: Sequence[Study], runs: Finished, rows: Finished) -> str:
     """Shows tails and gaps, and what both laws say of them."""
     lines = []
-    for point in several:
-        study = point.study
-        law = TAIL_LAWS[study.optimizer]
-        config = study.config
-        tokens = config.replicas * config.batch_size * config.context
-        guess = LAWS[study.optimizer].gap(point.rank, config.width, tokens)
+    for study, gaps, tail in points(studies, runs, rows):
+        guess = LAWS[study.optimizer].gap(gaps.rank, gaps.width, gaps.tokens)
         lines.append(
             [
                 f"{study.optimizer}, {study.name}" if study.name else study.optimizer,
-                str(point.rank),
-                f"{point.tail:.3f}",
-                str(len(point.gaps)),
-                with_interval(point.gaps, "+.1f", "%"),
-                f"+{100 * law.gap(point.tail):.1f}%",
+                str(gaps.rank),
+                f"{tail:.3f}",
+                str(len(gaps.percents)),
+                with_interval(gaps.percents, "+.1f", "%"),
+                f"+{100 * TAIL_LAWS[study.optimizer].gap(tail):.1f}%",
                 f"+{100 * guess:.1f}%",
             ]
         )
@@ -185,10 +177,9 @@ def paged(page: str, runs: Finished, rows: Finished) -> str:
     Raises:
       ValueError: If the page has no place for a table.
     """
-    fit = table(list(points((*STUDIES, *UNSEEN), runs, rows)))
-    page = in_page(page, COMMAND, f"{fit}\n\n{made_on(provenance(rows))}\n")
-    predictions = table(list(points(PREDICTED, runs, rows)))
-    return in_page(page, f"{COMMAND}, predicted", f"{predictions}\n")
+    fit = table((*STUDIES, *UNSEEN), runs, rows)
+    page = in_page(page, COMMAND, f"{fit}\n\n{made_on(rows)}\n")
+    return in_page(page, f"{COMMAND}, predicted", f"{table(PREDICTED, runs, rows)}\n")
 
 
 def report(runs: Finished, rows: Finished) -> str:
@@ -196,6 +187,5 @@ def report(runs: Finished, rows: Finished) -> str:
     lines = []
     for name, law in laws(runs, rows).items():
         lines.append(f"{name}: {law}, of the fit {fitted(name, runs, rows).error:.2f}")
-    lines += ["", table(list(points((*STUDIES, *UNSEEN), runs, rows)))]
-    lines += ["", table(list(points(PREDICTED, runs, rows)))]
-    return "\n".join(lines)
+    fit = table((*STUDIES, *UNSEEN), runs, rows)
+    return "\n".join([*lines, "", fit, "", table(PREDICTED, runs, rows)])

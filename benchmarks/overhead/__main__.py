@@ -32,7 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.arguments import at_least, call, command_line, listed, one_of, positive_int
+from benchmarks.common.arguments import at_least, call, command_line, listed, one_of
 from benchmarks.common.machine import ALLOCATOR, ONE_THREAD, describe
 from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.overhead.report import plot, plot_growth, table
@@ -44,43 +44,31 @@ class WorkerFailed(RuntimeError):
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments, checked."""
+    """Returns the arguments, checked."""
     parser = command_line("benchmarks.overhead", __doc__)
     shown = " (default: %(default)s)"
     add = parser.add_argument
-    add("--trees", default="mlp,resnet50,gpt2-small", help=f"of {', '.join(TREES)}" + shown)
-    add("--ranks", default="1,4,32,128", help=shown.strip())
-    add("--steps", type=int, default=12, metavar="N", help="timed steps per case" + shown)
-    add("--device", choices=["cpu", "gpu"], default="cpu", help=shown.strip())
+    trees = f"of {', '.join(TREES)}"
+    add("--trees", type=listed(one_of(TREES)), default="mlp,resnet50,gpt2-small", help=trees)
+    add("--ranks", type=listed(at_least(int, 1)), default="1,4,32,128", help=shown[1:])
+    add("--steps", type=at_least(int, 1), default=12, help="timed steps per case" + shown)
+    add("--device", choices=["cpu", "gpu"], default="cpu", help=shown[1:])
     add("--core", type=int, default=0, metavar="N", help="the CPU core to run on" + shown)
-    add("--frameworks", default="jax,torch", help=shown.strip())
-    add(
-        "--out",
-        type=Path,
-        default=RESULTS,
-        help="folder for the results (default: benchmarks/results)",
-    )
+    frameworks = listed(one_of(("jax", "torch")))
+    add("--frameworks", type=frameworks, default="jax,torch", help=shown[1:])
+    add("--out", type=Path, default=RESULTS, help="folder (default: benchmarks/results)")
     add("--growth", action="store_true", help="by default all trees at ranks 4 and 32, jax alone")
     add("--report", action="store_true", help="only write table and picture of a run anew")
     if parser.parse_known_args(argv)[0].growth:
         parser.set_defaults(trees=",".join(TREES), ranks="4,32", frameworks="jax")
     given = parser.parse_args(argv)
-    try:
-        given.trees = listed("--trees", given.trees, one_of("--trees", TREES))
-        given.frameworks = listed(
-            "--frameworks", given.frameworks, one_of("--frameworks", ("jax", "torch"))
-        )
-        given.ranks = listed("--ranks", given.ranks, positive_int("--ranks"))
-        at_least("--steps", given.steps, 1)
-    except ValueError as error:
-        parser.error(str(error))
     if given.device == "cpu" and given.core not in os.sched_getaffinity(0):
         parser.error(f"there is no core {given.core} for this program; see `taskset -p $$`.")
     return given
 
 
 def measure(given: argparse.Namespace, tree: str, framework: str) -> list[dict[str, Any]]:
-    """What the worker of a framework says about a tree.
+    """Asks the worker of a framework about a tree.
 
     Raises:
       WorkerFailed: If it ends with an error; the worker has said on stderr what it was.
@@ -93,8 +81,9 @@ def measure(given: argparse.Namespace, tree: str, framework: str) -> list[dict[s
         "warmup": 12,  # until the allocator has what it needs and asks the system for no more
         "platform": given.device,
     }
-    settings = ALLOCATOR | ONE_THREAD if given.device == "cpu" else {}
-    settings |= {"JAX_PLATFORMS": "cpu" if given.device == "cpu" else "cuda"}
+    settings = {"JAX_PLATFORMS": "cuda"}
+    if given.device == "cpu":
+        settings = {"JAX_PLATFORMS": "cpu", **ALLOCATOR, **ONE_THREAD}
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.overhead.{framework}_worker"],
         cwd=ROOT,
@@ -110,7 +99,7 @@ def measure(given: argparse.Namespace, tree: str, framework: str) -> list[dict[s
 
 
 def cases_of(given: argparse.Namespace, tree: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """A case for every rank of a tree, and the versions that the workers found."""
+    """Returns a case for every rank of a tree, and the versions that the workers found."""
     words = sum(math.prod(shape) for shape in TREES[tree]().values())
     cases = {rank: {"tree": tree, "words": words, "rank": rank} for rank in given.ranks}
     versions: dict[str, str] = {}
@@ -131,10 +120,13 @@ def cases_of(given: argparse.Namespace, tree: str) -> tuple[list[dict[str, Any]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Runs the command line; returns the exit code."""
     given = parse(argv)
-    stem = given.out / f"{'growth' if given.growth else 'overhead'}-{given.device}"
-    draw = plot_growth if given.growth else plot
+    stem = given.out / f"overhead-{given.device}"
+    draw = plot
+    if given.growth:
+        stem = given.out / f"growth-{given.device}"
+        draw = plot_growth
     if given.report:
         report(json.loads(stem.with_suffix(".json").read_text()), stem, draw)
         return 0
@@ -144,7 +136,8 @@ def main(argv: list[str] | None = None) -> int:
         # the default policy each such hand-over can cost a time slice.
         os.sched_setaffinity(0, {given.core})
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    run |= {"settings": {k: str(v) for k, v in vars(given).items()}, "cases": []}
+    run["settings"] = {name: str(value) for name, value in vars(given).items()}
+    run["cases"] = []
     given.out.mkdir(parents=True, exist_ok=True)
     try:
         for tree in given.trees:

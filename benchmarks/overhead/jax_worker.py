@@ -7,80 +7,33 @@ every rank.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
-import time
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxcomp
-
-
-def seconds(call: Callable[[], Any], warmup: int, steps: int) -> list[float]:
-    """Wall-clock seconds of each of `steps` calls, each waited for."""
-    taken = []
-    for _ in range(warmup + steps):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        taken.append(time.perf_counter() - start)
-    return taken[warmup:]
+from benchmarks.card.updates import AXIS, Update, seconds_of
 
 
 def copy_seconds(words: int, steps: int) -> list[float]:
-    """Seconds to copy so many float32 words from one array to another."""
+    """Times copies of so many float32 words from one array to another."""
     if jax.default_backend() == "cpu":
-        source, target = np.ones(words, np.float32), np.zeros(words, np.float32)
-        return seconds(lambda: np.copyto(target, source), 3, steps)
-    source = jnp.ones(words)
+        source = np.ones(words, np.float32)
+        target = np.zeros(words, np.float32)
+        return seconds_of(lambda: np.copyto(target, source), 3, steps)
+    values = jnp.ones(words)
     copy = jax.jit(lambda x: -x)  # a copy that XLA cannot leave out
-    return seconds(lambda: copy(source), 3, steps)
-
-
-def update_seconds(job: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Seconds of one update, what it needs beside its arguments, and how long it compiles."""
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    tx = jaxcomp.powersgd(rank, axis_name="data", start_step=0)
-    keys = jax.random.split(jax.random.key(0), len(job["shapes"]))
-    grads = {
-        name: jax.random.normal(key, shape)
-        for key, (name, shape) in zip(keys, job["shapes"].items(), strict=True)
-    }
-    state = jaxcomp.shard_state(tx.init(grads), mesh, "data")
-    specs = jaxcomp.state_specs(state, "data")
-    update = jax.jit(
-        jax.shard_map(
-            lambda g, s: tx.update(jaxcomp.as_local(g, "data"), s),
-            mesh=mesh,
-            in_specs=(jax.P(), specs),
-            out_specs=(jax.P(), specs),
-        ),
-        donate_argnums=(0, 1),
-    )
-    start = time.perf_counter()
-    compiled = update.lower(grads, state).compile()
-    compile_seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
-    # The output takes the gradient's place, as in torch's bucket, and is the next gradient.
-    held = [(grads, state)]
-
-    def step() -> Any:
-        held[0] = compiled(*held[0])
-        return held[0]
-
-    return {
-        "seconds": seconds(step, job["warmup"], job["steps"]),
-        "temporary_bytes": memory.temp_size_in_bytes if memory else None,
-        "compile_seconds": compile_seconds,
-    }
+    return seconds_of(lambda: copy(values), 3, steps)
 
 
 def main() -> None:
+    """Answers the job on standard input."""
     job = json.loads(sys.stdin.read())
-    words = sum(int(np.prod(shape)) for shape in job["shapes"].values())
+    words = sum(math.prod(shape) for shape in job["shapes"].values())
     device = jax.devices()[0]
     versions = {"jax": jax.__version__, "device": device.device_kind, "platform": device.platform}
     print(json.dumps({"kind": "versions", **versions}), flush=True)
@@ -88,10 +41,14 @@ def main() -> None:
         # The floor is measured beside every figure that is compared with it.
         copies = copy_seconds(words, job["steps"])
         print(json.dumps({"kind": "copy", "rank": rank, "seconds": copies}), flush=True)
-        result = update_seconds(job, rank)
-        median = statistics.median(result["seconds"])
+        step = Update(jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0), job["shapes"])
+        row = {"kind": "update", "rank": rank}
+        row["seconds"] = seconds_of(step, job["warmup"], job["steps"])
+        row["temporary_bytes"] = step.temporary_bytes
+        row["compile_seconds"] = step.compile_seconds
+        median = statistics.median(row["seconds"])
         print(f"jax rank {rank}: {1e3 * median:.1f} ms", file=sys.stderr)
-        print(json.dumps({"kind": "update", "rank": rank, **result}), flush=True)
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -34,24 +34,24 @@ class Bucket:
         ]
 
     def buffer(self) -> torch.Tensor:
-        """All gradients, one after the other."""
+        """Returns all gradients, one after the other."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Views of the buffer."""
+        """Returns views of the buffer."""
         return self._gradients
 
     def index(self) -> int:
-        """The only bucket."""
+        """Names the only bucket."""
         return 0
 
     def is_last(self) -> bool:
-        """Whether the hook may count an iteration."""
+        """Tells that the hook may count an iteration."""
         return True
 
 
 def hook_seconds(job: dict[str, Any], rank: int, device: str) -> list[float]:
-    """Seconds of each compressed step."""
+    """Returns the seconds of each compressed step."""
     state = hook.PowerSGDState(
         None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=2
     )

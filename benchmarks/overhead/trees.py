@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 Shapes = dict[str, tuple[int, ...]]
 
 
 def mlp() -> Shapes:
-    """Ten million parameters: the perceptron of `benchmarks.cluster`, without its biases."""
+    """Makes ten million parameters: the perceptron of `benchmarks.cluster`, without its biases."""
     return {f"layer_{i}/kernel": (1000, 1000) for i in range(10)}
 
 
@@ -51,7 +49,7 @@ def gpt2(layers: int, width: int) -> Shapes:
 
 
 def layers(number: int) -> Shapes:
-    """So many equal transformer layers of width 128: how compilation grows with depth."""
+    """Makes so many equal transformer layers of width 128: how compilation grows with depth."""
     shapes: Shapes = {}
     for i in range(number):
         shapes |= {
@@ -65,7 +63,7 @@ def layers(number: int) -> Shapes:
 
 
 def torch_layout(shapes: Shapes) -> Shapes:
-    """The same parameters as torch lays them out: (out, in), (out, in, height, width)."""
+    """Returns the parameters as torch lays them out: (out, in), (out, in, height, width)."""
 
     def turned(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         if len(shape) == 4:
@@ -81,5 +79,7 @@ TREES = {
     "gpt2-small": lambda: gpt2(12, 768),
     "gpt2-medium": lambda: gpt2(24, 1024),
     "gpt2-large": lambda: gpt2(36, 1280),
-    **{f"layers-{n}": functools.partial(layers, n) for n in (2, 20, 200)},
+    "layers-2": lambda: layers(2),
+    "layers-20": lambda: layers(20),
+    "layers-200": lambda: layers(200),
 }

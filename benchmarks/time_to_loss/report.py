@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from benchmarks.cluster.plan import parse_rate, parse_strategy
 from benchmarks.common.paths import RESULTS, ROOT
-from benchmarks.common.runs import made_on, provenance
+from benchmarks.common.runs import made_on
 from benchmarks.common.style import BLUE, INK, MUTED, ORANGE, PURPLE, panels, save
 from benchmarks.common.tables import in_page, markdown, student, with_interval
 
@@ -74,12 +74,12 @@ class Result:
 
     @property
     def reached(self) -> dict[int, float]:
-        """Steps until the goal, of the seeds that reach it."""
+        """Returns the steps until the goal, of the seeds that reach it."""
         return {seed: steps for seed, steps in self.needed.items() if steps is not None}
 
     @property
     def share(self) -> str:
-        """How many seeds reach the goal, where not all do."""
+        """Says how many seeds reach the goal, where not all do."""
         missed = 0 < len(self.reached) < len(self.needed)
         return f" ({len(self.reached)} of {len(self.needed)})" if missed else ""
 
@@ -241,7 +241,7 @@ def _text(several: Mapping[str, Result], runs: Sequence[Mapping[str, Any]]) -> s
     if rates:
         parts.append(markdown(["milliseconds a step", *rates], times))
         parts.append(markdown(["sooner at the goal than the best", *rates], sooner))
-    return "\n\n".join([*parts, made_on(provenance(runs)), ""])
+    return "\n\n".join([*parts, made_on(runs), ""])
 
 
 def _is_ours(name: str) -> bool:

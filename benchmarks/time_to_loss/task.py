@@ -69,25 +69,20 @@ class Task:
     rates: np.ndarray
 
     def share(self, index: int) -> np.ndarray:
-        """The held-out sequences that a process evaluates; equally many for each."""
+        """Returns the held-out sequences that a process evaluates; equally many for each."""
         return self.held_out[index :: self.batches.shape[1]]
 
     @property
     def tree(self) -> Any:
-        """The parameters as Flax nests them."""
-        nested: dict[str, Any] = {}
-        for path, leaf in self.params.items():
-            *parents, name = path.split(_SEPARATOR)
-            inside = nested
-            for parent in parents:
-                inside = inside.setdefault(parent, {})
-            inside[name] = leaf
-        return nested
+        """Returns the parameters as Flax nests them."""
+        from flax.traverse_util import unflatten_dict  # whose JAX torch does not need
+
+        return unflatten_dict(self.params, sep=_SEPARATOR)
 
 
 def write_task(config: Config, seed: int, path: Path) -> None:
     """Draws the parameters and the data of a seed, for `read_task`."""
-    import jax
+    from flax.traverse_util import flatten_dict
 
     from benchmarks.convergence.optimizers import schedule
 
@@ -97,28 +92,27 @@ def write_task(config: Config, seed: int, path: Path) -> None:
     text = lm.load_corpus()
     model = lm.ModelConfig(config.layers, config.width, config.heads, config.context)
     params = lm.init_params(lm.Transformer(model), seed)
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    flat = {_SEPARATOR.join(key.key for key in path): np.asarray(leaf) for path, leaf in leaves}
-    shape = (config.processes, config.sequences, config.context + 1)
-    together = config.processes * config.sequences
-    batches = [
-        lm.training_batch(text.train, step, seed=seed, size=together, context=config.context)
-        for step in range(config.steps)
-    ]
     rate = schedule(config.steps, config.learning_rate)
-    held_out = lm.held_out_batches(
+    together = config.processes * config.sequences
+    batches = []
+    rates = []
+    for step in range(config.steps):
+        options = {"seed": seed, "size": together, "context": config.context}
+        batch = lm.training_batch(text.train, step, **options)
+        batches.append(batch.reshape(config.processes, config.sequences, -1))
+        rates.append(rate(step))
+    (held_out,) = lm.held_out_batches(
         text.held_out, count=1, size=config.eval_sequences, context=config.context
     )
-    arrays = {_SEPARATOR + name: leaf for name, leaf in flat.items()} | {
-        "batches": np.stack(batches).reshape(-1, *shape),
-        "held_out": held_out[0],
-        "rates": np.array([rate(step) for step in range(config.steps)], np.float32),
-    }
+    arrays = {"batches": np.stack(batches), "held_out": held_out}
+    arrays["rates"] = np.array(rates, np.float32)
+    for name, leaf in flatten_dict(params, sep=_SEPARATOR).items():
+        arrays[_SEPARATOR + name] = np.asarray(leaf)
     np.savez(path, allow_pickle=False, **arrays)
 
 
 def read_task(path: Path) -> Task:
-    """What `write_task` wrote."""
+    """Reads what `write_task` wrote."""
     with np.load(path) as file:
         params = {name[1:]: file[name] for name in file.files if name[0] == _SEPARATOR}
         return Task(params, file["batches"], file["held_out"], file["rates"])

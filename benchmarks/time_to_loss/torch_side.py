@@ -1,11 +1,8 @@
-"""The torch side: DistributedDataParallel with its hooks and AdamW, over gloo."""
+"""What `benchmarks.time_to_loss` trains in torch."""
 
 from __future__ import annotations
 
 import json
-import math
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.cluster import torch_trainer as cluster
-from benchmarks.cluster.plan import Strategy
-from benchmarks.time_to_loss.task import LARGEST_NORM, WEIGHT_DECAY, Config, Task, read_task
-
-_PORT = 29_511
+from benchmarks.time_to_loss.task import LARGEST_NORM, WEIGHT_DECAY, Config, read_task
 
 
 class Block(nn.Module):
@@ -36,12 +29,11 @@ class Block(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From and to (batch, context, width)."""
-        batch, context, width = x.shape
-        qkv = self.qkv(self.attention_norm(x))
-        q, k, v = qkv.view(batch, context, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        """Maps (batch, context, width) to the same."""
+        heads = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_out(mixed.transpose(1, 2).reshape(batch, context, width))
+        x = x + self.attention_out(mixed.transpose(1, 2).flatten(2))
         return x + self.mlp_out(functional.relu(self.mlp_in(self.mlp_norm(x))))
 
 
@@ -59,7 +51,7 @@ class Transformer(nn.Module):
         self.output = nn.Linear(config.width, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """From (batch, context) to (batch, context, vocabulary)."""
+        """Maps (batch, context) to (batch, context, vocabulary)."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for layer in range(self.layers):
             x = self.get_submodule(f"block_{layer}")(x)
@@ -67,7 +59,7 @@ class Transformer(nn.Module):
 
 
 def make_model(config: Config, params: dict[str, np.ndarray]) -> Transformer:
-    """The model with the parameters of the Flax model."""
+    """Makes the model with the parameters of the Flax model."""
     model = Transformer(config, len(params["tokens/embedding"]))
     state = {}
     for path, leaf in params.items():
@@ -81,58 +73,42 @@ def make_model(config: Config, params: dict[str, np.ndarray]) -> Transformer:
 
 
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """See `lm.loss_fn`."""
+    """Computes `lm.loss_fn`."""
     logits = model(tokens[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-class TorchTrainer:
-    """One process of a torch job; see `process.Trainer`."""
+class Problem:
+    """The language model, its text and AdamW."""
 
-    def __init__(self, folder: Path, index: int, processes: int, address: str):
-        """Joins the other processes."""
-        cluster.join(index, processes, f"{address}:{_PORT}")
-        self._folder, self._index = folder, index
-        self._config = Config(**json.loads((folder / "config.json").read_text()))
-        self.parameters = sum(x.size for x in read_task(folder / "0.npz").params.values())
-        self._steps = 0
+    largest_norm = LARGEST_NORM
 
-    def start(self, strategy: Strategy, seed: int) -> None:
-        """See `process.Trainer`."""
-        self._task: Task = read_task(self._folder / f"{seed}.npz")
-        self._wrapped: Any = None
-        self._model = make_model(self._config, self._task.params)
-        self._wrapped = cluster.data_parallel(self._model, strategy)
-        self._optimizer: Any = torch.optim.AdamW(
-            self._model.parameters(), lr=0.0, weight_decay=WEIGHT_DECAY, fused=True
-        )
-        self._optimizer = cluster.averaged_locally(self._optimizer, strategy)
-        self._steps, self._call = 0, strategy.round_steps
+    def __init__(self, folder: str, index: int):
+        """Reads what the first process wrote."""
+        self._folder = Path(folder)
+        self._index = index
+        self._config = Config(**json.loads((self._folder / "config.json").read_text()))
+        self._task = read_task(self._folder / "0.npz")
+        self.loss = loss_of
 
-    def train(self, steps: Sequence[int]) -> list[float]:
-        """See `process.Trainer`."""
-        seconds = []
-        for step in steps:
-            tokens = self._task.batches[step % len(self._task.batches), self._index]
-            batch = torch.from_numpy(tokens).long()
-            rate = float(self._task.rates[min(self._steps, len(self._task.rates) - 1)])
-            began = time.perf_counter()
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
-            self._optimizer.zero_grad()
-            loss_of(self._wrapped, batch).backward()
-            nn.utils.clip_grad_norm_(self._model.parameters(), LARGEST_NORM)
-            self._optimizer.step()
-            seconds.append(time.perf_counter() - began)
-            self._steps += 1
-        calls = range(0, len(seconds), self._call)
-        return [sum(seconds[first : first + self._call]) for first in calls]
+    def model(self, seed: int) -> nn.Module:
+        """Makes the model with the parameters of a seed, whose data are used from now on."""
+        self._task = read_task(self._folder / f"{seed}.npz")
+        return make_model(self._config, self._task.params)
 
-    def held_out_loss(self) -> float:
-        """See `process.Trainer`."""
-        own = torch.from_numpy(self._task.share(self._index)).long()
-        with torch.no_grad():
-            loss = loss_of(self._model, own).item()
-        if not math.isfinite(loss):
-            raise FloatingPointError("the held-out loss is not finite")
-        return loss
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        """Makes AdamW."""
+        return torch.optim.AdamW(parameters, lr=0.0, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def rate(self, step: int) -> float:
+        """Returns the learning rate of a step."""
+        return float(self._task.rates[min(step, len(self._task.rates) - 1)])
+
+    def batch(self, step: int) -> torch.Tensor:
+        """Returns this process's sequences."""
+        tokens = self._task.batches[step % len(self._task.batches), self._index]
+        return torch.from_numpy(tokens).long()
+
+    def evaluate(self, model: nn.Module) -> torch.Tensor:
+        """Returns the loss of a share of the held-out text, in nats per byte."""
+        return loss_of(model, torch.from_numpy(self._task.share(self._index)).long())

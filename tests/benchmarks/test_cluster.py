@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import benchmarks.cluster.__main__ as cluster
+from benchmarks.cluster.command import EXIT_UNAVAILABLE
 from benchmarks.cluster.jax_trainer import payload
 from benchmarks.cluster.plan import parse_strategy
 from benchmarks.cluster.report import Case, all_figures, figures_of, table
@@ -62,7 +62,7 @@ def test_a_small_run_measures_both_frameworks_or_is_refused(tmp_path):
         arguments, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
     if not networks.work_here():
-        assert done.returncode == cluster.EXIT_UNAVAILABLE
+        assert done.returncode == EXIT_UNAVAILABLE
         assert "benchmarks.cluster" in done.stderr
         assert "Traceback" not in done.stderr
         return
@@ -106,5 +106,5 @@ def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path):
         assert run.wait(60) == 130, log.read_text()
         assert "interrupted; processes and namespaces" in log.read_text()
     else:
-        assert run.wait(60) == cluster.EXIT_UNAVAILABLE
+        assert run.wait(60) == EXIT_UNAVAILABLE
     assert namespaces_of(run) == []

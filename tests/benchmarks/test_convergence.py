@@ -42,7 +42,7 @@ def test_every_strategy_can_be_made_and_says_what_it_sends(name):
     strategy = STRATEGIES[name]
     state = jax.eval_shape(strategy.build(config).init, config.params())
     assert jax.tree.leaves(state)
-    assert len(strategy.bytes_sent(config)) == config.steps
+    assert strategy.bytes_sent(config) > 0
 
 
 def test_the_table_in_the_document_is_that_of_the_committed_runs():

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.cluster.command import EXIT_UNAVAILABLE
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import read_runs
 from benchmarks.time_to_loss import __main__ as command
@@ -64,7 +65,7 @@ def test_a_small_run_in_both_frameworks_or_a_refusal(tmp_path, monkeypatch, caps
     code = command.main([*setting, "--runs", f"jax/allreduce,torch/allreduce,{phases}"])
     code = code or command.main([*setting, "--runs", timed_run, "--times"])
     if not networks.work_here():
-        assert code == command.EXIT_UNAVAILABLE
+        assert code == EXIT_UNAVAILABLE
         return
     assert code == 0, capsys.readouterr().err
     runs = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
