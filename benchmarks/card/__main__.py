@@ -16,7 +16,7 @@ Parts, the most valuable first; choose some with --parts:
 
 Each part is a process of its own with a limit in seconds: one that breaks the driver's context
 costs itself alone. They run one after the other, and nothing compiles beside what is timed. The
-JSON is written after every row.
+JSON is written after every part; beside it each row stands in a file as soon as it is there.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import os
-import queue
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,100 +64,67 @@ def run_here(part: str, small: bool, quick: bool, devices: int) -> Iterator[dict
     yield from module.rows(small, quick, devices)
 
 
+def run_part(part: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Runs a part in a process of its own, which has so many seconds; returns its rows."""
+    full, quick = LIMITS[part]
+    limit = quick if options.quick else full
+    platforms = "cuda,cpu" if part == "forms" else "cuda"
+    if options.device == "cpu":
+        limit *= 10  # nobody waits for a card where there is none
+        platforms = "cpu"
+    environment = os.environ | {
+        "JAX_PLATFORMS": platforms,
+        "JAX_NUM_CPU_DEVICES": str(options.devices),
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+    command = [sys.executable, "-m", _MODULE, "--run-part", part]
+    command += ["--devices", str(options.devices)]
+    command += [f"--{name}" for name in ("small", "quick") if getattr(options, name)]
+    job = ""
+    if part == "torch":
+        command = [sys.executable, "-m", "benchmarks.overhead.torch_worker"]
+        job = torch_job(options.device, options.small)
+    return limited(command, job, environment, options.out.with_suffix(f".{part}.jsonl"), limit)
+
+
+def limited(
+    command: list[str], job: str, environment: dict[str, str], out: Path, limit: float
+) -> dict[str, Any]:
+    """Runs a command for so many seconds at most; `out` has each row as soon as it is printed."""
+    start = time.monotonic()
+    with out.open("w+") as rows, tempfile.TemporaryFile("w+") as errors:
+        try:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=environment,
+                input=job,
+                stdout=rows,
+                stderr=errors,
+                text=True,
+                timeout=limit,
+                check=False,
+            )
+            code = done.returncode
+        except subprocess.TimeoutExpired:
+            code = -signal.SIGKILL
+        rows.seek(0)
+        errors.seek(0)
+        result: dict[str, Any] = {"limit_s": limit, "code": code}
+        result["seconds"] = round(time.monotonic() - start, 1)
+        result["rows"] = [json.loads(line) for line in rows if line.startswith("{")]
+        if code:
+            result["errors"] = errors.read()[-3000:]
+    return result
+
+
 def torch_job(device: str, small: bool) -> str:
     """Returns what torch's worker reads from its standard input."""
-    shapes = torch_layout(gpt2(2, 64) if small else gpt2(12, 768))
-    job = {"shapes": shapes, "ranks": _TORCH_RANKS, "platform": device}
+    job: dict[str, Any] = {"ranks": _TORCH_RANKS, "platform": device}
+    job["shapes"] = torch_layout(gpt2(2, 64) if small else gpt2(12, 768))
     job["steps"] = 3 if small else 20
     job["warmup"] = 1 if small else 5
     return json.dumps(job)
-
-
-def started(part: str, arguments: argparse.Namespace, errors: Any) -> subprocess.Popen[str]:
-    """Starts the process of a part."""
-    command = [sys.executable, "-m", _MODULE, "--run-part", part]
-    command += ["--devices", str(arguments.devices)]
-    if arguments.small:
-        command.append("--small")
-    if arguments.quick:
-        command.append("--quick")
-    if part == "torch":
-        command = [sys.executable, "-m", "benchmarks.overhead.torch_worker"]
-    platforms = "cpu"
-    if arguments.device == "gpu":
-        platforms = "cuda,cpu" if part == "forms" else "cuda"
-    environment = os.environ | {
-        "JAX_PLATFORMS": platforms,
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    }
-    if arguments.device == "cpu" and part == "devices":
-        environment["JAX_NUM_CPU_DEVICES"] = str(arguments.devices)
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-    )
-    assert process.stdin is not None
-    process.stdin.write(torch_job(arguments.device, arguments.small) if part == "torch" else "")
-    process.stdin.close()
-    return process
-
-
-def rows_of(process: subprocess.Popen[str], seconds: float) -> Iterator[dict[str, Any]]:
-    """Yields the rows that a process prints, and ends it when its time is over."""
-    lines: queue.Queue[str] = queue.Queue()
-
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.put(line)
-        lines.put("")
-
-    threading.Thread(target=read, daemon=True).start()
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            line = lines.get(timeout=max(0.1, end - time.monotonic()))
-        except queue.Empty:
-            process.kill()
-            return
-        if not line:
-            return
-        if line.startswith("{"):
-            yield json.loads(line)
-
-
-def run_part(part: str, arguments: argparse.Namespace, content: dict[str, Any]) -> None:
-    """Runs a part in a process, and writes `content` with its rows after each of them."""
-    full, quick = LIMITS[part]
-    limit = quick if arguments.quick else full
-    if arguments.device == "cpu":
-        limit *= 10  # nobody waits for a card where there is none
-    result: dict[str, Any] = {"rows": [], "limit_s": limit}
-    content["parts"][part] = result
-    start = time.monotonic()
-    with tempfile.TemporaryFile("w+") as errors:
-        process = started(part, arguments, errors)
-        for row in rows_of(process, limit):
-            result["rows"].append(row)
-            write(arguments.out, content)
-        result["code"] = process.wait()
-        result["seconds"] = round(time.monotonic() - start, 1)
-        if result["code"]:
-            errors.seek(0)
-            result["errors"] = errors.read()[-3000:]
-    write(arguments.out, content)
-
-
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Writes the JSON in one step, so that no reader sees half of it."""
-    beside = path.with_suffix(".partial")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    beside.replace(path)
 
 
 def summary(content: dict[str, Any]) -> str:
@@ -165,45 +133,40 @@ def summary(content: dict[str, Any]) -> str:
     rows = [row for part in parts.values() for row in part["rows"]]
     text = [updates_table(rows), steps_table(rows)]
     judged = [row for row in rows if "right" in row]
-    right = [row for row in judged if row["right"]]
-    text.append(f"{len(right)} of {len(judged)} forms, steps and sets of replicas are right.")
-    for row in judged:
-        if not row["right"]:
-            text.append(f"Wrong: {json.dumps(row)}")
+    wrong = [row for row in judged if not row["right"]]
+    right = len(judged) - len(wrong)
+    text.append(f"{right} of {len(judged)} forms, steps and sets of replicas are right.")
+    text += [f"Wrong: {json.dumps(row)}" for row in wrong]
     for name, part in parts.items():
-        if part.get("code"):
+        if part["code"]:
             text.append(f"{name} ended with {part['code']} after {part['seconds']} s.")
-    return "\n\n".join(line for line in text if line)
+    return "\n\n".join(filter(None, text))
 
 
 def updates_table(rows: list[dict[str, Any]]) -> str:
     """Returns updates beside torch's hook and a kernel that moves seven words; empty without."""
-    seven = 0.0
+    seven = math.nan
     torch_ms = {}
-    updates = []
+    table = []
     for row in rows:
         if row.get("kind") == "copies":
             seven = row["seven_words_ms"]
         elif row.get("kind") == "update" and "seconds" in row:
-            torch_ms[row["rank"]] = 1e3 * sorted(row["seconds"])[len(row["seconds"]) // 2]
-        elif row.get("kind") == "update":
-            updates.append(row)
-    if not updates:
-        return ""
-    table = []
-    for row in updates:
+            torch_ms[row["rank"]] = 1e3 * statistics.median_high(row["seconds"])
+    for row in rows:
+        if row.get("kind") != "update" or "seconds" in row:
+            continue
         options = "".join(f", {value}" for value in row["options"].values())
-        hook = torch_ms.get(row["rank"])
         line = [f"{row['rank']}{options}", f"{row['queued_ms']:.2f}", f"{row['waited_ms']:.2f}"]
-        line.append(f"{hook:.1f}" if hook else "")
-        line.append(f"{row['queued_ms'] / seven:.1f}" if seven else "")
+        line.append(f"{torch_ms.get(row['rank'], math.nan):.1f}")
+        line.append(f"{row['queued_ms'] / seven:.1f}")
         line.append(f"{row['launches']:.0f}")
-        line.append("" if row["temporary"] is None else f"{row['temporary']:.2f}")
+        line.append(f"{row['temporary']:.2f}")
         line.append(f"{row['compile_s']:.0f}")
-        table.append(line)
+        table.append(["" if cell == "nan" else cell for cell in line])
     header = ("rank", "queued, ms", "waited, ms", "torch's hook, ms", "queued / seven words",
               "launches", "temporary / gradients", "compiled in, s")  # fmt: skip
-    return markdown(header, table)
+    return markdown(header, table) if table else ""
 
 
 def steps_table(rows: list[dict[str, Any]]) -> str:
@@ -213,9 +176,8 @@ def steps_table(rows: list[dict[str, Any]]) -> str:
         if row.get("kind") == "step":
             time_ms = f"{row['queued_ms']:.1f}"
             table.append([row["reducer"], str(row["devices"]), time_ms, f"{row['compile_s']:.0f}"])
-    if not table:
-        return ""
-    return markdown(("reducer", "devices", "step, ms", "compiled in, s"), table)
+    header = ("reducer", "devices", "step, ms", "compiled in, s")
+    return markdown(header, table) if table else ""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -234,21 +196,23 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 1 if a form is wrong or a part did not end well."""
-    arguments = parser().parse_args(argv)
-    if arguments.run_part:
-        options = (arguments.small, arguments.quick, arguments.devices)
-        for row in run_here(arguments.run_part, *options):
+    options = parser().parse_args(argv)
+    if options.run_part:
+        for row in run_here(options.run_part, options.small, options.quick, options.devices):
             print(json.dumps(row), flush=True)
         return 0
     content: dict[str, Any] = {"machine": describe(_MODULE, ["jax", "numpy"]), "parts": {}}
+    failed = False
     for part in LIMITS:
-        alone = part == "devices" and arguments.devices == 1
-        if part in arguments.parts and not alone:
-            run_part(part, arguments, content)
+        alone = part == "devices" and options.devices == 1
+        if part in options.parts and not alone:
+            result = run_part(part, options)
+            content["parts"][part] = result
+            options.out.write_text(json.dumps(content, indent=1) + "\n")
+            right = [row.get("right", True) for row in result["rows"]]
+            failed |= bool(result["code"]) or not all(right)
     print(summary(content))
-    parts = content["parts"].values()
-    wrong = [row for part in parts for row in part["rows"] if not row.get("right", True)]
-    return int(bool(wrong) or any(part["code"] for part in parts))
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -130,8 +130,8 @@ class Update:
         start = time.perf_counter()
         self._run = jax.jit(mapped, donate_argnums=(0, 1)).lower(grads, state).compile()
         self.compile_seconds = time.perf_counter() - start
-        memory = self._run.memory_analysis()
-        self.temporary_bytes = memory.temp_size_in_bytes if memory else None
+        memory: Any = self._run.memory_analysis()
+        self.temporary_bytes = memory.temp_size_in_bytes
         # The output takes the gradient's place, as in torch's bucket, and is the next gradient.
         self._held = (grads, state)
 
@@ -150,9 +150,7 @@ def update(rank: int, shapes: Shapes, steps: int, **options: Any) -> dict[str, A
     row["queued_ms"] = queued_ms(step, steps)
     row["waited_ms"] = 1e3 * statistics.median(seconds_of(step, 0, steps))
     values = sum(math.prod(shape) for shape in shapes.values())
-    row["temporary"] = None
-    if step.temporary_bytes is not None:
-        row["temporary"] = step.temporary_bytes / 4 / values
+    row["temporary"] = step.temporary_bytes / 4 / values
     kernels = kernels_of(step, 3)
     classes: defaultdict[str, float] = defaultdict(float)
     for name, (_, microseconds) in kernels.items():

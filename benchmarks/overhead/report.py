@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,13 @@ _HEADER = [
 
 
 def table(run: Mapping[str, Any]) -> str:
-    """Medians and ratios as Markdown, with where and how they were measured."""
-    columns = zip(_HEADER, *map(_row, run["cases"]), strict=True)
-    # Those of torch are empty where it was not timed.
-    header, *rows = zip(*(column for column in columns if any(column[1:])), strict=True)
+    """Makes a table of medians and ratios, with where and how they were measured."""
+    header = _HEADER
+    rows = [_row(case) for case in run["cases"]]
+    if not any("torch" in case for case in run["cases"]):
+        keep = [not name.startswith("torch") for name in _HEADER]
+        header = list(itertools.compress(header, keep))
+        rows = [list(itertools.compress(row, keep)) for row in rows]
     lines = [
         "## Compress, decompress and keep the residual, on one device",
         "",
@@ -43,30 +48,31 @@ def table(run: Mapping[str, Any]) -> str:
 
 
 def _row(case: Mapping[str, Any]) -> list[str]:
-    ours, theirs, floor = case.get("jax"), case.get("torch"), case.get("floor")
-    size = f"{case['words'] / 1e6:,.1f} M, {_leaves(case)} leaves"
-    row = [f"{case['tree']} ({size})", str(case["rank"])]
-    row += [_ms(floor), _ms(ours and ours["median"]), _ratio(ours and ours["median"], floor, "x")]
-    row += [_ms(theirs and theirs["median"])]
-    row += [_ratio(theirs and theirs["median"], ours and ours["median"], "x")]
-    row += [_ratio(ours and ours["temporary_bytes"], 4 * case["words"], "")]
-    return [*row, f"{ours['compile_seconds']:.1f}" if ours else ""]
+    floor = case.get("floor", math.nan)
+    ours = case.get("jax", {})
+    median = ours.get("median", math.nan)
+    theirs = case.get("torch", {}).get("median", math.nan)
+    memory = ours.get("temporary_bytes", math.nan) / (4 * case["words"])
+    row = [
+        f"{case['tree']} ({case['words'] / 1e6:,.1f} M, {_leaves(case)} leaves)",
+        str(case["rank"]),
+        f"{1e3 * floor:.1f}",
+        f"{1e3 * median:.1f}",
+        f"{median / floor:.2f}x",
+        f"{1e3 * theirs:.1f}",
+        f"{theirs / median:.2f}x",
+        f"{memory:.2f}",
+        f"{ours.get('compile_seconds', math.nan):.1f}",
+    ]
+    return ["" if cell.startswith("nan") else cell for cell in row]
 
 
 def _leaves(case: Mapping[str, Any]) -> int:
     return len(TREES[case["tree"]]())
 
 
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds:.1f}"
-
-
-def _ratio(a: float | None, b: float | None, unit: str) -> str:
-    return f"{a / b:.2f}{unit}" if a is not None and b else ""
-
-
 def plot(run: Mapping[str, Any], path: Path) -> None:
-    """Writes a PNG: for every tree, the medians as multiples of the floor against the rank."""
+    """Draws for every tree the medians as multiples of the floor against the rank."""
     trees = list(dict.fromkeys(case["tree"] for case in run["cases"]))
     figure, axes = panels(len(trees), 3.8 * len(trees), 3.8)
     names = []
@@ -74,14 +80,12 @@ def plot(run: Mapping[str, Any], path: Path) -> None:
         cases = [case for case in run["cases"] if case["tree"] == tree and "floor" in case]
         ends = [(max(0, len(cases) - 1), 1.0, "floor", MUTED)]
         for framework, name, colour in (("jax", "jaxcomp", BLUE), ("torch", "torch", ORANGE)):
-            points = [
-                (i, case[framework]["median"] / case["floor"])
-                for i, case in enumerate(cases)
-                if framework in case
-            ]
-            if points:
-                axis.plot(*zip(*points, strict=True), "o-", color=colour, linewidth=1.6)
-                ends.append((*points[-1], name, colour))
+            timed = [case for case in cases if framework in case]
+            if timed:
+                places = [cases.index(case) for case in timed]
+                times = [case[framework]["median"] / case["floor"] for case in timed]
+                axis.plot(places, times, "o-", color=colour, linewidth=1.6)
+                ends.append((places[-1], times[-1], name, colour))
         axis.axhline(1, color=MUTED, linewidth=1)
         axis.set_xticks(range(len(cases)), [str(case["rank"]) for case in cases])
         axis.set_xlim(-0.2, len(cases) - 0.2)  # room for the names
@@ -95,19 +99,19 @@ def plot(run: Mapping[str, Any], path: Path) -> None:
 
 
 def plot_growth(run: Mapping[str, Any], path: Path) -> None:
-    """Writes a PNG: time and memory of an update against parameters, compilation against leaves."""
+    """Draws time and memory of an update against parameters, compilation against leaves."""
     figure, axes = panels(3, 11.4, 3.8, share_y=False)
     axes[0].set(xlabel="parameters", xscale="log", yscale="log", title="seconds of an update")
     axes[1].set(xlabel="parameters", xscale="log", title="temporary memory / gradients")
     axes[2].set(xlabel="leaves", xscale="log", yscale="log", title="seconds of compilation")
     for rank, colour in ((4, BLUE), (32, ORANGE)):
-        cases = [(case, case["jax"]) for case in run["cases"] if case["rank"] == rank]
-        shown = (
-            [(case["words"], jax["median"]) for case, jax in cases],
-            [(case["words"], jax["temporary_bytes"] / 4 / case["words"]) for case, jax in cases],
-            [(_leaves(case), jax["compile_seconds"]) for case, jax in cases],
-        )
-        for axis, points in zip(axes, shown, strict=True):
-            axis.plot(*zip(*points, strict=True), "o", color=colour, label=f"rank {rank}")
+        for case in run["cases"]:
+            if case["rank"] == rank:
+                jax = case["jax"]
+                words = case["words"]
+                axes[0].plot(words, jax["median"], "o", color=colour)
+                axes[1].plot(words, jax["temporary_bytes"] / 4 / words, "o", color=colour)
+                axes[2].plot(_leaves(case), jax["compile_seconds"], "o", color=colour)
+        axes[0].plot([], [], "o", color=colour, label=f"rank {rank}")
     axes[0].legend(frameon=False)
     save(figure, path)

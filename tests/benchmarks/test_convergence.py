@@ -38,7 +38,7 @@ def test_a_tiny_study(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if "spectrum" not in name])
 def test_every_strategy_can_be_made_and_says_what_it_sends(name):
-    config = Config(steps=8, replicas=2, layers=1, width=64, heads=2)
+    config = Config(steps=64, replicas=2, layers=1, width=64, heads=2)
     strategy = STRATEGIES[name]
     state = jax.eval_shape(strategy.build(config).init, config.params())
     assert jax.tree.leaves(state)

@@ -225,67 +225,88 @@ def steps_in_a_scan(run, length):
     return several
 
 
-def epochs(run):
-    """Two epochs of three steps, with momentum and a batch for each."""
-
-    def several(state, params, x):
-        batches = jnp.stack([x, 2 * x, 3 * x])
-
-        def one(carry, batch):
-            state, params, momentum = carry
-            (value, grads), state = run(state, params, batch)
-            momentum = jax.tree.map(lambda old, grad: 0.9 * old + grad, momentum, grads)
-            return (state, descended(params, momentum), momentum), value
-
-        def epoch(carry, _):
-            return jax.lax.scan(one, carry, batches)
-
-        momentum = jax.tree.map(jnp.zeros_like, params)
-        return jax.lax.scan(epoch, (state, params, momentum), length=2)
-
-    return several
+# Loops of steps: (run, state, params, x, aside) -> state and params.
 
 
-def counted_loop(run):
-    def several(state, params, x):
-        def one(_, carry):
+def one_after_the_other(run, state, params, x, aside):
+    for scale in (1.0, 2.0):
+        (_, grads), state = run(state, params, scale * x, aside)
+        params = descended(params, grads)
+    return state, params
+
+
+def scanned(length, unroll=1):
+    def several(run, state, params, x, aside):
+        def one(carry, scale):
             state, params = carry
-            (_, grads), state = run(state, params, x)
-            return state, descended(params, grads)
+            (_, grads), state = run(state, params, scale * x, aside)
+            return (state, descended(params, grads)), None
 
-        return jax.lax.fori_loop(0, 7, one, (state, params))
+        return jax.lax.scan(one, (state, params), jnp.arange(1.0, 1 + length), unroll=unroll)[0]
 
     return several
 
 
-SEVERAL = {
-    "scan": lambda run: steps_in_a_scan(run, 10),
-    "epochs": epochs,
-    "counted loop": counted_loop,
-}
+def epochs(run, state, params, x, aside):
+    """Two epochs of three steps, with momentum and a batch for each."""
+    batches = jnp.stack([x, 2 * x, 3 * x])
+
+    def one(carry, batch):
+        state, params, momentum = carry
+        (value, grads), state = run(state, params, batch, aside)
+        momentum = jax.tree.map(lambda old, grad: 0.9 * old + grad, momentum, grads)
+        return (state, descended(params, momentum), momentum), value
+
+    def epoch(carry, _):
+        return jax.lax.scan(one, carry, batches)
+
+    momentum = jax.tree.map(jnp.zeros_like, params)
+    return jax.lax.scan(epoch, (state, params, momentum), length=2)
+
+
+def counted_loop(run, state, params, x, aside):
+    def one(_, carry):
+        state, params = carry
+        (_, grads), state = run(state, params, x, aside)
+        return state, descended(params, grads)
+
+    return jax.lax.fori_loop(0, 7, one, (state, params))
 
 
 # Every kind of loop with one reducer, and every kind of reducer in one loop.
-LOOPED = [("scan", "now"), ("epochs", "now"), ("counted loop", "now")]
-LOOPED += [("scan", "later"), ("scan", "int8")]
+LOOPS = {
+    "scan": (scanned(10), 10, "now"),
+    "exact steps first": (scanned(10), 10, "later"),
+    "int8": (scanned(10), 10, "int8"),
+    "epochs": (epochs, 6, "now"),
+    "counted loop": (counted_loop, 7, "now"),
+    "unrolled in part": (scanned(10, unroll=4), 10, "now"),
+    "unrolled": (scanned(3, unroll=True), 3, "now"),
+    "one after the other": (one_after_the_other, 2, "now"),
+}
 
 
-@pytest.mark.parametrize(("loop", "name"), LOOPED)
-def test_steps_in_a_loop_are_counted(loop, name):
+@pytest.mark.parametrize("name", LOOPS)
+def test_steps_are_counted_also_beside_constants_as_large_as_a_parameter(name):
+    """As FedProx' start, a target network or a batch are."""
+    loop, steps, reducer = LOOPS[name]
     mesh = mesh_of(4)
-    reducer = REDUCERS[name]
+    reducer = REDUCERS[reducer]
     params = parameters(mesh)
-    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
-    program = compiled(SEVERAL[loop](run), run.init(params), params, X)
-    times = {"scan": 10, "epochs": 6, "counted loop": 7}[loop]
-    for steps in (None, times):
-        listed = jaxcomp.check(program, reducer, params, steps=steps)
-        crossing = [collective for collective in listed if "data" in collective.axes]
-        assert {collective.times for collective in crossing} == {times}
+
+    def distance(params, x, aside):
+        return loss(params, x) + jnp.mean((params["up"] - aside["up"]) ** 2)
+
+    run = jaxcomp.value_and_grad(distance, reducer, mesh=mesh, batch_specs=(P("data"), P()))
+    batch = np.ones((256, 256), np.float32)  # as large as a parameter, too
+    arguments = (run.init(params), params, batch, parameters(mesh))
+    program = compiled(functools.partial(loop, run), *arguments)
+    for said in (None, steps):
+        jaxcomp.check(program, reducer, params, steps=said)
     with pytest.raises(ValueError, match=TOO_MUCH):
-        jaxcomp.check(program, reducer, params, steps=times // 2)
+        jaxcomp.check(program, reducer, params, steps=steps // 2)
     with pytest.raises(ValueError, match="bytes over data, "):
-        jaxcomp.check(program, reducer, params, steps=3 * times)
+        jaxcomp.check(program, reducer, params, steps=3 * steps)
 
 
 def test_steps_in_a_loop_within_the_mapped_function_are_counted():
@@ -358,58 +379,9 @@ def test_micro_batches_whose_mean_is_reduced_pass_in_a_loop_of_steps():
     jaxcomp.check(program, reducer, params)
 
 
-def unrolled(run, state, params, x, aside):
-    """Steps one after the other, by hand."""
-    for scale in (1.0, 2.0):
-        (_, grads), state = run(state, params, scale * x, aside)
-        params = descended(params, grads)
-    return state, params
-
-
-def scanned(unroll, length=10):
-    def several(run, state, params, x, aside):
-        def one(carry, scale):
-            state, params = carry
-            (_, grads), state = run(state, params, scale * x, aside)
-            return (state, descended(params, grads)), None
-
-        return jax.lax.scan(one, (state, params), jnp.arange(1.0, 1 + length), unroll=unroll)[0]
-
-    return several
-
-
-ASIDE = {
-    "one after the other": (unrolled, 2),
-    "with a constant": (scanned(1), 10),
-    "unrolled in part": (scanned(4), 10),
-    "unrolled": (scanned(True, 3), 3),
-}
-
-
-@pytest.mark.parametrize("name", ASIDE)
-def test_steps_are_counted_unrolled_too_and_beside_constants_as_large_as_a_parameter(name):
-    """As FedProx' start, a target network or a batch are."""
-    mesh = mesh_of(4)
-    reducer = REDUCERS["now"]
-    params = parameters(mesh)
-    several, steps = ASIDE[name]
-
-    def distance(params, x, aside):
-        return loss(params, x) + jnp.mean((params["up"] - aside["up"]) ** 2)
-
-    run = jaxcomp.value_and_grad(distance, reducer, mesh=mesh, batch_specs=(P("data"), P()))
-    batch = np.ones((256, 256), np.float32)  # as large as a parameter, too
-    arguments = (run.init(params), params, batch, parameters(mesh))
-    program = compiled(functools.partial(several, run), *arguments)
-    jaxcomp.check(program, reducer, params)
-    jaxcomp.check(program, reducer, params, steps=steps)
-    with pytest.raises(ValueError, match=TOO_MUCH):
-        jaxcomp.check(program, reducer, params, steps=1)
-
-
 @pytest.mark.parametrize("unroll", [1, True])
 def test_micro_batches_are_no_steps_unrolled_or_not(unroll):
-    """Neither where the loop around them makes steps."""
+    """Nor where the loop around them makes steps."""
     mesh = mesh_of(4)
     reducer = REDUCERS["now"]
     params = parameters(mesh)
