@@ -126,17 +126,18 @@ class Conv:
         weight = torch.shape("weight")
         kernel = flax.shape("kernel")
         kinds = {OUT_IN: "conv.weight", IN_OUT: "conv_transpose.weight"}
-        one_channel = len(weight) != len(kernel)  # in torch, of a Conv2d that is a Conv1d in Flax
-        if one_channel:
+        orders: dict[str, Shape] = {}
+        space = tuple(range(2, len(weight)))
+        if len(weight) != len(kernel):  # a Conv2d over one channel that is a Conv1d in Flax
             weight = _without_ones(weight)
             kernel = _without_ones(kernel)
-        space = tuple(range(2, len(weight)))
-        orders: dict[str, Shape] = {OUT_IN: (*space, 1, 0)}
-        if not one_channel:
-            orders[IN_OUT] = (*space, 0, 1)
-        if len(weight) == 3:
-            for order in itertools.permutations(range(3)):
-                orders[axes_name(order)] = order
+            rows_last = (*range(1, len(weight)), 0)
+            orders = {OUT_IN: _kernel_order(len(weight)), axes_name(rows_last): rows_last}
+        else:
+            orders = {OUT_IN: (*space, 1, 0), IN_OUT: (*space, 0, 1)}
+            if len(weight) == 3:
+                for order in itertools.permutations(range(3)):
+                    orders[axes_name(order)] = order
         views: dict[str, View] = {}
         seen: set[Shape] = set()
         for form, order in orders.items():

@@ -6,6 +6,7 @@ other, so that of a map only its channels and its places matter.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
@@ -54,18 +55,14 @@ class Flow:
         self.sizes: dict[Layer, dict[str, int]] = {}
         self.channels: dict[Layer, tuple[int, int]] = {}
         self._partners = partners
-        self._convs: list[int] = []  # places of convolutions
-        self._given: dict[int, int] = {}  # a number of values -> the first layer that gives it
         self._places: dict[Layer, int] = {}
         for place, layer in enumerate(self.layers):
             form = answers.get(layer, USUAL).form
             channels = channels_of(layer, partners[layer], form)
             self._places[layer] = place
             self.sizes[layer] = map_sizes(layer, partners[layer], form)
-            self._given.setdefault(self.sizes[layer].get("unflatten", 0), place)
             if any(channels):
                 self.channels[layer] = channels
-                self._convs.append(place)
 
     def movable(self, option: str) -> list[tuple[list[Layer], int]]:
         """Lists the layers whose inputs or outputs may be a map, with the number of these.
@@ -93,32 +90,37 @@ class Flow:
         values = self.sizes[layer][option]
         place = self._places[layer]
         neighbour = self.neighbour(layer, 1)
-        convs = [self.layers[conv] for conv in self._convs if conv > place]
         if option == "flatten":
-            convs = [self.layers[conv] for conv in reversed(self._convs) if conv < place] + convs
+            nearest = sorted(self.channels, key=lambda conv: abs(self._places[conv] - place))
+            convs = sorted(nearest, key=lambda conv: self._places[conv] > place)
         elif neighbour and self.sizes[neighbour].get("flatten") == values:
             return None
-        counts: list[tuple[int, int]] = []
+        else:
+            convs = [conv for conv in self.channels if self._places[conv] > place]
+        counts: list[int] = []
         for conv in convs:
             reads, gives = self.channels[conv]
             # A convolution of each channel by itself reads one, and has as many as it gives.
             count = gives if option == "flatten" or reads == 1 else reads
-            counts.append((count, len(conv.shape("weight")) - 2))
-        for count, space in counts:
             if 1 < count <= values // 2 and values % count == 0:
-                return (_shape(count, values, space),)
-        if self._given.get(values, place) < place:
+                return (_shape(count, values, len(conv.shape("weight")) - 2),)
+            counts.append(count)
+        if option == "unflatten" and (self.channels or neighbour):
             return None
-        if option == "unflatten" and (self._convs or neighbour):
-            return None
-        reads = [sizes.get("flatten") for sizes in self.sizes.values()]
-        side = _LEAST_SIDE if values in reads else _LARGE_SIDE
-        tables = [self.sizes[table]["unflatten"] for table in self.layers if self.is_table(table)]
-        for beside in (0, *dict.fromkeys(tables if option == "flatten" else ())):
-            for count, _ in counts or [(_COLOURS, 2)]:
-                picture = _shape(count, values - beside, 2)
-                if len(picture) == 3 and picture[1] >= side:
-                    return (picture, (beside,)) if beside else (picture,)
+        sizes = list(self.sizes.values())
+        given_before = [one.get("unflatten") for one in sizes[:place]]
+        side = _LEAST_SIDE
+        if option == "unflatten" and values not in [one.get("flatten") for one in sizes]:
+            side = _LARGE_SIDE
+        beside = [0]
+        if option == "flatten":
+            beside += [
+                self.sizes[table]["unflatten"] for table in self.layers if self.is_table(table)
+            ]
+        for rest, count in itertools.product(beside, counts or [_COLOURS]):
+            picture = _shape(count, values - rest, 2)
+            if len(picture) == 3 and picture[1] >= side and values not in given_before:
+                return (picture, (rest,)) if rest else (picture,)
         return None
 
     def neighbour(self, layer: Layer, step: int) -> Layer | None:

@@ -38,18 +38,11 @@ class Group(NamedTuple):
     def in_order(self) -> list[tuple[Layer, Layer]]:
         """Pairs layers that differ in their numbers only, in the order of these; else none do."""
         sides: list[list[Layer]] = []
-        levels: list[list[int]] = []
         for layers in self:
             if len({layer.words for layer in layers}) > 1:
                 return []
             sides.append(sorted(layers, key=lambda layer: layer.numbers))
-            columns = zip(*(layer.numbers for layer in layers), strict=True)
-            counts = [len(set(column)) for column in columns]
-            levels.append([count for count in counts if count > 1])
-        other_levels = levels[0] != levels[1] and min(map(len, levels)) > 1
-        if other_levels or len(sides[0]) != len(sides[1]):
-            return []
-        return list(zip(*sides, strict=True))
+        return list(zip(*sides, strict=True)) if len(self.torch) == len(self.flax) else []
 
 
 class Match:

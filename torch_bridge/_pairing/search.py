@@ -30,7 +30,7 @@ _PATIENCE = 20  # changes of one reading after which it is put behind one twice 
 _FAR = 0.3  # of the outputs' norm: above, a distance says nothing
 _STEP = 0.2  # what one change more counts beside the distance
 _SHOWN = 12  # layers in an error
-_Node: TypeAlias = tuple[Layer, ...]
+_Node: TypeAlias = list[Layer]
 
 
 class Reading(NamedTuple):
@@ -387,56 +387,35 @@ def assign(
 
 
 def _in_turn(layers: Sequence[Layer]) -> list[Layer]:
-    """Orders layers as if series that stand one behind the other were called in turn.
+    """Orders layers as if lists of modules that stand one behind the other were called in turn.
 
     So lists of filters and of gates become the first filter, the first gate, the second filter.
     """
-    runs: list[list[list[Layer]]] = []
-    for segments, inside in itertools.groupby(layers, key=_numbered):
-        member = list(inside)
-        if runs and words_of(_numbered(runs[-1][-1][0]))[0] == words_of(segments)[0]:
-            runs[-1].append(member)
-        else:
-            runs.append([member])
     ordered: list[Layer] = []
-    for _, alike in itertools.groupby(runs, key=len):
-        for turn in zip(*alike, strict=True):
-            ordered += itertools.chain.from_iterable(turn)
+    for _, run in itertools.groupby(layers, key=lambda layer: bool(_places_in_lists(layer))):
+        ordered += sorted(run, key=_places_in_lists)
     return ordered
 
 
-def _numbered(layer: Layer) -> tuple[str, ...]:
-    """Returns the innermost module with a number for a name that a layer lies in, or its own."""
-    for length in range(len(layer.segments), 0, -1):
-        if layer.segments[length - 1].isdigit():
-            return layer.segments[:length]
-    return layer.segments
+def _places_in_lists(layer: Layer) -> list[int]:
+    return [int(segment) for segment in layer.segments if segment.isdigit()]
 
 
 def _exchangeable(layers: Sequence[Layer]) -> Iterator[tuple[list[_Node], list[_Node]]]:
     """Lists modules that can be exchanged, as two lists of the layers in them.
 
-    First all modules of one name with all of another (every query with every key), then the modules
-    of one name in the opposite order, then two neighbours, then any two.
+    First all modules of one name with all of another (every query with every key), then any two.
     """
     nodes: dict[tuple[str, ...], list[Layer]] = {}
     for layer in layers:
         for length in range(1, len(layer.segments) + 1):
             nodes.setdefault(layer.segments[:length], []).append(layer)
-    families: dict[Any, list[_Node]] = {}
-    for segments, inside in nodes.items():
-        kind = (words_of(segments)[0], tuple(layer.signature for layer in inside))
-        families.setdefault(kind, []).append(tuple(inside))
-    alike: dict[Any, list[list[_Node]]] = {}
-    for (_, signatures), members in families.items():
-        alike.setdefault((signatures, len(members)), []).append(members)
-    for series in alike.values():
-        yield from itertools.combinations(series, 2)
-    several = [members for members in families.values() if len(members) > 1]
-    for members in several:
-        half = len(members) // 2
-        yield members[:half], members[: len(members) - half - 1 : -1]
-    for pairs in (itertools.pairwise, lambda members: itertools.combinations(members, 2)):
-        for members in several:
-            for one, other in pairs(members):
-                yield [one], [other]
+    families = grouped(nodes, lambda node: tuple(layer.signature for layer in nodes[node]))
+    for family in families.values():
+        series = grouped(family, lambda node: words_of(node)[0])
+        for ones, others in itertools.combinations(series.values(), 2):
+            if len(ones) == len(others):
+                yield [nodes[one] for one in ones], [nodes[other] for other in others]
+    for family in families.values():
+        for one, other in itertools.combinations(family, 2):
+            yield [nodes[one]], [nodes[other]]
