@@ -8,13 +8,13 @@ What is only named in annotations is in `torch_bridge.types`.
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
 from torch_bridge._base.schema import PowerSGDRecord
-from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._convert.optimizer import optimizer_from_torch, optimizer_to_torch
 from torch_bridge._convert.params import params_from_torch, params_to_torch
 from torch_bridge._convert.powersgd import powersgd_from_torch, powersgd_to_torch
 from torch_bridge._convert.sampling import sharded_indices
 from torch_bridge._convert.to_flax import to_flax
 from torch_bridge._convert.to_torch import to_torch
+from torch_bridge._hook.arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import infer_layout

@@ -25,7 +25,7 @@ _AS_OPTIONS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; errors become one message on standard error and an exit code."""
+    """Runs one command; errors become one message on standard error and an exit code."""
     options = arguments.parsed(argv)
     _return_freed_memory()
     try:
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _return_freed_memory() -> None:
-    """Have glibc give back every freed array: by default it keeps those below 32 MiB."""
+    """Has glibc give back every freed array: by default it keeps those below 32 MiB."""
     mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h
     with contextlib.suppress(OSError, AttributeError):  # another C library: its own business
         ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)

@@ -11,7 +11,7 @@ _PACKAGES = {"torch": "torch", "flax": "flax", "orbax": "orbax-checkpoint"}
 
 
 def import_torch(module: str = "torch") -> Any:
-    """PyTorch, or one of its modules.
+    """Imports PyTorch, or one of its modules.
 
     Raises:
       ModuleNotFoundError: PyTorch is not installed; the message says how to install it.

@@ -23,8 +23,8 @@ def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
       The copy, and the names of what it lacks, as ``args.callback``. Dictionaries lack single
       entries; lists, tuples and sets are there as a whole or not at all.
     """
-    made: dict[int, Any] = {}  # of anything that the entries hold twice, too
-    lacking: list[str] = []
+    made = {}  # of anything that the entries hold twice, too
+    lacking = []
 
     def copy(value: Any, name: str, depth: int) -> Any:
         if isinstance(value, np.generic):

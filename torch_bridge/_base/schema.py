@@ -90,7 +90,7 @@ class PowerSGDRecord:
 
     @property
     def error_sizes(self) -> dict[int, int]:
-        """Bucket index -> length of its error."""
+        """Lengths of the errors, by bucket."""
         return {bucket: error.size for bucket, error in self.error_dict.items()}
 
     @property
@@ -99,7 +99,7 @@ class PowerSGDRecord:
         return {name: getattr(self, name) for name in _NUMBERS if name not in COUNTERS}
 
 
-_NUMBERS: dict[str, type[int] | type[float]] = {}
+_NUMBERS = {}
 for _name, _kind in get_type_hints(PowerSGDRecord).items():
     if _kind in (int, float, bool):
         _NUMBERS[_name] = _kind

@@ -106,8 +106,8 @@ def storage_key(value: Any) -> tuple[Any, ...] | None:
 
 def tied(tensors: Mapping[str, Any]) -> dict[str, str]:
     """Finds tensors of one memory: each further name -> the first one."""
-    first: dict[Any, str] = {}
-    further: dict[str, str] = {}
+    first = {}
+    further = {}
     for name, value in tensors.items():
         key = storage_key(value)
         if key is None:
@@ -135,8 +135,8 @@ def trainable(model: Mapping[str, Any]) -> list[str]:
 
 def equal_matrices(tensors: Mapping[str, Any]) -> dict[str, str]:
     """Finds matrices of equal values: what is tied, where a file has no shared storage."""
-    seen: dict[Any, list[str]] = {}
-    equal: dict[str, str] = {}
+    seen = {}
+    equal = {}
     for name, value in tensors.items():
         shape = shape_of(value)
         if len(shape) < 2 or 0 in shape or not (is_tensor(value) or isinstance(value, np.ndarray)):
@@ -188,7 +188,7 @@ def clean_names(names: Sequence[str]) -> dict[str, str]:
     """
     kept = [_without(name, _WORDS) for name in names]
     cleaned = dict(zip(names, unwrapped(kept), strict=True))
-    first: dict[str, str] = {}
+    first = {}
     ambiguous = []
     for name, clean in cleaned.items():
         other = first.setdefault(clean, name)

@@ -19,11 +19,11 @@ from torch_bridge._base.framework import import_torch
 from torch_bridge._base.terminal import printable
 from torch_bridge._cli.files import FlaxFile, write_flax
 from torch_bridge._cli.progress import steps
-from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
 from torch_bridge._convert.optimizer_groups import MOMENTS
 from torch_bridge._convert.to_flax import to_flax
 from torch_bridge._convert.to_torch import to_torch
 from torch_bridge._convert.torch_updates import UnusedState
+from torch_bridge._hook.arguments import powersgd_kwargs_from_torch
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 from torch_bridge._job.save import write_document
@@ -42,7 +42,7 @@ def convert_to_flax(options: argparse.Namespace) -> None:
     with steps(3) as begin:
         begin(f"reading {len(options.files)} file(s)")
         checkpoint = load(options.files, max_bytes=options.max_bytes)
-        config: dict[str, Any] = {}  # the arguments with which jaxcomp.powersgd goes on
+        config = {}  # the arguments with which jaxcomp.powersgd goes on
         for record in checkpoint.powersgd[:1]:
             kwargs = powersgd_kwargs_from_torch(record, hook=checkpoint.hook)
             if "comm_dtype" in kwargs:
@@ -150,7 +150,7 @@ def _as_made(node: Any, of_nnx: bool, states: Mapping[Any, Any] = _STATES) -> An
 
 
 def _check_out(options: argparse.Namespace) -> None:
-    """Before the work begins. A folder is looked into when its step is known."""
+    """Refuses --out before the work begins; a folder is looked into when its step is known."""
     out: pathlib.Path = options.out
     to_folder = options.command == "to-flax"
     if to_folder and out.suffix == ".msgpack":  # which was a file once

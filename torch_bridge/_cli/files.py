@@ -29,7 +29,7 @@ _SUMS = "SHA256SUMS"  # in a step's folder, as sha256sum writes and checks them
 def write_flax(
     path: pathlib.Path, state: Mapping[str, Any], config: Mapping[str, Any], *, force: bool = False
 ) -> None:
-    """Write a train state as a step of an orbax directory.
+    """Writes a train state as a step of an orbax directory.
 
     Raises:
       CheckpointMismatch: The directory already holds a checkpoint of this step.

@@ -51,7 +51,7 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
             known = layout_of(checkpoint, layout, None)
         except CheckpointMismatch as error:
             missing.append(f"the bucket layout: {error.message}")
-    parts: dict[str, BucketPart] = {}
+    parts = {}
     if known is not None:
         source = "in the file" if checkpoint.layout else "inferred"
         facts["layout"] = f"{'given' if layout else source}, {len(known.buckets)} bucket(s)"

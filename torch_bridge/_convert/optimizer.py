@@ -170,8 +170,8 @@ class OptimizerPlan:
         moving = names_in(pairs, layout.entries if layout and layout.entries else entries)
         begun = any(entry.state for entry in entries.values())
         pairs = [p for p in pairs if p.torch_name in entries and p.kind != "buffer"]
-        parts: dict[Path, _Part | None] = {}
-        split: list[str] = []
+        parts = {}
+        split = []
         for pair in pairs:
             frozen = pair.torch_name not in moving
             part = _part(pair, entries[pair.torch_name], begun, frozen)
@@ -219,7 +219,7 @@ class OptimizerPlan:
                 f"The optimizer has {groups} param groups, and `learning_rate` gives "
                 f"{len(several)} rates. Give one for all, or one for each group."
             )
-        inner: dict[Any, optax.GradientTransformation] = {}
+        inner = {}
         for part in sorted(set(self.parts.values())):
             hyper, rate = hypers[part.group], several[part.group]
             inner[part.label] = hyper.transformation(rate, part.terms, _PAUSES[part.pause])
@@ -240,7 +240,7 @@ class OptimizerPlan:
           fresh: What ``init`` gave.
           taken: Updates so far, where a schedule goes on.
         """
-        kept: dict[str, dict[Path, Any]] = {}
+        kept = {}
         for fields in MOMENTS.values():
             for key in fields.values():
                 kept[key] = self._moments(key)
@@ -282,7 +282,7 @@ def _refuse_untied(pairs: Pairs, model: Document) -> None:
       CheckpointMismatch: With all of them.
     """
     first = tied(model)
-    leaves: dict[str, set[Path]] = {}
+    leaves = {}
     for pair in pairs:
         if pair.rows is None:
             name = first.get(pair.torch_name, pair.torch_name)
@@ -383,7 +383,7 @@ def optimizer_to_torch(
     pairs = pairs_for(model, params, pairs)
     entries = read_entries(like, model, param_names, pairs, layout)
     pairs = [pair for pair in pairs if pair.torch_name in entries and pair.kind != "buffer"]
-    tensors: dict[str, dict[str, Any]] = {}  # by torch's names of what is kept, and of parameters
+    tensors = {}  # by torch's names of what is kept, and of parameters
     for key, leaves in kept_moments(state).items():
         # A packed tensor needs all of its leaves.
         lacking = {pair.torch_name for pair in pairs if pair.path not in leaves}
@@ -392,8 +392,8 @@ def optimizer_to_torch(
             tensors[key] = {p.torch_name: np.array(leaves[p.path], np.float32) for p in whole}
         else:
             tensors[key] = tensors_from_flax(whole, leaves, mean=True)
-    filled: dict[int, dict[str, Any]] = {}
-    without: list[str] = []
+    filled = {}
+    without = []
     for name, entry in entries.items():
         keys = entry.hyper.keeps
         if any(name not in tensors.get(key, ()) for key in keys):

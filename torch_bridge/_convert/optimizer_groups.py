@@ -89,7 +89,7 @@ class Hyperparameters(NamedTuple):
           pause: Put around everything but the learning rate, whose schedule goes on for all.
         """
         decay = self.weight_decay
-        links: list[optax.GradientTransformation] = []
+        links = []
         if self.maximize:
             links.append(optax.scale(-1.0))
         if decay and self.algorithm != "adamw":
@@ -218,7 +218,7 @@ def read_entries(
         )
     originals = {clean: name for name, clean in clean_names(list(model)).items()}
     cleaned = clean_names(names)
-    named: dict[str, Entry] = {}
+    named = {}
     for name, entry in zip(names, entries, strict=True):
         named[originals.get(cleaned[name], name)] = entry
     if len(named) < len(entries):
@@ -233,9 +233,9 @@ def _numbered(optimizer: Document) -> list[Entry]:
     Raises:
       CheckpointMismatch: A count is none.
     """
-    entries: list[Entry] = []
+    entries = []
     for number, group in enumerate(optimizer["param_groups"]):
-        states: dict[int, dict[str, Any]] = {}
+        states = {}
         for index in group["params"]:
             state = optimizer["state"].get(index, {})
             states[index] = {key: value for key, value in state.items() if value is not None}
@@ -254,8 +254,8 @@ def _refuse_others(entries: Mapping[str, Entry], model: Document) -> None:
     Raises:
       CheckpointMismatch: With all of these.
     """
-    mis_shaped: list[str] = []
-    complex_ones: list[str] = []
+    mis_shaped = []
+    complex_ones = []
     for name in entries.keys() & model.keys():
         shape = shape_of(model[name])
         state = entries[name].state
@@ -285,7 +285,7 @@ def recorded_names(optimizer: Document, param_names: ParamNames) -> list[str] | 
     """Returns the names that the user says, or the optimizer has recorded; None where neither."""
     if param_names is None:
         param_names = [group.get("param_names") for group in optimizer["param_groups"]]
-    flat: list[str] = []
+    flat = []
     for part in param_names:
         if part is None:
             return None
@@ -333,7 +333,7 @@ def _names_by_order(
 
 def _alike(names: Sequence[str], model: Document) -> Iterator[tuple[str, str]]:
     """Yields parameters of one shape that follow each other, which nothing else tells apart."""
-    last: dict[Any, str] = {}
+    last = {}
     for name in names:
         shape = shape_of(model[name])
         if shape in last:
@@ -393,7 +393,7 @@ def notes_on_entries(entries: Mapping[str, Entry], model: Document, named: bool)
                 f"{printable(second)} (of one shape) have each other's state: pass param_names=."
             )
             break
-    cast: list[str] = []
+    cast = []
     for name, entry in entries.items():
         dtype = _dtype_name(model[name])
         for key, value in entry.state.items():

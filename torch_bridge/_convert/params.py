@@ -123,7 +123,7 @@ def as_tensors(values: Mapping[str, Any], copied: Collection[int] = ()) -> dict[
       values: By name.
       copied: ``id`` of those that are somebody else's.
     """
-    made: dict[int, Any] = {}
+    made = {}
     for value in values.values():
         if id(value) not in made:
             copy = id(value) in copied

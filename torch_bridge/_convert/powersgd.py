@@ -18,7 +18,7 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import BUFFERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy
 from torch_bridge._base.terminal import printable, some
-from torch_bridge._convert.arguments import powersgd_kwargs_from_torch
+from torch_bridge._hook.arguments import powersgd_kwargs_from_torch
 from torch_bridge._hook.buckets import BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
@@ -54,7 +54,7 @@ def powersgd_from_torch(
     missing_ranks: str = "error",
     matrix_dims: MatrixDimsFn | None = None,
 ) -> PowerSGDState:
-    """Torch's hook state as a consolidated `jaxcomp.PowerSGDState`.
+    """Makes a consolidated `jaxcomp.PowerSGDState` of torch's hook state.
 
     The outputs of PowerSGD depend on the replicas' errors through their mean only, so the mean over
     all ranks goes on with the same trajectory, on any number of replicas.
@@ -130,8 +130,8 @@ def filled_state(
     """
     residuals: Leaves = {}
     factors: Leaves = {}
-    afresh: list[str] = []
-    packed: list[str] = []
+    afresh = []
+    packed = []
     for pair, part, q_rows in _common_matrices(params, pairs, record, layout, matrix_dims):
         kept = [array for array in (part.error, part.q) if array is not None]
         if not all(np.isfinite(array).all() for array in kept):
@@ -213,8 +213,8 @@ def _common_matrices(
     )
     parts = layout.parts(record) if layout else {}
     names = names_in(pairs, parts)
-    matrices: list[CommonMatrix] = []
-    problems: list[str] = []
+    matrices = []
+    problems = []
     for pair in pairs:
         if pair.torch_name not in names:
             continue  # frozen in torch
@@ -378,7 +378,7 @@ def _fill(
     """Writes residuals and factors into the buffers of a record."""
     residuals = leaves_by_path(state.residual)
     factors = leaves_by_path(state.q)
-    seen: dict[str, list[np.ndarray]] = {}  # a packed tensor has a Q for each of its leaves
+    seen = {}  # a packed tensor has a Q for each of its leaves
     for pair, part, q_rows in matrices:
         if part.error is not None and pair.path in residuals:
             part.error[slice(*pair.row_range)] = pair.to_torch(residuals[pair.path])

@@ -14,7 +14,7 @@ def sharded_indices(
     epoch: int = 0,
     drop_last: bool = False,
 ) -> np.ndarray:
-    """Indices of the samples that one replica reads in one epoch: every `num_replicas`-th.
+    """Returns the samples that one replica reads in one epoch: every `num_replicas`-th.
 
     The same indices as ``torch.utils.data.DistributedSampler`` after ``set_epoch(epoch)``, the
     order included: the permutation is drawn as torch's CPU generator draws it, so a run that moves
@@ -64,7 +64,7 @@ def sharded_indices(
 
 
 def _torch_permutation(n: int, seed: int) -> np.ndarray:
-    """``torch.randperm(n)`` with a CPU generator seeded with `seed`."""
+    """Draws ``torch.randperm(n)`` with a CPU generator seeded with `seed`."""
     # Both are the Mersenne twister, seeded by the same rule with the low 32 bits of the seed.
     generator = np.random.RandomState(seed & 0xFFFFFFFF)
     draws = generator.randint(0, 2**32, size=n - 1, dtype=np.uint32).astype(np.int64)

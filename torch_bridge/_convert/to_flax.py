@@ -11,10 +11,10 @@ import optax
 
 import jaxcomp
 from torch_bridge._base.terminal import some
-from torch_bridge._convert.arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._convert.optimizer import HELD, UNUSED, OptimizerPlan, Rates
 from torch_bridge._convert.optimizer_groups import ParamNames
 from torch_bridge._convert.powersgd import filled_state
+from torch_bridge._hook.arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
@@ -63,14 +63,14 @@ class FlaxRun:
 
     @property
     def transformation(self) -> optax.GradientTransformation:
-        """The complete ``optax.chain(reducer, optimizer)``."""
+        """Complete ``optax.chain(reducer, optimizer)``."""
         if self.optimizer is None:
             return optax.chain(self.reducer)
         return optax.chain(self.reducer, self.optimizer)
 
     @property
     def opt_state(self) -> tuple[Any, ...]:
-        """The state of `transformation`."""
+        """State of `transformation`."""
         if self.optimizer is None:
             return (self.reducer_state,)
         return (self.reducer_state, self.optimizer_state)

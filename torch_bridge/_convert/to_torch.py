@@ -142,7 +142,7 @@ def to_torch(
 
 def _split(opt_state: Any) -> tuple[list[PowerSGDState], Any]:
     """Takes every state of PowerSGD out of an Optax state; returns them and the rest."""
-    reducers: list[PowerSGDState] = []
+    reducers = []
 
     def take(node: Any) -> Any:
         if not isinstance(node, PowerSGDState):
@@ -158,7 +158,7 @@ def _warn_of_lost_states(
     like: Checkpoint, layout: BucketLayout | None, reducers: Sequence[PowerSGDState], rest: Any
 ) -> None:
     """Says what `like` has no place for; a file by another name is easily taken for it."""
-    lost: list[str] = []
+    lost = []
     if reducers and not (like.powersgd or layout):
         lost.append("PowerSGD")
     if like.optimizer is None and kept_moments(rest):

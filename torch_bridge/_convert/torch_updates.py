@@ -17,7 +17,7 @@ class UnusedState(NamedTuple):
 
 
 def until_gradient(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`inner` from the first gradient on that is not zero.
+    """Applies `inner` from the first gradient on that is not zero.
 
     torch skips a parameter whose ``grad`` is None, while JAX gives an unused leaf a gradient of
     zeros, which would count steps and let weight decay act.
@@ -43,7 +43,7 @@ def until_gradient(inner: optax.GradientTransformation) -> optax.GradientTransfo
 
 
 def held(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """No updates; the state of `inner` stays as it is, as torch keeps that of a frozen parameter.
+    """Makes no updates and keeps the state of `inner`, as torch keeps that of a frozen parameter.
 
     Args:
       inner: What made the state.

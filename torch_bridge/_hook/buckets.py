@@ -256,25 +256,19 @@ class BucketLayout:
         """
         parts = {}
         for index, bucket in enumerate(self.buckets):
-            groups: dict[tuple[int, int], int] = {}
+            error, p, q = (_Cursor(getattr(record, name).get(index)) for name in BUFFERS)
+            errors = {}
+            groups = {}
             for entry in bucket:
+                errors[entry] = error.take(entry.size)
                 groups.setdefault(entry.matrix, len(groups))
-            order = sorted(bucket, key=lambda entry: groups[entry.matrix])
-            ranks = [entry.factor_rank(record) for entry in order]
-            factored = list(zip(order, ranks, strict=True))
-            errors = _cut(record.error_dict.get(index), [entry.size for entry in bucket])
-            error_of = dict(zip(bucket, errors, strict=True))
-            ps = _cut(record.p_memory_dict.get(index), [e.matrix[0] * rank for e, rank in factored])
-            qs = _cut(record.q_memory_dict.get(index), [e.matrix[1] * rank for e, rank in factored])
-            for (entry, rank), p, q in zip(factored, ps, qs, strict=True):
-                error = error_of[entry]
-                if error is not None:
-                    error = entry.from_memory(error)
-                if p is not None:
-                    p = p.reshape(entry.matrix[0], rank)
-                if q is not None:
-                    q = q.reshape(entry.matrix[1], rank)
-                parts[entry.name] = BucketPart(entry, index, rank, error, p, q)
+            for entry in sorted(bucket, key=lambda entry: groups[entry.matrix]):
+                rank = entry.factor_rank(record)
+                rows, cols = entry.matrix
+                flat = errors[entry]
+                whole = None if flat is None else entry.from_memory(flat)
+                part = BucketPart(entry, index, rank, whole, p.take(rows, rank), q.take(cols, rank))
+                parts[entry.name] = part
         return parts
 
     def buffer_sizes(self, record: Any) -> dict[str, dict[int, int]]:
@@ -303,11 +297,17 @@ class BucketLayout:
         return lines
 
 
-def _cut(flat: Any, sizes: Sequence[int]) -> Sequence[np.ndarray | None]:
-    """Cuts a buffer into consecutive views of these sizes; None stays None."""
-    if flat is None:
-        return [None] * len(sizes)
-    return np.split(to_numpy(flat), np.cumsum(sizes, dtype=int))[:-1]
+class _Cursor:
+    """Takes a buffer apart into consecutive views; of no buffer all are None."""
+
+    def __init__(self, flat: Any) -> None:
+        self._flat = None if flat is None else to_numpy(flat)
+        self._end = 0
+
+    def take(self, *shape: int) -> np.ndarray | None:
+        start = self._end
+        self._end += math.prod(shape)
+        return None if self._flat is None else self._flat[start : self._end].reshape(shape)
 
 
 def _entry(item: Any) -> BucketEntry:

@@ -117,7 +117,7 @@ def read_records(value: Mapping[str, Any]) -> list[PowerSGDRecord]:
         raise CheckpointMismatch(f"`errors` must have a dictionary for each of 1 to {MAX_RANKS}")
     if sum(map(len, errors)) > _MAX_BUFFERS:
         raise CheckpointMismatch(f"`errors` hold more than {_MAX_BUFFERS} tensors")
-    records: dict[int, PowerSGDRecord] = {}  # `to_torch` writes one dictionary for all ranks
+    records = {}  # `to_torch` writes one dictionary for all ranks
     sizes = None
     for error in errors:
         if id(error) in records:

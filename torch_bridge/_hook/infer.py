@@ -61,8 +61,8 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     if not checkpoint.powersgd or not checkpoint.model:
         raise CheckpointMismatch(f"The layout cannot be inferred without a model. {_HOW_TO}")
     record = checkpoint.powersgd[0]
-    fitting: dict[Any, tuple[str, BucketLayout]] = {}
-    reasons: list[str] = []
+    fitting = {}
+    reasons = []
     for label, order in _candidates(checkpoint.model, frozen, record.error_sizes):
         layout = BucketLayout.from_order(order, checkpoint.model)
         flaw = _flaw_of(layout, checkpoint)
@@ -118,7 +118,7 @@ def _flaw_of(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
     wrong = layout.misfits(record)
     if wrong:
         return wrong[0]
-    means: dict[str, BucketPart] = {}
+    means = {}
     if not checkpoint.missing_ranks:
         means = layout.parts(checkpoint.mean)
     several = len(checkpoint.powersgd) > 1
@@ -219,12 +219,12 @@ def _candidates(
 
 def _orders(names: Sequence[str], model: Mapping[str, np.ndarray]) -> dict[str, list[str]]:
     """Returns the orders in which gradients become ready, from the last module to the first."""
-    modules: dict[str, list[str]] = {}
+    modules = {}
     for name in names:
         module, _, _ = name.rpartition(".")
         modules.setdefault(module, []).append(name)
-    ready: list[str] = []
-    whole: list[str] = []
+    ready = []
+    whole = []
     for members in reversed(modules.values()):
         whole.extend(members)
         # autograd hands over a Linear's bias before its weight, but a convolution's or a

@@ -56,7 +56,7 @@ def load(
     *,
     max_bytes: int | None = None,
 ) -> Checkpoint:
-    """Read a PyTorch checkpoint without executing anything from it and without importing torch.
+    """Reads a PyTorch checkpoint without executing anything from it and without importing torch.
 
     Reads the zip files that ``torch.save`` writes since 1.6: the documented
     ``{'state_dict', 'comm_hook', 'comm_hook_state'}``, the ``PowerSGDState`` itself, its
@@ -194,7 +194,7 @@ def _take(mapping: dict[Any, Any], names: Sequence[str], kind: Any) -> Any:
 
 def _model(model: Any) -> dict[str, np.ndarray]:
     """Takes the tensors of a state_dict, by names without the prefixes of wrappers."""
-    tensors: dict[Any, np.ndarray] = {}
+    tensors = {}
     if isinstance(model, dict):
         # get_extra_state() may put anything beside the tensors.
         tensors = {key: entry for key, entry in model.items() if isinstance(entry, np.ndarray)}

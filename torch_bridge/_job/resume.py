@@ -66,7 +66,7 @@ def resume_powersgd(
     *,
     hook: Callable[..., Any] | None = None,
 ) -> None:
-    """Register the hook such that compression goes on at the very next step.
+    """Registers the hook such that compression goes on at the very next step.
 
     torch's own way of resuming compresses on buckets that are not rebuilt yet, and a state that is
     merely safe runs two uncompressed steps first. This makes DDP rebuild its buckets beforehand:
@@ -136,7 +136,7 @@ def _default_hook(state: PowerSGDState) -> Callable[..., Any]:
 
 
 def waiting_hook(state: PowerSGDState, bucket):  # DDP compares annotations with its own classes
-    """``powerSGD_hook`` that has sent a bucket before the next one begins.
+    """Calls ``powerSGD_hook`` and waits until it has sent a bucket before the next one begins.
 
     Over gloo torch's own hook hangs as soon as DDP cuts several buckets, because the ranks start
     the all-reduces of different buckets in different orders. For ``register_comm_hook``, also
@@ -159,7 +159,7 @@ def waiting_hook(state: PowerSGDState, bucket):  # DDP compares annotations with
 
 
 def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None:
-    """Move the buffers of `state` from one layout to another of the same parameters."""
+    """Moves the buffers of `state` from one layout to another of the same parameters."""
     if sorted(old.names) != sorted(new.names):
         raise CheckpointMismatch(
             "DDP's buckets hold other parameters than the layout. Use the layout that the state "

@@ -20,10 +20,10 @@ from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.schema import BUFFERS, PowerSGDRecord, record_from_slots
 from torch_bridge._base.tensors import to_numpy
 from torch_bridge._base.terminal import printable
+from torch_bridge._hook.arguments import hook_name
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import make_document
-from torch_bridge._hook.registered import hook_name
 from torch_bridge._job.example import example_inputs, run_example
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _present_order(
     ddp_model: DistributedDataParallel, parameters: Mapping[str, torch.nn.Parameter]
 ) -> list[list[str]]:
     """Returns the names in each of DDP's buckets."""
-    order: list[list[str]] = []
+    order = []
     rebuilt = _logged(ddp_model).get("rebuilt_per_bucket_param_indices")
     if rebuilt:
         names = list(parameters)
@@ -182,7 +182,7 @@ def save_checkpoint(
     example: torch.Tensor | Sequence[torch.Tensor] | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> None:
-    """Write one complete checkpoint: model, optimizer, hook state with every rank's error, layout.
+    """Writes one complete checkpoint: model, optimizer, hook state with every rank's error, layout.
 
     Every rank must call it. Rank 0 receives the errors one by one (its memory grows by one model
     per rank, on the CPU) and writes a single file: under another name first, so that a crash
@@ -226,7 +226,7 @@ def save_checkpoint(
     inputs = None if example is None else example_inputs(example)
     group: Any = getattr(state, "process_group", None) or ddp_model.process_group
     layout = None
-    errors: list[dict[int, torch.Tensor]] = []
+    errors = []
     if state is not None:
         if holds_buffers(state):
             layout = record_layout(ddp_model, state)

@@ -193,7 +193,7 @@ def _array(budget: Budget, raw: Any, dtype: Any, shape: Any, fortran: bool) -> n
 
 
 def _listed(values: Any) -> Any:
-    """`values`, which must not be an array: a few bytes can be seen as one of any size."""
+    """Refuses an array where a list belongs: a few bytes can be seen as one of any size."""
     return expect(values, (tuple, list, set, frozenset), "where a list belongs")
 
 

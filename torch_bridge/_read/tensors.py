@@ -54,7 +54,7 @@ class Storage:
 
 def storage_reader(read: Callable[[str, int], np.ndarray]) -> Callable[..., Storage]:
     """Makes what a persistent id means; `read` gives the bytes of an entry of a given size."""
-    storages: dict[str, Storage] = {}
+    storages = {}
 
     def storage(kind: Any, name: Any, _location: Any, numel: Any, *_: Any) -> Storage:
         if not isinstance(kind, Global) or kind.name not in STORAGES:

@@ -1,4 +1,4 @@
-"""Arguments of torch's communication hooks, in jaxcomp's words.
+"""torch's communication hooks, by name, and their arguments, in jaxcomp's words.
 
 A widely copied tutorial gives ``PowerSGDState`` arguments that no release of torch has had. People
 paste it, so each of them is refused here with what to use instead.
@@ -7,14 +7,17 @@ paste it, so each of them is refused here with what to use instead.
 from __future__ import annotations
 
 import difflib
+import inspect
+import re
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
 import jaxcomp
-from torch_bridge._hook.registered import unwrapped_hook
 
+_WRAPPED = re.compile(r"(\w+_compress_wrapper)_hook")
+_NARROW = {"fp16": jnp.float16, "bf16": jnp.bfloat16}
 # torch's argument, in torch's order -> jaxcomp's, which checks the value; None where it needs none.
 _ARGUMENTS = {
     "process_group": None,
@@ -78,8 +81,49 @@ _ELSEWHERE = {
 }
 
 
+def hook_name(hook: Any) -> str:
+    """Writes a hook as text: ``"fp16_compress_wrapper(powerSGD_hook)"``.
+
+    Args:
+      hook: A function, a ``DDPCommHookType``, or a name that may begin with a module's.
+
+    Example:
+      >>> hook_name("default_hooks.fp16_compress_wrapper(powerSGD_hook)")
+      'fp16_compress_wrapper(powerSGD_hook)'
+    """
+    wrappers = []
+    wrapped = _WRAPPED.fullmatch(getattr(hook, "__name__", ""))
+    while wrapped:
+        wrappers.append(wrapped[1])
+        hook = inspect.getclosurevars(hook).nonlocals["hook"]
+        wrapped = _WRAPPED.fullmatch(getattr(hook, "__name__", ""))
+    if callable(hook):
+        hook = getattr(hook, "__name__", type(hook).__name__)
+    words = list(wrappers)
+    for word in str(getattr(hook, "name", hook)).split("("):
+        words.append(word.rpartition(".")[2])
+    return "(".join(words) + ")" * len(wrappers)
+
+
+def unwrapped_hook(hook: Any) -> tuple[str, Any]:
+    """Returns the name of a hook without its compression wrapper, and the wrapper's dtype or None.
+
+    Example:
+      >>> unwrapped_hook("bf16_compress_wrapper(powerSGD_hook)")[0]
+      'powerSGD_hook'
+    """
+    if hook is None:
+        return "", None
+    words = hook_name(hook).rstrip(")").split("(")
+    name = words.pop()
+    for word in words:
+        if word[:4] in _NARROW:
+            return name, _NARROW[word[:4]]
+    return name, None
+
+
 def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -> dict[str, Any]:
-    """The keyword arguments of `jaxcomp.powersgd` for those of torch's ``PowerSGDState``.
+    """Translates into keyword arguments of `jaxcomp.powersgd` those of torch's ``PowerSGDState``.
 
     ``feedback_every_n_iters``, ``error_decay``, ``warm_up_beta_factor``, ``lr_scheduler``,
     ``error_feedback``, ``bytes_per_weight``, ``update_state``, ``enabled`` and ``comm_device``,
@@ -123,16 +167,21 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
             close = difflib.get_close_matches(name, _KNOWN, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(_KNOWN)}."
             raise ValueError(f"{name!r} is not an argument of torch's PowerSGDState. {hint}")
-    given |= arguments
-    kwargs = {ours: value for name, value in given.items() if (ours := _ARGUMENTS.get(name))}
-    dtype = unwrapped_hook(hook)[1]
-    return kwargs if dtype is None else {**kwargs, "comm_dtype": dtype}
+    kwargs = {}
+    for name, value in (given | arguments).items():
+        ours = _ARGUMENTS.get(name)
+        if ours:
+            kwargs[ours] = value
+    _, dtype = unwrapped_hook(hook)
+    if dtype is not None:
+        kwargs["comm_dtype"] = dtype
+    return kwargs
 
 
 def reducer_from_torch(
     hook: Any, state: Any = None, *, axis_name: str | tuple[str, ...], **arguments: Any
 ) -> optax.GradientTransformation:
-    """The reducer that stands for one of torch's DDP communication hooks.
+    """Makes the reducer that stands for one of torch's DDP communication hooks.
 
     Args:
       hook: A ``DDPCommHookType`` or its name (``'POWER_SGD_RANK2'``), a hook function or its name,
