@@ -130,8 +130,13 @@ def local_sgd_round(
         syncs.append(
             check_sync(axis_name, reducer, optimizer, average_inner_state, drop_non_finite)
         )
-    if len(syncs) > 1 or streaming.delay:
-        _check_whole(average_inner_state, drop_non_finite)
+    in_parts = streaming.delay or len(syncs) > 1
+    if in_parts and (average_inner_state is not False or drop_non_finite):
+        raise ValueError(
+            f"average_inner_state={average_inner_state!r} and drop_non_finite={drop_non_finite!r} "
+            "need fragments=1 and fragment_sync_delay=0: an inner state belongs to all parameters, "
+            "and what is not finite in some spreads to the others."
+        )
     if not callable(step_fn):
         raise ValueError(f"`step_fn` must be a function, got {step_fn!r}.")
     if inner_init is not None and not callable(inner_init):
@@ -152,33 +157,14 @@ def _one_for_each(outer: Any, fragments: int) -> list[Any]:
     """Returns the outer optimizer of each fragment.
 
     Raises:
-      ValueError: If a list has not as many.
+      ValueError: If a list has not one for each.
     """
     if type(outer) not in (list, tuple):  # an optimizer is a tuple, too, of a class of its own
         return [outer] * fragments
-    if len(outer) != fragments:
+    if len(outer) != fragments or None in outer:
         raise ValueError(
-            f"`outer` has {len(outer)} optimizers for {fragments} fragments. Pass one for each, in "
-            "the order of `fragments`, or a single one for all."
-        )
-    if None in outer:
-        raise ValueError(
-            "`outer` has None in its list. Pass an optimizer for each fragment, optax.sgd(1.0) for "
-            "one that takes the mean as it is."
+            f"`outer` has {len(outer)} optimizers for {fragments} fragments, or None in its list. "
+            "Pass one for each, in the order of `fragments`, optax.sgd(1.0) for one that takes the "
+            "mean as it is; or a single one for all."
         )
     return list(outer)
-
-
-def _check_whole(average_inner_state: Any, drop_non_finite: Any) -> None:
-    """Refuses what has no meaning for a part of the parameters."""
-    if average_inner_state is not False:
-        raise ValueError(
-            f"average_inner_state={average_inner_state!r} needs fragments=1 and "
-            "fragment_sync_delay=0: the inner state belongs to all parameters, and goes on while a "
-            "part of them is averaged."
-        )
-    if drop_non_finite:
-        raise ValueError(
-            "drop_non_finite=True needs fragments=1 and fragment_sync_delay=0: what is not finite "
-            "in one part spreads to the others before their turn."
-        )

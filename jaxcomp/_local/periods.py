@@ -100,23 +100,13 @@ def _check_hierarchy(sync_every: Mapping[AxisName, int], axis_name: AxisName) ->
         levels.append(Level(axes, check_int(f"sync_every[{key!r}]", period, 1)))
     # With equal periods the wider level comes later and wins.
     levels.sort(key=lambda level: (level.period, len(level.axes)))
+    fits = bool(levels) and set(levels[-1].axes) == set(axis_tuple(axis_name))
     for narrow, wide in itertools.pairwise(levels):
-        if wide.period % narrow.period:
-            raise ValueError(
-                f"`sync_every` averages over {narrow.axes} every {narrow.period} steps and over "
-                f"{wide.axes} every {wide.period}: each period must divide the next."
-            )
-        if not set(narrow.axes) <= set(wide.axes):
-            both = tuple(dict.fromkeys(narrow.axes + wide.axes))
-            raise ValueError(
-                f"`sync_every` averages over {wide.axes} every {wide.period} steps, and these do "
-                f"not contain {narrow.axes}, averaged every {narrow.period}. Let a level contain "
-                f"the axes of the one before: {both!r}."
-            )
-    widest = levels[-1].axes if levels else ()
-    if set(widest) != set(axis_tuple(axis_name)):
+        fits &= set(narrow.axes) <= set(wide.axes) and wide.period % narrow.period == 0
+    if not fits:
         raise ValueError(
-            f"`sync_every` averages over {widest} at most, so replicas along the other axes of "
-            f"axis_name={axis_name!r} would never synchronise. Give a period for all of them."
+            f"`sync_every` is {dict(sync_every)!r}. Give levels of which each has the axes of the "
+            "one before and more, and a multiple of its period, and the last all axes of "
+            f"axis_name={axis_name!r}; otherwise some replicas would never synchronise."
         )
     return tuple(levels)

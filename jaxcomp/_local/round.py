@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp._base.leaves import leaf_name
+from jaxcomp._base.leaves import is_floating, leaf_name
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import AxisName, KeyPath, PyTree
 from jaxcomp._local.fragments import Streaming, numbered, part_of, put_back
@@ -231,11 +231,12 @@ class LocalSGDRound:
         if begin == end:
             return params, inner
 
-        def local(params: PyTree, inner: PyTree) -> tuple[PyTree, PyTree]:
+        def marked(leaf: Any) -> Any:
             # Floating ones only: others are not averaged, so they stay replicated.
-            floating = part_of(params, numbered(params))
-            marked, inner = as_local((floating, inner), self.axis_name)
-            return put_back(marked, params), inner
+            return as_local(leaf, self.axis_name) if is_floating(jnp.asarray(leaf)) else leaf
+
+        def local(params: PyTree, inner: PyTree) -> tuple[PyTree, PyTree]:
+            return jax.tree.map(marked, params), as_local(inner, self.axis_name)
 
         def step(carry: Any, batch: Any) -> Any:
             params, inner = carry

@@ -145,18 +145,18 @@ def _one_each(
     batch_specs: Any, args: tuple[Any, ...], params_at: tuple[int, ...]
 ) -> tuple[Any, ...]:
     """Returns a tree of specifications for each argument: P() for parameters."""
-    others = [i for i in range(len(args)) if i not in params_at]
+    others = len(args) - len(params_at)
     several = isinstance(batch_specs, (tuple, list)) and not isinstance(batch_specs, PartitionSpec)
-    each = batch_specs if several else [batch_specs] * len(others)
-    if len(each) != len(others):
+    each = batch_specs if several else [batch_specs] * others
+    if len(each) != others:
         raise ValueError(
-            f"`batch_specs` has {len(each)} entries, and the function was called with "
-            f"{len(others)} arguments besides the parameters. Give one specification for all of "
-            "them, or a tuple with one for each."
+            f"`batch_specs` has {len(each)} entries, and the function was called with {others} "
+            "arguments besides the parameters. Give one specification for all of them, or a tuple "
+            "with one for each."
         )
-    specs: list[Any] = [PartitionSpec()] * len(args)
-    for i, spec in zip(others, each, strict=True):
-        specs[i] = spec
+    specs = list(each)
+    for i in sorted(params_at):
+        specs.insert(i, PartitionSpec())
     return tuple(specs)
 
 
@@ -167,13 +167,12 @@ def _check_spec(spec: Any, axis_name: AxisName, mesh: Any) -> None:
             f"`batch_specs` must be a PartitionSpec such as jax.P({axis_name!r}), or a tree of "
             f"them, got a {type(spec).__name__}: {spec!r}."
         )
-    known = () if mesh is None else mesh.axis_names
-    for part in spec:
+    for part in spec if mesh is not None else ():
         for name in axis_tuple(part):
-            if known and name is not None and name not in known:
+            if name is not None and name not in mesh.axis_names:
                 raise ValueError(
                     f"`batch_specs` names the axis {name!r}; the mesh has "
-                    f"{', '.join(map(repr, known))}."
+                    f"{', '.join(map(repr, mesh.axis_names))}."
                 )
 
 
@@ -291,7 +290,7 @@ def weight_spec(weight: Any, examples: dict[int, int], axis_name: AxisName, repl
         return PartitionSpec(axis_name)
     other = ""
     for axis, length in examples.items():
-        if len(shape) > axis and shape[axis] == length:
+        if shape[axis : axis + 1] == (length,):
             return PartitionSpec(*[None] * axis, axis_name)
         other += f", or {length} along axis {axis} as the batch"
     raise ValueError(

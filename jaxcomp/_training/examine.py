@@ -26,8 +26,6 @@ from jaxcomp._training.on_mesh import only_replica
 _ROUNDING = 64 * float(jnp.finfo(jnp.float32).eps)
 # What depends on the order of the examples by more than this is not rounding.
 _MOST_ROUNDING = 0.02
-# An average that misses by no more than this is worth naming as the nearest one.
-_NEAR = 0.1
 
 
 class Runs(NamedTuple):
@@ -100,11 +98,13 @@ def _verdict(
     shares: tuple[float, float], whole: np.ndarray, swapped: np.ndarray, halves: np.ndarray
 ) -> Verdict:
     floating = jnp.issubdtype(whole.dtype, jnp.floating)
-    precision = float(jnp.finfo(whole.dtype).eps) if floating else 0.0
+    precision = _ROUNDING
+    if floating:
+        precision = max(precision, 2 * float(jnp.finfo(whole.dtype).eps))
     whole = whole.astype(np.float64)
     first, second = halves.astype(np.float64)
     scale = max(map(_largest, (whole, first, second)))
-    rounding = max(_ROUNDING, 2 * precision) * scale
+    rounding = precision * scale
     if not np.isfinite(scale):
         return Verdict(None, "not finite in this batch: take another one")
     if whole.shape != first.shape:
@@ -113,15 +113,15 @@ def _verdict(
     if by_order > _MOST_ROUNDING * scale:
         return Verdict(None, "neither: depends on the order of the examples, or is drawn at random")
     rounding += 4 * by_order
-    mean = (shares[0] * first + shares[1] * second) / sum(shares)
-    misses = {
-        "mean": _largest(whole - mean),
-        "sum": _largest(whole - (first + second)),
-        "larger": _largest(whole - np.maximum(first, second)),
-        "smaller": _largest(whole - np.minimum(first, second)),
+    apart = _largest(first - second)
+    expected = {
+        "mean": (shares[0] * first + shares[1] * second) / sum(shares),
+        "sum": first + second,
+        "larger": np.maximum(first, second),
+        "smaller": np.minimum(first, second),
     }
-    constant = misses["mean"] <= rounding < scale and np.array_equal(first, second)
-    if constant and floating and precision < _ROUNDING:
+    misses = {kind: _largest(whole - value) for kind, value in expected.items()}
+    if floating and precision == _ROUNDING and apart == 0 and misses["mean"] <= rounding < scale:
         return Verdict("mean", "the same in both halves")
     fitting = [kind for kind in ("mean", "sum") if misses[kind] <= rounding]
     # A mean that is rounded to 16 bits may come as near, but one of two numbers is not rounded.
@@ -132,37 +132,29 @@ def _verdict(
     if fitting == ["sum"]:
         return Verdict("sum")
     if fitting == ["mean"] and floating:
-        apart = _largest(first - second) / scale
         # By so much a curved function of a mean misses, as exp(loss).
-        unseen = apart**2 / 8 * scale <= rounding
-        remark = f"as far as halves that differ by {apart:.1g} show" if unseen else ""
-        return Verdict("mean", remark)
-    return Verdict(None, _nearest(misses, rounding, scale))
-
-
-def _nearest(misses: dict[str, float], rounding: float, scale: float) -> str:
-    """Says what comes nearest to a value that is neither mean nor sum."""
+        if apart**2 / 8 > rounding * scale:
+            return Verdict("mean")
+        return Verdict("mean", f"as far as halves that differ by {apart / scale:.1g} show")
     for kind in ("larger", "smaller"):
         if misses[kind] <= rounding:
-            return f'neither: the {kind} of both. "stack" it, and take that of all'
-    nearest = "mean" if misses["mean"] < misses["sum"] else "sum"
-    if misses[nearest] <= _NEAR * scale:
-        off = misses[nearest] / scale
-        return f'neither: nearest is "{nearest}", {off:.1g} of the largest value off'
-    return 'neither: "stack" it, or return what it is made of'
+            return Verdict(None, f'neither: the {kind} of both. "stack" it, and take that of all')
+    miss, nearest = min((misses[kind], kind) for kind in ("mean", "sum"))
+    off = f'nearest is "{nearest}", {miss / scale:.1g} of the largest value off'
+    return Verdict(None, f'neither: {off}. "stack" it, or return what it is made of')
 
 
 def _of_rows(whole: np.ndarray, first: np.ndarray, second: np.ndarray, rounding: float) -> Verdict:
     """Judges what grows with the batch."""
-    growing = np.flatnonzero(np.not_equal(whole.shape, first.shape))
-    axis = int(growing[0])
-    if len(growing) > 1 or whole.shape[axis] != 2 * first.shape[axis]:
+    for axis in range(whole.ndim):
+        joined = np.concatenate([first, second], axis)
+        if joined.shape == whole.shape:
+            break
+    else:
         return Verdict(None, f"neither: {first.shape} of each half became {whole.shape}")
-    joined = np.concatenate([first, second], axis)
     if _largest(whole - joined) <= rounding:
-        return Verdict("join" if axis == 0 else axis, f"rows along axis {axis}")
-    same_values = np.sort(whole, axis=None) - np.sort(joined, axis=None)
-    if _largest(same_values) <= rounding:
+        return Verdict(axis or "join", f"rows along axis {axis}")
+    if _largest(np.sort(whole, axis=None) - np.sort(joined, axis=None)) <= rounding:
         return Verdict(
             None,
             "neither: the rows in another order. Return them in that of the batch, parts that lie "

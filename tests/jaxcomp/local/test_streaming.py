@@ -260,7 +260,7 @@ BAD = [
     ({"fragment_update_alpha": jnp.array(0.5)}, "must be a Python number"),
     ({"outer": [NESTEROV]}, "`outer` has 1 optimizers for 2 fragments"),
     ({"outer": [NESTEROV, NESTEROV], "fragments": 1}, "`outer` has 2 optimizers for 1 fragments"),
-    ({"outer": [NESTEROV, None]}, "`outer` has None in its list"),
+    ({"outer": [NESTEROV, None]}, "or None in its list"),
     ({"outer": [NESTEROV, 0.7]}, "`outer` must be an Optax .* or None, got 0.7"),
     ({"fragments": []}, "`fragments` is empty"),
     ({"fragments": ["a", "("]}, r"'\(', which is not a regular expression"),

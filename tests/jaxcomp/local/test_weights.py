@@ -78,27 +78,19 @@ def twice(targets):
     return np.stack([targets, targets], axis=1)
 
 
+@pytest.mark.parametrize("on_mesh", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_round_is_weighted(name):
-    run = make_round(optax.sgd(0.5), **OPTIONS[name])
-    params, _, _ = rounds(run, jnp.zeros(8), twice(TARGETS), mapping="vmap", weights=WEIGHTS)
+def test_a_round_is_weighted(name, on_mesh):
+    params, batches = jnp.zeros(8), twice(TARGETS)
+    if on_mesh:
+        run = make_round(optax.sgd(0.5), mesh=mesh_of(4), **OPTIONS[name])
+        call = jax.jit(functools.partial(run, weight=WEIGHTS))
+        params, _, _ = call(params, run.init(params), batches.swapaxes(0, 1))
+    else:
+        run = make_round(optax.sgd(0.5), **OPTIONS[name])
+        params, _, _ = rounds(run, params, batches, mapping="vmap", weights=WEIGHTS)
     way = 0.5 if name == "delayed" else 0.75  # sent after the first of the two steps
-    np.testing.assert_allclose(params[0], way * MEAN, rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_round_on_a_mesh_is_weighted(name):
-    run = make_round(optax.sgd(0.5), mesh=mesh_of(4), **OPTIONS[name])
-    batches = twice(TARGETS).swapaxes(0, 1)
-    params = jnp.zeros(8)
-
-    @jax.jit
-    def call(params, state):
-        return run(params, state, batches, weight=WEIGHTS)
-
-    params, _, _ = call(params, run.init(params))
-    way = 0.5 if name == "delayed" else 0.75
-    np.testing.assert_allclose(params, way * MEAN, rtol=1e-6)
+    np.testing.assert_allclose(params, np.broadcast_to(way * MEAN, params.shape), rtol=1e-6)
 
 
 @pytest.mark.parametrize("weights", [None, np.array([3, 1, 5, 2], np.float32)])

@@ -209,36 +209,31 @@ def test_hold_state_around_frozen_parts():
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_hold_state_averages_nothing_in_a_mapped_function_and_says_so(mapping):
-    tx = reducer("powersgd")
-    chain = optax.chain(jaxcomp.hold_state(tx), optax.sgd(0.1))
-    params = new_params()
-    rows = jax.tree.map(lambda a: a.reshape(4, 4, *a.shape[1:]), batch())
-    state, specs = start(mapping, chain.init(params), 4)
-
-    def step(rows, state, params):
-        _, grads = jaxcomp.local_value_and_grad(bare_loss, "data")(params, *rows)
-        return chain.update(grads, state, params)
-
-    mapped = over_replicas(mapping, step, 4, specs, shared=1)
-    with pytest.raises(ValueError, match="hold_state averages nothing, and here"):
-        mapped(rows, state, params)
-
-
-def test_hold_state_behind_averaged_gradients_in_a_mapped_function():
-    """JAX knows there that they are the same on all replicas."""
+    """Unless JAX knows that gradients are the same on all replicas, as behind value_and_grad."""
     tx = reducer("powersgd")
     chain = optax.chain(jaxcomp.hold_state(tx), optax.sgd(0.1))
     run = jaxcomp.value_and_grad(bare_loss, tx)
     params = new_params()
     rows = jax.tree.map(lambda a: a.reshape(4, 4, *a.shape[1:]), batch())
-    state, specs = start("shard_map", chain.init(params), 4)
+    state, specs = start(mapping, chain.init(params), 4)
 
-    def step(rows, state, params):
+    def local(rows, state, params):
+        _, grads = jaxcomp.local_value_and_grad(bare_loss, "data")(params, *rows)
+        return chain.update(grads, state, params)
+
+    def averaged(rows, state, params):
         (_, grads), state = run(state, params, *rows)
         return chain.update(grads, state, params)
 
-    updates, _ = over_replicas("shard_map", step, 4, specs, shared=1)(rows, state, params)
-    assert np.abs(updates["up"]).max() > 0
+    refused, behind = (over_replicas(mapping, f, 4, specs, shared=1) for f in (local, averaged))
+    if mapping == "shard_map":
+        updates, _ = behind(rows, state, params)
+        assert np.abs(updates["up"]).max() > 0
+    else:
+        with pytest.raises(ValueError, match=r"only for jax\.shard_map with check_vma=True"):
+            behind(rows, state, params)
+    with pytest.raises(ValueError, match="hold_state averages nothing, and here"):
+        refused(rows, state, params)
 
 
 @pytest.mark.parametrize(
