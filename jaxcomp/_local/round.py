@@ -156,7 +156,7 @@ class LocalSGDRound:
             inputs,
             in_specs,
             out_specs=(P(), states, P(axis_name)),
-            like=(typed_specs(params), typed_specs(state), P(axis_name)),
+            types=(typed_specs(params), typed_specs(state), P(axis_name)),
             boundary=boundary,
         )
 

@@ -50,7 +50,7 @@ def positions(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> tuple[in
     Raises:
       ValueError: If some are missing.
     """
-    several = argnums if isinstance(argnums, tuple) else (argnums,)
+    several = np.atleast_1d(argnums).tolist()
     if not all(-len(args) <= index < len(args) for index in several):
         raise ValueError(
             f"This was called with {len(args)} arguments behind the state, and argnums={argnums}. "
@@ -60,9 +60,9 @@ def positions(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> tuple[in
 
 
 def params_of(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> PyTree:
-    """Returns what gradients are taken of, arrays only: a tuple if `argnums` is one."""
+    """Returns what gradients are taken of, arrays only: a tuple if `argnums` are several."""
     several = tuple(arrays_only(args[i]) for i in positions(args, argnums))
-    return several if isinstance(argnums, tuple) else several[0]
+    return several if np.ndim(argnums) else several[0]
 
 
 def check_keywords(kwargs: dict[str, Any], function: Callable[..., Any]) -> None:

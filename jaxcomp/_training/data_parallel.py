@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -238,7 +239,7 @@ class DataParallel:
             (state, arrays, weight),
             in_specs=(states, specs, weights),
             out_specs=(shared, rows, shared, states),
-            like=(shared, rows, typed_specs(params), typed_specs(state)),
+            types=(shared, rows, typed_specs(params), typed_specs(state)),
             boundary=boundary,
             check_vma=self.check_vma,
         )
@@ -464,6 +465,5 @@ def _check_gradients_of(function: Any, argnums: Any) -> None:
         raise ValueError(
             f"The first argument must be a function, and the second the reducer, got {function!r}."
         )
-    several = argnums if isinstance(argnums, tuple) else (argnums,)
-    if not all(isinstance(i, int) for i in several):
+    if np.atleast_1d(argnums).dtype.kind != "i":
         raise ValueError(f"`argnums` must be an integer or a tuple of them, got {argnums!r}.")

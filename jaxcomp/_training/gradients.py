@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
-from jaxcomp._mesh.collectives import as_local, axes_known_equal
+from jaxcomp._mesh.collectives import as_local, axes_known_equal, axis_tuple, varying
 
 
 def local_value_and_grad(
@@ -49,17 +49,15 @@ def local_value_and_grad(
       [[0.0, 1.0], [2.0, 3.0]]
     """
     value_and_grad = jax.value_and_grad(fun, **value_and_grad_kwargs)
-    argnums = value_and_grad_kwargs.get("argnums", 0)
-    chosen = (argnums,) if isinstance(argnums, int) else argnums
+    argnums = np.atleast_1d(value_and_grad_kwargs.get("argnums", 0))
 
     def local(*args: Any, **kwargs: Any) -> Any:
         marked = list(args)
-        for index in chosen:
+        for index in argnums:
             if -len(args) <= index < len(args):  # else JAX says what is missing
                 marked[index] = as_local(marked[index], axis_name)
         value, grads = value_and_grad(*marked, **kwargs)
-        loss = value[0] if value_and_grad_kwargs.get("has_aux") else value
-        check_loss(loss, axis_name)
+        check_loss(jax.tree.leaves(value)[0], axis_name)
         return value, grads
 
     return local
@@ -87,11 +85,9 @@ def check_averaged(means: PyTree, axis_name: AxisName) -> None:
     Raises:
       ValueError: Naming a leaf. Known under ``check_vma=True`` only.
     """
-    all_axes = axes_known_equal(jnp.zeros([]), axis_name)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(means)[0]:
-        if leaf.dtype == jax.dtypes.float0:
-            continue
-        if len(axes_known_equal(leaf, axis_name)) < len(all_axes):
+    axes = set(axis_tuple(axis_name))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(means):
+        if leaf.dtype != jax.dtypes.float0 and axes & varying(leaf):
             raise ValueError(
                 f"`reducer` leaves the gradient {leaf_name(path)} different on every replica: it "
                 "is no reducer. Pass jaxcomp.powersgd(...) or another one of jaxcomp's, or an "

@@ -97,14 +97,14 @@ def state_in(
                 "averaged already. Accumulate in the gradient function, as docs/adopt.md shows, "
                 "or behind: optax.chain(hold_state(reducer), optax.MultiSteps(...))."
             )
-    like = jax.eval_shape(reducer.init, params)
-    fresh = jax.tree.structure(like)
+    fresh_state = jax.eval_shape(reducer.init, params)
+    fresh = jax.tree.structure(fresh_state)
     if not fresh.num_leaves:
-        return like, lambda state: tree
+        return fresh_state, lambda state: tree
     nodes, treedef = jax.tree.flatten(tree, is_leaf=lambda x: jax.tree.structure(x) == fresh)
     places = [i for i, node in enumerate(nodes) if jax.tree.structure(node) == fresh]
     if len(places) != 1:
-        raise ValueError(_not_one_state(tree, type(like), len(places)))
+        raise ValueError(_not_one_state(tree, type(fresh_state), len(places)))
 
     def put_back(state: PyTree) -> PyTree:
         nodes[places[0]] = state

@@ -129,7 +129,7 @@ def call_on_replicas(
     inputs: tuple[PyTree, ...],
     in_specs: tuple[PyTree, ...],
     out_specs: tuple[PyTree, ...],
-    like: tuple[PyTree, ...],
+    types: tuple[PyTree, ...],
     boundary: Boundary,
     *,
     check_vma: bool = True,
@@ -141,7 +141,7 @@ def call_on_replicas(
       inputs: Trees of global arrays.
       in_specs: How each array is split between the replicas.
       out_specs: How results are put together; prefixes.
-      like: How results are typed along Explicit axes; prefixes.
+      types: How results are typed along Explicit axes; prefixes.
       boundary: The mesh and the axes of the replicas.
       check_vma: As for `jax.shard_map`.
     """
@@ -170,7 +170,7 @@ def call_on_replicas(
         check_vma=check_vma,
     )
     try:
-        return boundary.automatic(mapped, like)(*inputs)
+        return boundary.automatic(mapped, types)(*inputs)
     except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
         for words, note in _NOTES.items():
             if re.search(words, str(error)):

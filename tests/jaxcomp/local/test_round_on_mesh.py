@@ -199,3 +199,17 @@ def test_rounds_between_hosts_leave_weights_sharded_within(kind, name):
     promised = 4 * run.bytes(start, replicas=2).bytes_after
     # Exact averages go as a shard from each device, integers whole.
     assert sent == (promised if name == "six bits" else promised / 4)
+
+
+def test_a_round_of_one_replica_beside_an_automatic_axis():
+    """XLA compiles no all-reduce of one replica of what lies over such an axis."""
+    rng = np.random.default_rng(0)
+    start = new_params(rng)
+    batch = rng.normal(size=(EVERY, 2, 16)).astype(np.float32)
+    results = []
+    for mesh, spec in ((grid(1), jax.P()), (grid(1, model=2), jax.P(None, "model"))):
+        run = make("at once", mesh)
+        params = start | {"w": placed(mesh, start["w"], spec)}
+        results.append(jax.jit(run)(params, run.init(params), batch))
+    for result in results:
+        np.testing.assert_allclose(result[0]["w"], results[0][0]["w"], rtol=1e-5, atol=1e-6)
