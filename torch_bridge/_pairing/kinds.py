@@ -27,7 +27,7 @@ _BARE_AXES = 5  # a bare parameter of more axes is not turned
 _SPACE_AXES = 4  # of so many axes, those of space stay together
 _PACKED_AXES = 3  # the outputs of one packed kernel: query, key and value, heads, width
 # Leaves that are never the turned matrix of a Linear.
-AS_THEY_ARE = frozenset({"scale", "bias", "mean", "var", "negative_slope", "embedding"})
+_AS_THEY_ARE = frozenset({"scale", "bias", "mean", "var", "negative_slope", "embedding"})
 
 
 class Answer(NamedTuple):
@@ -263,7 +263,7 @@ class Bare:
             yield Link(tensor, leaf, _vector(shape, target, None, maps))
             return
         orders = [same, _kernel_order(len(wide))]
-        if wide == goal and path[-1] in AS_THEY_ARE:
+        if wide == goal and path[-1] in _AS_THEY_ARE:
             orders = [same]
         elif torch.sort in ("weight", "recurrent", "attention"):
             orders.reverse()
@@ -276,6 +276,10 @@ class Bare:
         views = _orders(wide, goal, orders, row_axes)
         if not views and len(wide) <= _BARE_AXES:
             views = _orders(wide, goal, itertools.permutations(same), row_axes)
+        if torch.sort == "weight" and len(shape) == 2:
+            for form, view in views.items():
+                if view.axes == (1, 0):
+                    views[form] = view._replace(row_maps="unflatten", column_maps="flatten")
         yield Link(tensor, leaf, views)
 
 
@@ -481,7 +485,9 @@ def _without_ones(shape: Shape) -> Shape:
     return tuple(size for size in shape if size != 1)
 
 
-def _orders(shape: Shape, goal: Shape, orders: Iterable[Shape], row_axes: int = 1) -> Views:
+def _orders(
+    shape: Shape, goal: Shape, orders: Iterable[Shape], row_axes: int = 1
+) -> dict[str, View]:
     """Sees a shape in those orders of its axes that make it another, each once."""
     kinds = {1: "vector", 2: "linear.weight"}
     views: dict[str, View] = {}

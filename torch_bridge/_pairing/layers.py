@@ -113,15 +113,16 @@ class Layer:
             return [self]
         return [Layer(self.segments, self.sort, self.parts, share=(k, count)) for k in range(count)]
 
-    def singles(self) -> list[Layer]:
-        """Takes the layer apart into its parts, each a bare parameter or a weight alone."""
-        layers: list[Layer] = []
-        for key, part in self.parts.items():
-            if key in ("weight", "kernel") and self.sort in ("weight", "kernel"):
-                layers.append(Layer(self.segments, self.sort, {key: part}, self.sep))
-            else:
-                layers.append(Layer((*self.segments, key), "bare", {key: part}, self.sep))
-        return layers
+    def single(self, part: str) -> Layer:
+        """Makes a layer of one part: a weight alone, or a bare parameter."""
+        segments = self.segments
+        if part not in ("", "weight", "kernel"):
+            segments = (*segments, part)
+        if part == "kernel" and self.sort == "kernel":
+            return Layer(segments, "kernel", {"kernel": self.parts[part]}, self.sep)
+        if "weight" in part and self.sort in ("weight", "attention", "recurrent"):
+            return Layer(segments, "weight", {"weight": self.parts[part]}, self.sep)
+        return Layer(segments, "bare", {"": self.parts[part]}, self.sep)
 
 
 @functools.lru_cache(maxsize=2**16)

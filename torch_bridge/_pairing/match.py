@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch_bridge._base.tensors import clean_names
-from torch_bridge._pairing.kinds import AS_THEY_ARE, IN_OUT, build, forms_of
-from torch_bridge._pairing.layers import Layer, Shape, Sort, words_of
+from torch_bridge._pairing.kinds import IN_OUT, build, forms_of
+from torch_bridge._pairing.layers import Layer, words_of
 from torch_bridge._pairing.leaves import without_collection
 
 Partners: TypeAlias = dict[Layer, Layer]
@@ -117,22 +117,11 @@ class Match:
                 self._send(layer, sent)
 
     def _alone(self, layer: Layer, part: str, target: Layer, leaf: str) -> Layer:
-        """Pairs a tensor and a leaf as layers by themselves: kernels if turned, or bare ones.
-
-        Returns the Flax layer.
-        """
-        shape = layer.shape(part)
-        goal = target.shape(leaf)
-        name = layer.parts[part][0].rpartition(".")[2]
-        is_kernel = leaf not in AS_THEY_ARE and len(shape) > 1 and goal == _turned(shape)
-        is_kernel = is_kernel and (shape != goal or "weight" in name or leaf == "kernel")
-        sorts: tuple[Sort, Sort] = ("weight", "kernel") if is_kernel else ("bare", "bare")
-        segments = layer.segments if part in ("", "weight") else (*layer.segments, part)
-        path = (*target.segments, leaf) if leaf else target.segments
-        torch_key = "weight" if is_kernel else ""
-        flax_key = "kernel" if is_kernel else ""
-        one = Layer(segments, sorts[0], {torch_key: layer.parts.pop(part)})
-        other = Layer(path, sorts[1], {flax_key: target.parts.pop(leaf)}, "/")
+        """Pairs a tensor and a leaf as layers by themselves, and returns the Flax layer."""
+        one = layer.single(part)
+        other = target.single(leaf)
+        del layer.parts[part]
+        del target.parts[leaf]
         exchange(self.torch, layer, [one, layer] if layer.parts else [one])
         exchange(self.flax, target, [other, target] if target.parts else [other])
         self.partners[one] = other
@@ -165,7 +154,7 @@ class Match:
         for parted, side in zip(layers, (self.torch, self.flax), strict=True):
             for layer in parted:
                 if len(layer.parts) > 1 and layer.sort in ("weight", "kernel", "norm", "bare"):
-                    exchange(side, layer, layer.singles())
+                    exchange(side, layer, [layer.single(part) for part in layer.parts])
 
     def take_shares(self, layers: Group) -> None:
         """Takes packed Linears apart, of which not the whole but so many parts have a place."""
@@ -344,11 +333,6 @@ def _shared(
         return longest
 
     return innermost
-
-
-def _turned(shape: Shape) -> Shape:
-    """Returns the shape of a kernel (out, in, *space) as Flax has it."""
-    return (*shape[2:], shape[1], shape[0])
 
 
 def _meet(layer: Layer, part: str, target: Layer, leaf: str, pattern: str) -> bool:
