@@ -114,9 +114,7 @@ class Evidence:
         params = self._tree.with_leaves(self._leaves)
         for layout in itertools.product(*choices):
             try:
-                with jax.disable_jit():  # what functions inside would hide lies open
-                    trace = jax.make_jaxpr(apply, return_shape=True)
-                    program, outputs = trace(params, *layout)
+                program, outputs = jax.make_jaxpr(apply, return_shape=True)(params, *layout)
             except jax.errors.ConcretizationTypeError:
                 layouts.append(Layout(layout, None))
                 continue
@@ -150,10 +148,10 @@ class Evidence:
         if layout.program is None:
             return
         leaves = dict(zip(layout.program.invars, self._leaves, strict=False))
-        for place, equation in enumerate(layout.program.eqns):
-            operands = [value for value in equation.invars if not isinstance(value, core.Literal)]
-            met = [leaves[value] for value in operands if value in leaves]
+        for place, equation in enumerate(_operations(layout.program, leaves)):
+            met = [leaves[value] for value in _variables(equation.invars) if value in leaves]
             result = equation.outvars[0]
+            leaves.pop(result, None)
             name = equation.primitive.name
             if met and name in _VIEWS:
                 leaves[result] = met[0]
@@ -163,9 +161,44 @@ class Evidence:
             if max(equation.params.get("lhs_dilation", ()), default=1) > 1:
                 self.upward.update(met)
             if name == "reshape":
-                self.maps += _merged(operands[0].aval.shape, result.aval.shape)
-                self.maps += _merged(result.aval.shape, operands[0].aval.shape)
+                before = equation.invars[0].aval.shape
+                self.maps += _merged(before, result.aval.shape)
+                self.maps += _merged(result.aval.shape, before)
         self.maps = list(dict.fromkeys(self.maps))
+
+
+def _operations(jaxpr: core.Jaxpr, leaves: dict[Any, Any]) -> Iterator[Any]:
+    """Lists operations in their order, with those of all functions that are called.
+
+    Args:
+      jaxpr: What is looked through.
+      leaves: Variable -> the leaf that it is; variables inside of functions are added.
+    """
+    for equation in jaxpr.eqns:
+        called = []
+        for value in jax.tree.leaves(tuple(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if isinstance(inner, core.Jaxpr):
+                called.append(inner)
+        for inner in called:
+            arguments = equation.invars[len(equation.invars) - len(inner.invars) :]
+            _hand_on(leaves, arguments, inner.invars)
+            yield from _operations(inner, leaves)
+            _hand_on(leaves, inner.outvars, equation.outvars)
+        if not called:
+            yield equation
+
+
+def _hand_on(leaves: dict[Any, Any], given: Sequence[Any], taken: Sequence[Any]) -> None:
+    """Notes which variables are leaves where others are."""
+    for one, other in zip(given, taken, strict=False):
+        leaves.pop(other, None)
+        if not isinstance(one, core.Literal) and one in leaves:
+            leaves[other] = leaves[one]
+
+
+def _variables(values: Sequence[Any]) -> list[Any]:
+    return [value for value in values if not isinstance(value, core.Literal)]
 
 
 def compare(ours: Any, theirs: Sequence[np.ndarray]) -> Apart:

@@ -81,7 +81,8 @@ class Questions:
             forms = forms_of(layer, target)
             if len(forms) < 2:
                 continue
-            if layer.name in known or layer in of_torch:
+            is_known = layer.name in known or layer in of_torch
+            if is_known and {*forms} == {OUT_IN, IN_OUT}:
                 self.answers[layer] = USUAL._replace(form=known.get(layer.name, OUT_IN))
                 continue
             options: list[str] = []
