@@ -68,17 +68,24 @@ def _has_averaged_before(tree: PyTree) -> bool:
     """Tells whether states accumulate what a reducer beside them has averaged.
 
     As in ``optax.chain(hold_state(reducer), optax.MultiSteps(...))``: what they hold is then the
-    same on all replicas. A reducer inside of one gets what it has accumulated.
+    same on all replicas. A reducer inside of one gets what it has accumulated. `accumulate` is made
+    for that, and another network's reducer may be beside it: only one in its chain counts.
     """
-    beside = False
-    for node in jax.tree.leaves(tree, is_leaf=_is_state):
-        if is_accumulator(node):
-            inside = jax.tree.leaves(node.inner_opt_state, is_leaf=is_reducer_state)
-            if any(map(is_reducer_state, inside)):
-                return False
-        elif is_reducer_state(node):
-            beside = True
-    return beside
+    nodes = jax.tree.leaves(tree, is_leaf=_is_state)
+    accumulators = list(filter(is_accumulator, nodes))
+    inside = jax.tree.leaves([node.inner_opt_state for node in accumulators], is_leaf=_is_state)
+    if any(map(is_reducer_state, inside)):
+        return False
+    foreign = all(type(node) in _FOREIGN for node in accumulators)
+    chains = jax.tree.leaves(tree, is_leaf=_is_chain_behind)
+    return (foreign and any(map(is_reducer_state, nodes))) or any(map(_is_chain_behind, chains))
+
+
+def _is_chain_behind(node: Any) -> bool:
+    """Tells a chain's state with an accumulator behind a reducer."""
+    if type(node) is not tuple or not any(map(is_accumulator, node)):
+        return False
+    return any(is_reducer_state(link) and not is_accumulator(link) for link in node)
 
 
 def _leaves_below(tree: PyTree, path: KeyPath, declared_by: type | None) -> list[StateLeaf]:

@@ -167,7 +167,9 @@ def _check_spec(spec: Any, axis_name: AxisName, mesh: Any) -> None:
             f"`batch_specs` must be a PartitionSpec such as jax.P({axis_name!r}), or a tree of "
             f"them, got a {type(spec).__name__}: {spec!r}."
         )
-    for part in spec if mesh is not None else ():
+    if mesh is None:
+        return
+    for part in spec:
         for name in axis_tuple(part):
             if name is not None and name not in mesh.axis_names:
                 raise ValueError(

@@ -114,3 +114,10 @@ def test_opposite_ends_of_sixteen_bits_have_a_mean(dtype):
 
     mean = jax.vmap(second, axis_name=AXIS)(state, grads[:, 1])
     np.testing.assert_array_equal(mean, [[0, 2]] * 2)
+
+
+def test_what_it_holds_beside_another_networks_reducer_is_each_replicas():
+    params = jnp.zeros(3)
+    accumulated = jaxcomp.accumulate(TXS["allreduce"], 2).init(params)
+    axes = jaxcomp.state_axes({"one": accumulated, "other": powersgd(1).init(params)})
+    assert axes["one"].acc_grads == 0
