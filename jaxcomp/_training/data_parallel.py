@@ -300,7 +300,8 @@ class DataParallel:
             args = (*args[:i], with_arrays(args[i], local), *args[i + 1 :])
         outputs, gradients = taken_apart(self.grad_fn(*args, **kwargs))
         check_loss(outputs[0], self.axis_name)
-        shared = jax.tree.map(lambda x, spec: None if split_axis(spec) else x, arrays, specs)
+        if_shared = lambda x, spec: x if split_axis(spec) is None else None  # noqa: E731
+        shared = jax.tree.map(if_shared, arrays, specs)
         examples = lengths(arrays, specs).values()
         return judged(outputs, self.aux, self.axis_name, shared, examples), gradients
 

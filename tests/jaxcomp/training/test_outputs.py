@@ -110,7 +110,7 @@ def test_what_is_not_said_is_refused_in_one_error_with_the_line(replicas):
 def test_what_is_handed_back_as_it_came_needs_no_word():
     def loss(params, x, y, carried):
         value = per_example(params, x, y)[1].mean()
-        return value, {"same": carried, "next": carried["step"] + 1}
+        return value, {"same": carried, "next": carried["step"] + 1, "batch": x}
 
     mesh = grid(4)
     params, x, y = data()
@@ -119,9 +119,10 @@ def test_what_is_handed_back_as_it_came_needs_no_word():
     with pytest.raises(ValueError, match="is not said") as error:
         stepped(make(loss, mesh=mesh, batch_specs=specs), params, x, y, carried)
     assert "['next']" in str(error.value)
+    assert "['batch']" in str(error.value)  # of which each replica has its own
     assert "['same']" not in str(error.value).split("Write")[0]
     # What JAX knows to be equal everywhere has a mean of any type: itself.
-    run = make(loss, mesh=mesh, batch_specs=specs, aux={"next": "mean"})
+    run = make(loss, mesh=mesh, batch_specs=specs, aux={"next": "mean", "batch": "join"})
     aux = stepped(run, params, x, y, carried)[0][1]
     assert aux["next"] == 8
     jax.tree.map(np.testing.assert_array_equal, aux["same"]["table"], carried["table"])
