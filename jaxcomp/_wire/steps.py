@@ -9,10 +9,12 @@ twice in a row, sends something that was sent before, but there is no new loss i
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 import jax
 
+from jaxcomp._wire.collectives import uses_of_collectives
 from jaxcomp._wire.program import Instruction, Program
 
 # Half-steps on the longest path to a value: even before its gradients are sent, odd behind. A tuple
@@ -28,12 +30,21 @@ _UNCHANGED = ("opt-barrier", "copy", "copy-start", "copy-done", "async-done")
 def count_steps(program: Program, kind: str, array: tuple[str, int]) -> int:
     """Counts the steps of a program, 1 at least.
 
+    Gradients that are written by hand are not told from anything else: in a program without any
+    differentiated loss every turn of a loop counts.
+
     Args:
       program: The program.
       kind: Of the collectives of the reducer.
       array: XLA's element type and the number of values that one of them has, and others have not.
     """
-    return (_highest(_Paths(program, kind, array).through(program.entry, [])) + 1) // 2 or 1
+    paths = _Paths(program, kind, array)
+    for computation in program.computations.values():
+        if any(map(_is_differentiated, computation.instructions.values())):
+            return (_highest(paths.through(program.entry, [])) + 1) // 2 or 1
+    uses = uses_of_collectives(program)
+    turns = [math.prod(use.loops) for use in uses if paths.sends(use.instruction)]
+    return max(turns, default=1)
 
 
 class _Paths:
@@ -77,7 +88,7 @@ class _Paths:
             if opcode == "parameter" or opcode in _UNCHANGED:
                 return whole
         depth = _highest(operands)
-        if self._sends(instruction):
+        if self.sends(instruction):
             return depth + 1 - depth % 2
         if _is_differentiated(instruction):
             return depth + depth % 2
@@ -96,15 +107,19 @@ class _Paths:
         left = loop.times - turns
         return jax.tree.map(lambda old, new: new + left * (new - old), before, carried)
 
-    def _sends(self, instruction: Instruction) -> bool:
+    def sends(self, instruction: Instruction) -> bool:
         """Tells the reducer's collectives from those of metrics, and of the loss itself."""
         arrays = [(array.element, array.values) for array in instruction.arrays]
         return instruction.kind == self._kind and self._array in arrays
 
 
 def _is_differentiated(instruction: Instruction) -> bool:
-    """Tells instructions of a loss; of its backward pass a residual may have become a part."""
-    return "jvp(" in instruction.operation and "transpose(" not in instruction.operation
+    """Tells the forward pass of a loss, also if a backward pass makes it again.
+
+    Of the rest of a backward pass a residual may have become a part.
+    """
+    name = instruction.operation
+    return "jvp(" in name and ("transpose(" not in name or "rematted_computation" in name)
 
 
 def _highest(depth: _Depth) -> int:

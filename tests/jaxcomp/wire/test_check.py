@@ -282,6 +282,7 @@ LOOPS = {
     "counted loop": (counted_loop, 7, "now"),
     "unrolled in part": (scanned(10, unroll=4), 10, "now"),
     "unrolled": (scanned(3, unroll=True), 3, "now"),
+    "unrolled and checkpointed": (scanned(3, unroll=True), 3, "now"),
     "one after the other": (one_after_the_other, 2, "now"),
 }
 
@@ -297,6 +298,8 @@ def test_steps_are_counted_also_beside_constants_as_large_as_a_parameter(name):
     def distance(params, x, aside):
         return loss(params, x) + jnp.mean((params["up"] - aside["up"]) ** 2)
 
+    if "checkpointed" in name:
+        distance = jax.checkpoint(distance)
     run = jaxcomp.value_and_grad(distance, reducer, mesh=mesh, batch_specs=(P("data"), P()))
     batch = np.ones((256, 256), np.float32)  # as large as a parameter, too
     arguments = (run.init(params), params, batch, parameters(mesh))
@@ -376,6 +379,20 @@ def test_micro_batches_whose_mean_is_reduced_pass_in_a_loop_of_steps():
 
     run = jaxcomp.data_parallel(accumulated, reducer, mesh=mesh)
     program = compiled(steps_in_a_scan(run, 4), run.init(params), params, X)
+    jaxcomp.check(program, reducer, params)
+
+
+def test_steps_with_gradients_by_hand_are_the_turns_of_a_loop():
+    mesh = mesh_of(4)
+    reducer = REDUCERS["now"]
+    params = {"w": parameters(mesh)["up"]}
+
+    def by_hand(params, x):
+        y = x @ params["w"]
+        return jnp.mean(y**2), {"w": 2.0 / y.size * (x.T @ y)}
+
+    run = jaxcomp.data_parallel(by_hand, reducer, mesh=mesh)
+    program = compiled(steps_in_a_scan(run, 5), run.init(params), params, X)
     jaxcomp.check(program, reducer, params)
 
 
