@@ -211,25 +211,23 @@ def _known_from_law(optimizer: str, width: int, tokens: float, budget: float) ->
             "Lion and Adafactor lost less than adamw in every run of the study; pass adamw."
         )
     law = LAWS[optimizer]
-    note = (
-        f"a law from {law.runs} runs with {optimizer}, of language models, for width {width:,} and "
-        f"{tokens:,.0f} tokens a step"
-    )
-    ranks: dict[int, tuple[Gap | None, str]] = {}
-    if law.covers(width, tokens):
-        lowest = law.rank(budget, width, tokens)
-        for rank in (lowest, 2 * lowest, 4 * lowest):
-            at = (rank, width, tokens)
-            expected = Gap(law.gap(*at), law.half_width(*at), math.nan)
-            ranks[rank] = (expected, _too_wide(expected, budget))
-        return _Known(note, ranks)
-    lowest = 8 * math.ceil(width / 16 / 8)
+    covered = law.covers(width, tokens)
+    lowest = law.rank(budget, width, tokens) if covered else 8 * math.ceil(width / 16 / 8)
     doubt = (
         f"runs were made of widths {law.widths[0]} to {law.widths[1]} with {law.tokens[0]} to "
         f"{law.tokens[1]:,} tokens a step, and yours has width {width:,} and {tokens:,.0f} tokens"
     )
+    ranks: dict[int, tuple[Gap | None, str]] = {}
     for rank in (lowest, 2 * lowest, 4 * lowest):
         ranks[rank] = (None, doubt)
+        if covered:
+            at = (rank, width, tokens)
+            expected = Gap(law.gap(*at), law.half_width(*at), math.nan)
+            ranks[rank] = (expected, _too_wide(expected, budget))
+    note = (
+        f"a law from {law.runs} runs with {optimizer}, of language models, for width {width:,} and "
+        f"{tokens:,.0f} tokens a step"
+    )
     return _Known(note, ranks)
 
 

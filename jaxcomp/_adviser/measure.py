@@ -74,39 +74,35 @@ def measure(
         devices = jax.devices()
     local = next(device for device in devices if device.process_index == jax.process_index())
     assumed = ASSUMED["cpu" if local.platform == "cpu" else "gpu"]
+    constants: dict[str, Any] = {
+        "allreduce": assumed.allreduce,
+        "allreduce_16": assumed.allreduce_16,
+    }
     int8 = error_feedback(quantized_allreduce(axis_name=_AXIS))
-    timed = dataclasses.replace(
-        assumed,
-        device=f"measured: {len(devices)} x {local.device_kind}, jax {jax.__version__}",
-        int8=_with_compression(int8, assumed.int8, tree, local),
-        powersgd=_with_compression(low_rank, assumed.powersgd, tree, local),
-    )
+    alone = _step_time(optax.identity(), tree, [local])
+    for name, reducer in (("int8", int8), ("powersgd", low_rank)):
+        costs: ReducerCosts = getattr(assumed, name)
+        seconds = _step_time(reducer, tree, [local]) - alone
+        times = seconds / costs.compression_time(reducer.bytes(tree, replicas=1))
+        times = max(times, 0.01)  # noise can make a difference of two times too small
+        per_value = times * costs.per_value
+        per_column = times * costs.per_column
+        constants[name] = costs._replace(per_value=per_value, per_column=per_column)
+    device = f"measured: {len(devices)} x {local.device_kind}, jax {jax.__version__}"
     if len(devices) == 1:
-        device = f"{timed.device}; the time of a collective is assumed"
-        return dataclasses.replace(timed, device=device)
-    exact = _collective(allreduce(axis_name=_AXIS), 4, devices, local)
+        device += "; the time of a collective is assumed"
+        return dataclasses.replace(assumed, device=device, **constants)
     half = allreduce(axis_name=_AXIS, comm_dtype=assumed.half)
-    halves = _collective(half, 2, devices, local)
     integers = _collective(optax.stateless(_exchanged), 1, devices, local)
-    return dataclasses.replace(
-        timed,
-        allreduce=timed.allreduce._replace(**exact),
-        allreduce_16=timed.allreduce_16._replace(**halves),
-        int8=timed.int8._replace(**integers),
-        powersgd=timed.powersgd._replace(**integers),
-    )
-
-
-def _with_compression(
-    reducer: Any, costs: ReducerCosts, tree: Sequence[Any], device: _Device
-) -> ReducerCosts:
-    """Scales assumed costs to the time that compression takes on a device."""
-    seconds = _step_time(reducer, tree, [device]) - _step_time(optax.identity(), tree, [device])
-    times = seconds / costs.compression_time(reducer.bytes(tree, replicas=1))
-    times = max(times, 0.01)  # noise can make a difference of two times too small
-    per_value = times * costs.per_value
-    per_column = times * costs.per_column
-    return costs._replace(per_value=per_value, per_column=per_column)
+    collectives = {
+        "allreduce": _collective(allreduce(axis_name=_AXIS), 4, devices, local),
+        "allreduce_16": _collective(half, 2, devices, local),
+        "int8": integers,
+        "powersgd": integers,
+    }
+    for name, measured in collectives.items():
+        constants[name] = constants[name]._replace(**measured)
+    return dataclasses.replace(assumed, device=device, **constants)
 
 
 def _collective(

@@ -138,7 +138,7 @@ def performance():
 
 
 def rank_of_rates():
-    """How far above the best rate twice that ends, at width 512, in per cent."""
+    """Returns how far above the best rate twice that ends, at width 512, in per cent."""
     losses = {}
     for run in read_runs(RESULTS / "optimizers.jsonl"):
         setting = run["setting"]
@@ -175,7 +175,7 @@ CLAIMS = {
 
 
 def prose(page):
-    """The paragraphs of a page, without what a report writes and without programs."""
+    """Returns the paragraphs of a page, without what a report writes and without programs."""
     text = (ROOT / page).read_text()
     text = re.sub(r"<!-- .*?-->\n.*?<!-- end -->", "", text, flags=re.DOTALL)
     text = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)

@@ -33,7 +33,7 @@ def trained(optimizer, steps=5, params=PARAMS):
 
 
 def by_hand(state, rank):
-    """The tail by its definition."""
+    """Computes the tail by its definition."""
     beyond = total = 0.0
     for name in ("a", "layers"):
         mu, nu = (np.asarray(moment[name], np.float64) for moment in (state.mu, state.nu))
@@ -65,7 +65,7 @@ def test_the_tail_is_the_energy_of_a_step_beyond_the_rank():
 
 
 def parted(name):
-    """An optimizer for each of two groups of leaves."""
+    """Makes an optimizer for each of two groups of leaves."""
     optimizers = {"x": optax.adam(1e-3), "y": optax.adam(1e-2)}
     return optax.multi_transform(optimizers, {"a": name, "b": "y", "layers": "y"})
 

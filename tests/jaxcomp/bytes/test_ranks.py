@@ -18,7 +18,7 @@ SHAPES = {"a": (24, 16), "b": (40, 20), "bias": (16,), "embedding": (64, 12)}
 
 
 def matrix(shape, spectrum, seed=0):
-    """A matrix with these singular values, and zeros after them."""
+    """Makes a matrix with these singular values, and zeros after them."""
     rng = np.random.default_rng(seed)
     n = len(spectrum)
     left, right = (np.linalg.qr(rng.normal(size=(size, n)))[0] for size in shape)
@@ -40,7 +40,7 @@ def ranks(tree, rank, replicas=None, **options):
 
 
 def gain(grads, chosen, adaptive):
-    """What the ranks send, as the docstring counts it; 0 is a leaf that is sent whole."""
+    """Adds up what the ranks send, as the docstring counts it; 0 is a leaf that is sent whole."""
     total = 0.0
     for name in ("a", "b", "embedding"):
         x = np.asarray(grads[name], np.float64)

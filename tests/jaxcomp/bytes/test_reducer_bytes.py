@@ -147,7 +147,7 @@ def test_compiling_quickly_changes_no_collective_and_no_memory():
 
 
 def test_bfloat16_is_on_the_wire_of_every_backend_that_has_it():
-    """The CPU has none; the program that is lowered for a GPU shows it."""
+    """Reads the program that is lowered for a GPU: the CPU has none."""
     params = transformer(1)
     tx = powersgd(2, comm_dtype=jnp.bfloat16)
     text = lower_update(tx, params, 8, platforms=("cuda",)).as_text()

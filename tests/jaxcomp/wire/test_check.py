@@ -86,7 +86,7 @@ TOO_MUCH = r"sends [\d,]+ bytes over data, .* besides are allowed \(allow=\)"
 
 
 def checked(reducer, mesh, params, x, like=None):
-    """A right step, which passes."""
+    """Makes a right step, which passes."""
     run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
     program = compiled(run, run.init(params), params, x)
     listed = jaxcomp.check(program, reducer, like or params)
@@ -425,7 +425,7 @@ def test_micro_batches_are_no_steps_unrolled_or_not(unroll):
 
 
 def gan(mesh, reducers, critic_steps=1):
-    """A program that trains two networks, the first several times for one step of the second."""
+    """Makes a program of two networks, the first of several steps for one of the second."""
     critic, generator = parameters(mesh), autoencoder.parameters(mesh, width=128)
     first = jaxcomp.value_and_grad(loss, reducers[0], mesh=mesh)
     second = jaxcomp.value_and_grad(loss, reducers[1], mesh=mesh)

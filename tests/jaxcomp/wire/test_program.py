@@ -26,7 +26,7 @@ def module(*computations):
 
 
 def of_line(line, mesh, shape="f32[8]"):
-    """The one collective of a program that is a single line."""
+    """Returns the one collective of a program that is a single line."""
     lines = [
         f"ENTRY %main (p: {shape}) -> {shape} {{",
         f"  %p = {shape} parameter(0)",
