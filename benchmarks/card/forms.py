@@ -33,8 +33,8 @@ class Form(NamedTuple):
     """A reducer, what it is given, and what is expected of it."""
 
     reducer: Any
-    dtype: str  # of the gradients
-    allowed: float  # how far GPU and CPU may be apart
+    allowed: float = EXACT  # how far GPU and CPU may be apart
+    dtype: str = "float32"  # of the gradients
 
 
 def levels(bits: int) -> float:
@@ -53,30 +53,30 @@ def forms(quick: bool = False) -> dict[str, Form]:
         return jaxcomp.powersgd(rank, axis_name=AXIS, **options)
 
     quantized = jaxcomp.quantized_allreduce(axis_name=AXIS)
-    feedback = jaxcomp.error_feedback(quantized)
     every = {
-        "rank 4": Form(powersgd(4), "float32", EXACT),
-        "rank 32": Form(powersgd(32), "float32", EXACT),
-        "rank 128": Form(powersgd(128), "float32", EXACT),
-        "rank 32, int6": Form(powersgd(32, comm_dtype="int6"), "float32", levels(6)),
-        "gradients in bfloat16": Form(powersgd(), "bfloat16", BFLOAT16),
-        "allreduce": Form(jaxcomp.allreduce(axis_name=AXIS), "float32", EXACT),
+        "rank 4": Form(powersgd(4)),
+        "rank 32": Form(powersgd(32)),
+        "rank 128": Form(powersgd(128)),
+        "rank 32, int6": Form(powersgd(32, comm_dtype="int6"), levels(6)),
+        "gradients in bfloat16": Form(powersgd(), BFLOAT16, "bfloat16"),
+        "allreduce": Form(jaxcomp.allreduce(axis_name=AXIS)),
     }
     if quick:
         return every
-    for rank in (1, 2, 8):
-        every[f"rank {rank}"] = Form(powersgd(rank), "float32", EXACT)
     return every | {
-        "start_step 2": Form(powersgd(start_step=2), "float32", EXACT),
-        "no warm start": Form(powersgd(warm_start=False), "float32", EXACT),
-        "no error feedback": Form(powersgd(error_feedback=False), "float32", EXACT),
-        "eps 1e-8": Form(powersgd(eps=1e-8), "float32", EXACT),
-        "sent in bfloat16": Form(powersgd(comm_dtype="bfloat16"), "float32", BFLOAT16),
-        "sent in int8": Form(powersgd(comm_dtype="int8"), "float32", levels(8)),
-        "sent in int6": Form(powersgd(comm_dtype="int6"), "float32", levels(6)),
-        "residual in bfloat16": Form(powersgd(residual_dtype="bfloat16"), "float32", BFLOAT16),
-        "int8 all-reduce": Form(quantized, "float32", levels(8)),
-        "error feedback of int8": Form(feedback, "float32", levels(8)),
+        "rank 1": Form(powersgd(1)),
+        "rank 2": Form(powersgd(2)),
+        "rank 8": Form(powersgd(8)),
+        "start_step 2": Form(powersgd(start_step=2)),
+        "no warm start": Form(powersgd(warm_start=False)),
+        "no error feedback": Form(powersgd(error_feedback=False)),
+        "eps 1e-8": Form(powersgd(eps=1e-8)),
+        "sent in bfloat16": Form(powersgd(comm_dtype="bfloat16"), BFLOAT16),
+        "sent in int8": Form(powersgd(comm_dtype="int8"), levels(8)),
+        "sent in int6": Form(powersgd(comm_dtype="int6"), levels(6)),
+        "residual in bfloat16": Form(powersgd(residual_dtype="bfloat16"), BFLOAT16),
+        "int8 all-reduce": Form(quantized, levels(8)),
+        "error feedback of int8": Form(jaxcomp.error_feedback(quantized), levels(8)),
     }
 
 

@@ -98,14 +98,14 @@ def counted(text: str, values: int) -> dict[str, Any]:
 
 def table(cases: list[dict[str, Any]]) -> str:
     """Returns Markdown, a row for each program."""
+    form = (
+        "{tree}|{reducer}|{predicted_ms:.1f}|{launches:,}|{words:.1f}|{products:,.0f}|{collectives}"
+        "|{temporary:.2f}|{compile_seconds:.0f}"
+    )
     rows = []
     for case in cases:
-        row = [case["tree"], case["reducer"], f"{case['predicted_ms']:.1f}"]
-        row += [f"{case['launches']:,}", f"{case['words']:.1f}"]
-        row.append(f"{(case['plain_flops'] + case['split_flops']) / 1e9:,.0f}")
-        row += [str(case["collectives"]), f"{case['temporary']:.2f}"]
-        row.append(f"{case['compile_seconds']:.0f}")
-        rows.append(row)
+        products = (case["plain_flops"] + case["split_flops"]) / 1e9
+        rows.append(form.format(products=products, **case).split("|"))
     return markdown(_HEADER, rows, left=2)
 
 

@@ -8,6 +8,7 @@ of them is run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,61 +93,45 @@ def run(program: str, *, dry: bool, out: Path = OUT) -> None:
       out: Of the JSON lines.
     """
     print(f"On an H200 all runs are estimated to take {estimated_seconds() / 60:.0f} minutes.")
+    rows = [] if dry else read_runs(out)
     for large in SETTINGS:
-        rows = _Rows(out, program, keep=not dry)
-        _run_one(small(large) if dry else large, rows)
+        for row in _missing(small(large) if dry else large, rows):
+            row["about"] = describe(program, PACKAGES)
+            rows.append(row)
+            print(row, flush=True)
+            if not dry:
+                append_run(out, row)
 
 
-class _Rows:
-    """Finished runs and predictions, which are not made again."""
+def _missing(large: Large, rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields runs and predictions that are not among the rows, to which each is added meanwhile."""
+    config = asdict(large.config)
 
-    def __init__(self, path: Path, program: str, *, keep: bool):
-        """Reads what is there, unless nothing is kept."""
-        self._path = path
-        self._program = program
-        self._keep = keep
-        self.rows: list[dict[str, Any]] = read_runs(path) if keep else []
+    def made(rank: int, rate: float, field: str) -> dict[str, Any] | None:
+        key = {"config": config, "rank": rank, "rate": rate}
+        alike = [row for row in rows if row.items() >= key.items() and field in row]
+        return alike[0] if alike else None
 
-    def get(self, config: Config, rank: int, rate: float, field: str) -> dict[str, Any] | None:
-        """Finds the row of a run that has a field; rank 0 is the exact average."""
-        for row in self.rows:
-            same = (row["config"], row["rank"], row["rate"]) == (asdict(config), rank, rate)
-            if same and field in row:
-                return row
-        return None
-
-    def add(self, config: Config, row: dict[str, Any]) -> dict[str, Any]:
-        """Appends a row, and prints it."""
-        print(row, flush=True)
-        row["config"] = asdict(config)
-        row["about"] = describe(self._program, PACKAGES)
-        self.rows.append(row)
-        if self._keep:
-            append_run(self._path, row)
-        return row
-
-
-def _run_one(large: Large, rows: _Rows) -> None:
-    config = large.config
-    exact_trainer = Trainer(config, _transformation(config, 0), local=False)
+    trainer = Trainer(large.config, _transformation(large.config, 0), local=False)
     exact = []
     for rate in large.rates:
-        row = rows.get(config, 0, rate, "loss")
+        row = made(0, rate, "loss")
         if row is None:
-            row = rows.add(config, _trained(exact_trainer, large, 0, rate))
+            row = _trained(trainer, large, 0, rate)
+            yield row
         exact.append(row)
     best = min(exact, key=lambda row: row["loss"])
     rate = best["rate"]
     for rank in large.ranks:
-        if rows.get(config, rank, rate, "predicted") is None:
+        if made(rank, rate, "predicted") is None:
             predicted = TAIL_LAWS["adamw"].gap(best["tails"][str(rank)])
-            rows.add(config, {"rank": rank, "rate": rate, "predicted": predicted})
+            yield {"rank": rank, "rate": rate, "predicted": predicted, "config": config}
     for rank in large.ranks:
-        if rows.get(config, rank, rate, "loss") is None:
-            trainer = Trainer(config, _transformation(config, rank), local=False)
+        if made(rank, rate, "loss") is None:
+            trainer = Trainer(large.config, _transformation(large.config, rank), local=False)
             row = _trained(trainer, large, rank, rate)
             row["gap"] = row["loss"] / best["loss"] - 1
-            rows.add(config, row)
+            yield row
 
 
 def _transformation(config: Config, rank: int) -> optax.GradientTransformation:
@@ -182,8 +167,9 @@ def _trained(trainer: Trainer, large: Large, rank: int, rate: float) -> dict[str
         in_second_quarter = config.steps // 4 <= first + stride <= config.steps // 2
         if not rank and in_second_quarter:
             readings.append([jaxcomp.predict_gap(carry[1], r).tail for r in large.ranks])
-    row = {"rank": rank, "rate": rate, "loss": trainer.held_out_loss(carry[0])}
+    row: dict[str, Any] = {"rank": rank, "rate": rate, "config": asdict(config)}
+    row["loss"] = trainer.held_out_loss(carry[0])
     if not rank:
-        tails = np.mean(readings, axis=0)
-        row["tails"] = {str(r): float(tail) for r, tail in zip(large.ranks, tails, strict=True)}
+        tails = np.mean(readings, axis=0).tolist()
+        row["tails"] = dict(zip(map(str, large.ranks), tails, strict=True))
     return row
