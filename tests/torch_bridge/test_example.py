@@ -155,6 +155,37 @@ def test_states_and_modules_of_nnx_and_an_apply_that_moves_the_axes_itself():
         np.testing.assert_allclose(outputs, example[1], atol=1e-5)
 
 
+class General(nn.Module):
+    """Reads and gives a map without a reshape."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.DenseGeneral(6, axis=(1, 2, 3))(nn.relu(nn.Conv(4, (3, 3))(x)))
+        return nn.ConvTranspose(3, (2, 2), (2, 2))(nn.DenseGeneral((2, 2, 4))(nn.relu(x)))
+
+
+def test_kernels_with_several_axes_of_a_map():
+    body = [tnn.Conv2d(3, 4, 3, padding=1), tnn.ReLU(), tnn.Flatten(), tnn.Linear(64, 6)]
+    ends = [tnn.ReLU(), tnn.Linear(6, 16), tnn.Unflatten(1, (4, 2, 2))]
+    module = tnn.Sequential(*body, *ends, tnn.ConvTranspose2d(4, 3, 2, 2))
+    state, example = proof(module, PICTURES)
+    inputs = np.moveaxis(PICTURES, 1, -1)
+    like = abstract(General(), inputs)
+    params = params_from_torch(state, like, apply=General().apply, example=example)
+    outputs = np.moveaxis(General().apply(params, inputs), -1, 1)
+    np.testing.assert_allclose(outputs, example[1], atol=1e-5)
+
+
+def test_a_model_that_decides_by_values_is_run_as_it_is():
+    state, example = proof(mlp(), ROWS)
+
+    def apply(params, x):
+        return Nested().apply(params, x if x.sum() < 1e6 else 0 * x)
+
+    params = params_from_torch(state, abstract(Nested(), ROWS), apply=apply, example=example)
+    np.testing.assert_allclose(apply(params, ROWS), example[1], atol=1e-5)
+
+
 def test_trees_without_modules():
     state, example = proof(mlp(), ROWS)
     square, row = np.zeros((6, 6), np.float32), np.zeros(6, np.float32)

@@ -16,7 +16,7 @@ from torch_bridge._pairing.evidence import Evidence
 from torch_bridge._pairing.kinds import IN_OUT, OUT_IN, build
 from torch_bridge._pairing.layers import NO_LAYER, layers_of
 from torch_bridge._pairing.leaves import Tree
-from torch_bridge._pairing.match import FITS, Group, Match
+from torch_bridge._pairing.match import Group, Match
 from torch_bridge._pairing.options import Options, PairOptions, idle_patterns
 from torch_bridge._pairing.pairs import Pair
 from torch_bridge._pairing.questions import Questions
@@ -159,12 +159,12 @@ def _with_aliases(
 
 def _decided(match: Match, options: Options, known: Mapping[str, str]) -> Reading:
     """Pairs by names and shapes, and by what the user says."""
-    if options.plain and not options.conv1d:
-        match.least = FITS
-    match.match_shapes()
-    match.take_apart(match.lonely())
-    match.match_names()
-    match.match_shapes()
+    match.plain = options.plain
+    if any(match.open()):
+        match.match_shapes()
+        match.take_apart(match.lonely())
+        match.match_names()
+        match.match_shapes()
     questions = Questions(match, options, known)
     _refuse_problems(match, questions, options)
     partners = {layer: match.partners[layer] for layer in match.torch if layer in match.partners}

@@ -164,6 +164,13 @@ class Evidence:
                 before = equation.invars[0].aval.shape
                 self.maps += _merged(before, result.aval.shape)
                 self.maps += _merged(result.aval.shape, before)
+            if name == "dot_general":  # a kernel with several axes of inputs or of outputs
+                kernel = equation.invars[1].aval.shape
+                contracted = equation.params["dimension_numbers"][0][1]
+                inputs = [kernel[axis] for axis in contracted]
+                outputs = [size for axis, size in enumerate(kernel) if axis not in contracted]
+                self.maps += _merged(inputs, [math.prod(inputs)])
+                self.maps += _merged(outputs, [math.prod(outputs)])
         self.maps = list(dict.fromkeys(self.maps))
 
 

@@ -55,7 +55,7 @@ class Match:
       by_rule: The torch layers whose partner a rule names.
       by_name: The torch layers whose partner has an equal name.
       problems: A line for each rule that cannot be followed.
-      least: The least of `fits` with which a layer may go to another.
+      plain: Whether a layer that fits in its usual form does not go elsewhere in another.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Match:
         self.partners: Partners = {}
         self.by_name: set[Layer] = set()
         self.problems: list[str] = []
-        self.least = UNUSUAL
+        self.plain = False
         self._fits: dict[Hashable, int] = {}
         if rules:
             self._follow(rules)
@@ -252,11 +252,12 @@ class Match:
         groups: list[Group] = []
         theirs = grouped(region.flax, lambda target: target.signature)
         for layers in grouped(region.torch, lambda layer: layer.signature).values():
-            fitting: list[Layer] = []
+            fitting: dict[int, list[Layer]] = {0: [], UNUSUAL: [], FITS: []}
             for targets in theirs.values():
-                if self.fits(layers[0], targets[0]) >= self.least:
-                    fitting += targets
-            groups.append(Group(layers, fitting))
+                fitting[self.fits(layers[0], targets[0])] += targets
+            if self.plain and fitting[FITS]:
+                fitting[UNUSUAL] = []
+            groups.append(Group(layers, fitting[FITS] + fitting[UNUSUAL]))
         return groups
 
 
