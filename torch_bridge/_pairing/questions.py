@@ -82,7 +82,7 @@ class Questions:
             if len(forms) < 2:
                 continue
             is_known = layer.name in known or layer in of_torch
-            if is_known and {*forms} == {OUT_IN, IN_OUT}:
+            if is_known and len(forms) == 2:  # not of packed outputs in another order
                 self.answers[layer] = USUAL._replace(form=known.get(layer.name, OUT_IN))
                 continue
             options: list[str] = []
