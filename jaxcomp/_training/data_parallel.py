@@ -234,8 +234,12 @@ class DataParallel:
         explicit = functools.partial(boundary.explicit, specs=typed_specs(arrays))
         shared = PartitionSpec()
         rows = PartitionSpec(self.axis_name)
+
+        def on_replica(state: PyTree, arrays: PyTree, weight: Any) -> Any:
+            return self._step((args, kwargs), specs, explicit, state, arrays, weight)
+
         return call_on_replicas(
-            functools.partial(self._step, (args, kwargs), specs, explicit),
+            on_replica,
             (state, arrays, weight),
             in_specs=(states, specs, weights),
             out_specs=(shared, rows, shared, states),
@@ -273,7 +277,11 @@ class DataParallel:
         Returns:
           Outputs that are equal on all replicas, rows, averaged gradients and the new state.
         """
-        outputs, gradients = explicit(functools.partial(self._gradients, call, specs))(arrays)
+
+        def gradients_of(arrays: PyTree) -> tuple[Outputs, PyTree]:
+            return self._gradients(call, specs, arrays)
+
+        outputs, gradients = explicit(gradients_of)(arrays)
         weight = None if weight is None else jnp.sum(jnp.asarray(weight).astype(jnp.float32))
         update = takes_rows(optax.with_extra_args_support(self.reducer).update, self.reducer.init)
         params = params_of(arrays[0], self.argnums)
