@@ -81,8 +81,8 @@ class Questions:
             forms = forms_of(layer, target)
             if len(forms) < 2:
                 continue
-            is_known = layer.name in known or layer in of_torch
-            if is_known and len(forms) == 2:  # not of packed outputs in another order
+            # A Linear may pack its outputs in another order, and torch's own modules do not.
+            if layer in of_torch or (layer.name in known and len(forms) == 2):
                 self.answers[layer] = USUAL._replace(form=known.get(layer.name, OUT_IN))
                 continue
             options: list[str] = []
