@@ -342,6 +342,15 @@ def test_the_command_line(capsys):
         assert not printed.out
 
 
+@pytest.mark.parametrize("left_out", ["params", "workers", "bandwidth", "step-time"])
+def test_the_command_names_an_option_that_is_missing(left_out, capsys):
+    given = {"params": "124M", "workers": 8, "bandwidth": "1Gbit", "step-time": "20ms"}
+    del given[left_out]
+    with pytest.raises(SystemExit, match="2"):
+        main(["advise", *(f"--{name}={value}" for name, value in given.items())])
+    assert f"arguments are required: --{left_out}\n" in capsys.readouterr().err
+
+
 def test_the_examples_in_the_documentation_are_what_it_prints(capsys):
     page = (DOCS / "choosing.md").read_text()
     blocks = re.findall(r"```console\n\$ jaxcomp (.*?)```", page, re.DOTALL)
