@@ -25,7 +25,7 @@ from jaxcomp._reducers.options import LowRank
 
 
 class Arrays(NamedTuple):
-    """Averages: compressed groups in the dtypes of their gradients, and all other leaves."""
+    """Holds averages: compressed groups in the dtypes of their gradients, and all other leaves."""
 
     compressed: list[Array]
     uncompressed: list[Array]

@@ -167,7 +167,7 @@ def _bytes(listed: Iterable[Collective]) -> float:
 
 
 def _crossing(listed: Iterable[Collective], axes: Iterable[str]) -> list[Collective]:
-    """Returns those that join devices along one of the axes."""
+    """Returns the collectives that join devices along one of the axes."""
     return [collective for collective in listed if set(axes) & set(collective.axes)]
 
 

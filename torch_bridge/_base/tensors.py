@@ -105,7 +105,7 @@ def storage_key(value: Any) -> tuple[Any, ...] | None:
 
 
 def tied(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Finds tensors of one memory: each further name -> the first one."""
+    """Finds tensors that share memory; maps each further name to the first one."""
     first = {}
     further = {}
     for name, value in tensors.items():

@@ -61,9 +61,9 @@ def pair(
         for running statistics, those of `model` are left out.
       rules: Regular expression -> path, tried in order. The expression has to match a whole tensor
         or module name; the path is a leaf or a module, with groups as in ``r"block_\1/kernel"``.
-        Where it names a tensor and a leaf of different kinds of layers (``norm.gamma`` and
-        ``norm/scale``), these two become one pair, a matrix turned if its shape says so. A Linear
-        that packs several goes to several modules, in the order of its rows:
+        If tensor and leaf belong to different kinds of layers (``norm.gamma`` and ``norm/scale``),
+        the two still become one pair; a matrix is transposed if its shape says so. A Linear that
+        packs several goes to several modules, in the order of its rows:
         ``{r"h\.(\d+)\.c_attn": r"h_\1/query|h_\1/key|h_\1/value"}``.
       flatten: Regular expression of the module name of a Linear (or of a recurrent layer with its
         suffix, as in ``lstm.l0``) -> the channels-first shape ``(C, H, W)`` of what is flattened

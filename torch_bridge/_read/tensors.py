@@ -53,7 +53,7 @@ class Storage:
 
 
 def storage_reader(read: Callable[[str, int], np.ndarray]) -> Callable[..., Storage]:
-    """Makes what a persistent id means; `read` gives the bytes of an entry of a given size."""
+    """Makes a reader of persistent ids; `read(name, size)` gives the bytes of an entry."""
     storages = {}
 
     def storage(kind: Any, name: Any, _location: Any, numel: Any, *_: Any) -> Storage:
