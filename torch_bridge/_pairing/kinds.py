@@ -318,36 +318,6 @@ def forms_of(torch: Layer, flax: Layer) -> list[str]:
     return list(links[0].views) if links else []
 
 
-def map_sizes(torch: Layer, flax: Layer, form: str) -> dict[str, int]:
-    """Returns of how many values `flatten` and `unflatten` speak; what moves nothing is left out.
-
-    Args:
-      torch: The one layer.
-      flax: The other.
-      form: How the weight is stored.
-    """
-    sizes: dict[str, int] = {}
-    for link in links_of(torch, flax):
-        if not link.views:
-            continue
-        view = link.view(form)
-        if view.row_maps:
-            sizes.setdefault(view.row_maps, math.prod(view.split[: view.row_axes]))
-        if view.column_maps:
-            sizes.setdefault(view.column_maps, math.prod(view.split[view.row_axes :]))
-    return sizes
-
-
-def channels_of(torch: Layer, flax: Layer, form: str) -> tuple[int, int]:
-    """Returns how many channels a convolution reads and gives; zeros of another layer."""
-    if not isinstance(_kind_of(torch, flax), Conv):
-        return (0, 0)
-    first, second = torch.shape("weight")[:2]
-    if (form or forms_of(torch, flax)[:1]) in (IN_OUT, [IN_OUT]):
-        return (first, second)
-    return (second, first)
-
-
 class Built(NamedTuple):
     """The pairs of two layers, and a line for each tensor and leaf without one."""
 

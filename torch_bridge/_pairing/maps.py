@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from torch_bridge._pairing.kinds import USUAL, Answer, channels_of, map_sizes
+from torch_bridge._pairing.kinds import USUAL, Answer, View, links_of
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.match import Partners
 from torch_bridge._pairing.pairs import Maps
@@ -54,15 +54,23 @@ class Flow:
         self.layers = [layer for layer in torch if layer in partners]
         self.sizes: dict[Layer, dict[str, int]] = {}
         self.channels: dict[Layer, tuple[int, int]] = {}
-        self._partners = partners
-        self._places: dict[Layer, int] = {}
-        for place, layer in enumerate(self.layers):
+        self._places = {layer: place for place, layer in enumerate(self.layers)}
+        for layer in self.layers:
             form = answers.get(layer, USUAL).form
-            channels = channels_of(layer, partners[layer], form)
-            self._places[layer] = place
-            self.sizes[layer] = map_sizes(layer, partners[layer], form)
-            if any(channels):
-                self.channels[layer] = channels
+            self.sizes[layer] = {}
+            for link in links_of(layer, partners[layer]):
+                if link.views:
+                    self._note(layer, link.view(form))
+
+    def _note(self, layer: Layer, view: View) -> None:
+        """Notes what the rows and columns of one tensor are."""
+        sizes = self.sizes[layer]
+        sizes.setdefault(view.row_maps, math.prod(view.split[: view.row_axes]))
+        sizes.setdefault(view.column_maps, math.prod(view.split[view.row_axes :]))
+        if view.kind == "conv.weight":
+            self.channels[layer] = (view.split[1], view.split[0])
+        elif view.kind == "conv_transpose.weight":
+            self.channels[layer] = (view.split[0], view.split[1])
 
     def movable(self, option: str) -> list[tuple[list[Layer], int]]:
         """Lists the layers whose inputs or outputs may be a map, with the number of these.
@@ -79,7 +87,7 @@ class Flow:
 
     def is_table(self, layer: Layer) -> bool:
         """Tells whether a layer is a table of rows."""
-        return layer.sort == "weight" and self.sizes[layer].keys() == {"unflatten"}
+        return layer.sort == "weight" and self.sizes[layer].keys() == {"", "unflatten"}
 
     def proposal(self, option: str, layer: Layer) -> Flattened | None:
         """Proposes the map that a layer may read or give; None if it can be none.

@@ -164,9 +164,10 @@ class Questions:
                 shown = str(shape[0] if len(shape) == 1 else shape)
                 others: list[Layer] = []
                 for other in self._flow.layers:
-                    is_loose = other.is_vector or self._flow.is_table(other)
+                    field = "unflatten" if self._flow.is_table(other) else "flatten"
+                    is_loose = other.is_vector or field == "unflatten"
                     follows = self._flow.neighbour(other, 1) in layers
-                    if is_loose and not follows and values in self._flow.sizes[other].values():
+                    if is_loose and not follows and self._flow.sizes[other].get(field) == values:
                         others.append(other)
                 hint = (
                     f". {listed(others)} may be of the same map; then name it, too"
