@@ -305,19 +305,13 @@ class Law:
         return self._slope(tokens) * max(0.0, 1 / rank - self.k / width)
 
     def half_width(self, rank: int, width: float, tokens: float) -> float:
-        """Returns that of the 95% interval of one run, as a share; wider at what no run had.
+        """Returns that of the 95% interval of one run, as a share.
 
-        There the loss may end at the rank where it does in the nearest width that a run had, and
-        the power of the tokens be off by 0.1. The law knows neither depth nor context.
+        The law knows neither depth nor context, by which runs lie further apart than by their seed.
         """
-        near = sorted((width, *self.widths))[1]
-        alike = sorted((tokens, *self.tokens))[1]
         # Student's quantile of some twenty runs.
-        inside = 2.1 * self.spread * math.sqrt(alike / USUAL_TOKENS) / 100
-        ends = self._slope(tokens) * self.k * abs(1 / near - 1 / width)
-        power = 0.1 * abs(math.log(tokens / alike)) * self.gap(rank, width, tokens)
-        other_models = _possible_excess(self.gap(rank, width, tokens), self.error)
-        return max(inside + ends + power, other_models)
+        of_seeds = 2.1 * self.spread * math.sqrt(tokens / USUAL_TOKENS) / 100
+        return max(of_seeds, _possible_excess(self.gap(rank, width, tokens), self.error))
 
     def rank(self, budget: float, width: float, tokens: float) -> int:
         """Returns the smallest rank whose expected gap is within a share; in multiples of 8."""

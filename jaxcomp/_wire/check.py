@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcomp._base.checks import check_int
 from jaxcomp._base.leaves import floating_leaves, is_floating
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
 from jaxcomp._reducers.reducer import Reducer
-from jaxcomp._states.place import shard_state
 from jaxcomp._training.data_parallel import data_parallel
 from jaxcomp._wire.collectives import Collective, collectives, mesh_of
 from jaxcomp._wire.program import Program, read_program
@@ -84,8 +84,7 @@ def check(
     crossing = _crossing(listed, axes)
     # Beside other axes every device of a replica may send a share of what it has.
     others = math.prod(size for name, size in mesh.shape.items() if name not in axes)
-    right = sum(reducer.bytes for reducer in expected)
-    allowed = sum(reducer.allowed for reducer in expected)
+    _, right, calls, allowed = np.sum(expected, axis=0)
     sent = _bytes(crossing)
     if right / others / 2 <= sent <= right + allowed:
         return listed
@@ -97,8 +96,8 @@ def check(
     ]
     times = round(sent / right) if right else 0
     whole = abs(sent - times * right) < 0.1 * right
-    runs = sum(collective.times for collective in crossing)
-    if times > 1 and whole and runs >= times * sum(reducer.collectives for reducer in expected):
+    called = sum(collective.times for collective in crossing)
+    if times > 1 and whole and called >= times * calls:
         counts = [times * reducer.steps for reducer in expected]
         shown = counts[0] if len(counts) == 1 else counts
         lines.append(
@@ -109,7 +108,8 @@ def check(
     elif sent > right and len(networks) == 1:
         lines.append("  If it trains other networks too, pass lists of reducers and parameters.")
     largest = sorted(crossing, key=lambda collective: -collective.times * collective.as_all_reduce)
-    lines += [f"  {collective}" for collective in largest[:6]]
+    for collective in largest[:6]:
+        lines.append(f"  {collective}")
     raise ValueError("\n".join(lines))
 
 
@@ -197,11 +197,8 @@ def _alone(network: _Network, mesh: Any) -> Any:
         scale = x.mean()
         return scale, jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), params)
 
-    def fresh(params: PyTree) -> PyTree:
-        return shard_state(reducer.init(params), mesh, reducer.axis_name)
-
     replicas = math.prod(mesh.shape[name] for name in axis_tuple(reducer.axis_name))
     rows = jax.NamedSharding(mesh, jax.P(reducer.axis_name))  # shapes alone name no device
     examples = jax.ShapeDtypeStruct((replicas,), jnp.float32, sharding=rows)
     run = data_parallel(gradients, reducer, mesh=mesh)
-    return jax.jit(run).lower(jax.eval_shape(fresh, params), params, examples).compile()
+    return jax.jit(run).lower(jax.eval_shape(run.init, params), params, examples).compile()

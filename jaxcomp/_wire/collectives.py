@@ -123,13 +123,14 @@ class Use(NamedTuple):
             groups = np.arange(mesh.size)[None]
         if kind == "reduce-scatter":
             size *= groups.shape[1]  # what goes in is as large as what comes out on all devices
-        places = np.unravel_index(groups, tuple(mesh.shape.values()))
+        # Of each device its place along every axis.
+        places = np.stack(np.unravel_index(groups, tuple(mesh.shape.values())))
+        differ = np.ptp(places, axis=2).any(axis=1)
         return Collective(
             kind,
-            arrays=tuple((array.element, array.values) for array in arrays),
+            arrays=tuple(array[:2] for array in arrays),
             bytes=size,
-            # Along which devices of one group differ.
-            axes=tuple(itertools.compress(mesh.shape, (np.ptp(x, 1).any() for x in places))),
+            axes=tuple(itertools.compress(mesh.shape, differ)),
             in_loop=bool(self.loops),
             times=math.prod(self.loops),
             in_branch=self.in_branch,

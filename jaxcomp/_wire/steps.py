@@ -109,7 +109,7 @@ class _Paths:
 
     def sends(self, instruction: Instruction) -> bool:
         """Tells the reducer's collectives from those of metrics, and of the loss itself."""
-        arrays = [(array.element, array.values) for array in instruction.arrays]
+        arrays = [array[:2] for array in instruction.arrays]
         return instruction.kind == self._kind and self._array in arrays
 
 
