@@ -365,3 +365,30 @@ def test_what_a_dtype_keeps_of_a_run_with_several_buckets(dtype, bits, ranks):
         if ranks == 1:  # one rank's error comes back bit for bit, a mean is rounded once
             np.testing.assert_array_equal(back.float(), mean)
         assert np.max(np.abs(back.float().numpy() - mean) / np.abs(mean)) <= 2.0**-bits
+
+
+def test_the_way_back_is_proved_by_the_torch_module():
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6))
+    x = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
+    with torch.no_grad():
+        outputs = module(torch.from_numpy(x)).numpy()
+    source = Checkpoint(arrays_of(module), example=((x,), outputs))
+
+    def apply(params, inputs):
+        one, two = params["one"], params["two"]
+        hidden = jnp.tanh(inputs @ one["kernel"] + one["bias"])
+        return hidden @ two["kernel"] + two["bias"]
+
+    run = torch_bridge.to_flax(source, linears(one=(6, 6), two=(6, 6)), apply=apply)
+    moved = jax.tree.map(lambda leaf: leaf + 0.1, run.params)
+    before = module[0].weight.clone()
+    proof = {"pairs": run.pairs, "module": module}
+    document = torch_bridge.to_torch(moved, (), source, apply=apply, **proof)
+    assert torch.equal(module[0].weight, before)
+    assert not torch.equal(document["state_dict"]["0.weight"], before)
+    other = torch.nn.Sequential(module[0], torch.nn.ReLU(), module[2])
+    with pytest.raises(CheckpointMismatch, match="gives other outputs than the Flax model"):
+        torch_bridge.to_torch(moved, (), source, apply=apply, pairs=run.pairs, module=other)
+    with pytest.raises(ValueError, match="save_checkpoint"):
+        torch_bridge.to_torch(moved, (), source, **proof)

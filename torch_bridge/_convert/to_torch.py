@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pathlib
 import warnings
@@ -26,9 +27,10 @@ from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import make_document
 from torch_bridge._hook.infer import layout_of
+from torch_bridge._job.example import run_example
 from torch_bridge._job.save import write_document
-from torch_bridge._pairing.evidence import Apply
-from torch_bridge._pairing.leaves import hollow, trained
+from torch_bridge._pairing.evidence import Apply, Evidence, Example
+from torch_bridge._pairing.leaves import flatten, hollow, trained
 from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
@@ -40,6 +42,7 @@ def to_torch(
     like: Checkpoint,
     *,
     apply: Apply | None = None,
+    module: Any = None,
     path: str | os.PathLike[str] | None = None,
     layout: BucketLayout | None = None,
     matrix_dims: MatrixDimsFn | None = None,
@@ -64,6 +67,9 @@ def to_torch(
       apply: ``apply(params, *inputs) -> outputs`` of the Flax model, as for `to_flax`: it is run on
         the example in `like` with the parameters in `like`, which finds out what belongs together.
         Not needed with `pairs`.
+      module: The torch module that will load the document. A copy of it loads what was converted,
+        is run on the inputs of the example in `like`, and must give what `apply` gives with
+        `params`. It stays as it is.
       path: A file to write the document to, whole or not at all; an existing one is replaced.
       layout: The bucket layout; None for that of `like`.
       matrix_dims: As for `to_flax`.
@@ -76,7 +82,8 @@ def to_torch(
 
     Raises:
       CheckpointMismatch: A part does not fit `like`, or is missing; everything that does not fit is
-        listed.
+        listed. Or the outputs of `module` are not those of `apply`.
+      ValueError: `module` is given without `apply`, or `like` has no example.
       OSError: The file cannot be written.
 
     Warns:
@@ -104,6 +111,8 @@ def to_torch(
     _warn_of_lost_states(like, layout, reducers, opt_state)
     model = params_to_torch(params, like.model, pairs=pairs)
     model = as_tensors(model, {id(value) for value in like.model.values()})
+    if module is not None:
+        _refuse_other_outputs(module, model, params, apply, like.example)
     # What nobody else holds is dropped as soon as it is converted.
     params = hollow(params)
     ranks = ()
@@ -138,6 +147,38 @@ def to_torch(
     if path is not None:
         write_document(pathlib.Path(path), document)
     return document
+
+
+def _refuse_other_outputs(
+    module: Any, model: dict[str, Any], params: Any, apply: Apply | None, example: Example | None
+) -> None:
+    """Runs both models on the inputs of the example, each with what it would go on with.
+
+    Raises:
+      ValueError: There is nothing to run.
+      CheckpointMismatch: Their outputs differ.
+    """
+    if apply is None or example is None:
+        raise ValueError(
+            "`module` is run beside the Flax model. Give apply=, and a `like` with an example: "
+            "save_checkpoint(..., example=inputs) stores one."
+        )
+    loaded = copy.deepcopy(module)
+    loaded.load_state_dict(model)
+    outputs = run_example(loaded, [to_tensor(array) for array in example[0]])
+    tree = flatten(params)
+    evidence = Evidence(apply, outputs, tree, list(model.values()))
+    differences = []
+    for layout in evidence.layouts:
+        evidence.use(layout)
+        differences.append(evidence.apart(tree.leaves).largest)
+    if min(differences) > evidence.tolerance:
+        raise CheckpointMismatch(
+            f"The torch module, with what was converted, gives other outputs than the Flax model: "
+            f"they are {min(differences):.1e} of the largest off, where {evidence.tolerance:.0e} "
+            "is rounding. Is it the module that `like` was saved from?",
+            parameters=("apply",),
+        )
 
 
 def _split(opt_state: Any) -> tuple[list[PowerSGDState], Any]:
