@@ -26,8 +26,10 @@ _OF_ML_DTYPES = (
     *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 # Every dtype that moves, by torch's name, in both directions.
-DTYPES: dict[str, np.dtype] = {name: np.dtype(name) for name in _OF_NUMPY}
-DTYPES.update({name: np.dtype(getattr(ml_dtypes, name)) for name in _OF_ML_DTYPES})
+DTYPES: dict[str, np.dtype] = {}
+for _name in (*_OF_NUMPY, *_OF_ML_DTYPES):
+    DTYPES[_name] = np.dtype(getattr(ml_dtypes, _name, _name))
+_SAME_BITS = {1: "uint8", 2: "int16"}  # integers that torch and NumPy have, by their bytes
 # What DDP, FSDP and torch.compile put into the names of parameters.
 _WORDS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _HEADS = _WORDS | {"module"}
@@ -56,7 +58,8 @@ def to_numpy(value: Any) -> np.ndarray:
     if name not in _OF_ML_DTYPES:
         return tensor.numpy()
     dtype = DTYPES[name]
-    return tensor.view(_integers(dtype)).numpy().view(dtype)
+    integers = getattr(import_torch(), _SAME_BITS[dtype.itemsize])
+    return tensor.view(integers).numpy().view(dtype)
 
 
 def to_tensor(array: np.ndarray, *, copy: bool = True) -> Any:
@@ -76,14 +79,8 @@ def to_tensor(array: np.ndarray, *, copy: bool = True) -> Any:
         return torch.from_numpy(array)
     if not hasattr(torch, name):
         raise TypeError(f"torch {torch.__version__} has no dtype {name}")
-    integers = str(_integers(array.dtype)).removeprefix("torch.")
-    return torch.from_numpy(array.view(integers)).view(getattr(torch, name))
-
-
-def _integers(dtype: np.dtype) -> Any:
-    """Returns torch's dtype of integers of the same bits, which NumPy knows as well."""
-    torch = import_torch()
-    return torch.int16 if dtype.itemsize == 2 else torch.uint8
+    integers = array.view(_SAME_BITS[array.dtype.itemsize])
+    return torch.from_numpy(integers).view(getattr(torch, name))
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
