@@ -158,6 +158,10 @@ OTHER_SCHEMES = {  # numbers that may run another way: torch's names, and the tr
         blocks("layers_{}", (0, 1), dense=(4, 4)),
     ),
     "of another word": ([f"h.{k}.fc" for k in TWO], blocks("block_{}", TWO, fc=(4, 4))),
+    "of blocks with other layers": (
+        [f"blocks.{k}.a" for k in TWO],
+        blocks("blocks_{}", TWO, b=(4, 4)),
+    ),
     "in nested calls": (["0", "2"], kernels(Dense_0=(4, 4), Dense_1=(4, 4))),
     "of modules in modules": (
         [f"{k}.{n}" for k in TWO for n in TWO],
@@ -173,6 +177,13 @@ def test_numbers_of_another_scheme_are_asked_about_and_plain_is_not_the_advice(s
     assert error.message.startswith("Neither names nor shapes tell how some layers correspond.")
     assert any("say which is which" in line for line in error.ambiguous)
     assert "plain=True" not in error.message
+
+
+def test_layers_of_equal_names_say_which_block_is_which():
+    model = model_of(**{f"blocks__{k}__{n}": (4, 4) for k in TWO for n in ("fc", "a")})
+    like = blocks("blocks_{}", TWO, fc=(4, 4), b=(4, 4))
+    found = {p.torch_name: "/".join(p.path) for p in pair(model, like, conv1d="")}
+    assert found["blocks.1.a.weight"] == "blocks_1/b/kernel"
 
 
 def test_the_only_whole_assignment_needs_no_answer():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch_bridge._base.tensors import clean_names
@@ -177,7 +177,7 @@ class Match:
         Args:
           misfits: Whether to pair those whose shapes differ, too, so that this is reported.
         """
-        innermost = _shared(self.torch, self.flax, 1)
+        innermost = _shared(self.torch, self.flax, 1, set())
         open_torch, open_flax = self.open()
         theirs = {(target.words, target.numbers): target for target in open_flax}
         for layer in open_torch:
@@ -239,8 +239,16 @@ class Match:
         return Group(torch, flax)
 
     def _regions(self) -> Iterator[Group]:
-        """Lists what is open by the innermost module around it that both sides have."""
-        innermost = _shared(self.torch, self.flax, 0)
+        """Lists what is open by the innermost module around it that both sides have.
+
+        Blocks may be numbered the other way round, so that numbers count only where layers in such
+        a module have equal names.
+        """
+        named: set[Any] = set()
+        for layer in self.by_name:
+            for length in range(len(layer.segments)):
+                named.add(words_of(layer.segments[:length]))
+        innermost = _shared(self.torch, self.flax, 0, named)
         both = self.open()
         theirs = grouped(both.flax, lambda target: innermost(target.parent))
         ours = grouped(both.torch, lambda layer: innermost(layer.parent))
@@ -293,7 +301,7 @@ def _forced(groups: Sequence[Group]) -> Partners:
 
 
 def _shared(
-    torch: Iterable[Layer], flax: Iterable[Layer], layers: int
+    torch: Iterable[Layer], flax: Iterable[Layer], layers: int, named: Collection[Any]
 ) -> Callable[[tuple[str, ...]], Any]:
     """Returns a function that finds the longest beginning of a name that both sides have.
 
@@ -303,7 +311,8 @@ def _shared(
     Args:
       torch: The layers of the one side.
       flax: The layers of the other.
-      layers: 1 for names of modules and layers, 0 for those of modules alone.
+      layers: 1 for names of modules and layers; 0 for those of modules alone, without numbers.
+      named: Modules that count in spite of their numbers.
     """
     sides: list[dict[Any, set[Any]]] = []
     for members in (torch, flax):
@@ -319,7 +328,10 @@ def _shared(
     for words in ours.keys() & theirs.keys():
         numbers = ours[words] & theirs[words]
         if numbers in (ours[words], theirs[words]):
-            both.update((words, one) for one in numbers)
+            is_series = len(ours[words] | theirs[words]) > 1 and not layers
+            for one in numbers:
+                if not is_series or (words, one) in named:
+                    both.add((words, one))
         else:
             other_series.add(words)
 
