@@ -114,7 +114,7 @@ ATTENTIONS = {"self_attn": "Attention_0", "multihead_attn": "Attention_1"}
 def test_what_fits_several_is_listed_with_a_rule():
     model, like = model_of(fast=(4, 4), slow=(4, 4)), kernels(x=(4, 4), y=(4, 4))
     error = refused(model, like)
-    assert error.ambiguous[0].startswith("fast|slow (4, 4) could be x|y: say which is which")
+    assert error.ambiguous[0].startswith("fast, slow (4, 4) could be x, y: say which is which")
     assert "rules={'fast': 'x'}" in error.ambiguous[0]
     assert "plain=True" not in str(error)
     assert "neither a leaf nor a module" in str(refused(model, like, {"slow": "z"}))
@@ -127,7 +127,7 @@ def test_what_fits_several_is_listed_with_a_rule():
     there_and_back(model, like, rules, conv1d="")
     model = {f"{k}.{a}.{n}": w for a in ATTENTIONS for k in TWO for n, w in PACKED.items()}
     like = {f"Block_{k}": dict.fromkeys(ATTENTIONS.values(), HEADS) for k in TWO}
-    assert r"could be Block_\d+/Attention_\d+: " in str(refused(model, like))
+    assert "could be Block_0/Attention_0, " in str(refused(model, like))
     rules = {rf"(\d)\.{a}": rf"Block_\1/{b}" for a, b in ATTENTIONS.items()}
     paths = {p.path: p.torch_name for p in pair(model, like, rules)}
     assert paths["Block_1", "Attention_1", "key", "kernel"].startswith("1.multihead_attn")

@@ -19,6 +19,7 @@ from torch_bridge._pairing.options import Options
 
 # Matrices of which torch's own modules say that they are (out, in).
 _OF_TORCH = re.compile(r"(.*\b)(in_proj_weight|weight_[ih]h(_l\d+)?(_reverse)?)$")
+_SHOWN = 4  # layers of which each is named
 _HEADINGS = {
     "conv1d": "square, which does not show whether it is stored (out, in) or, as by transformers' "
     "Conv1D, (in, out)",
@@ -67,9 +68,14 @@ class Questions:
             return
         first = group.torch[0]
         shapes = ", ".join(str(shape) for _, shape in first.parts.values())
-        hint = " If both sides number them in the same order, plain=True says so." * in_order
+        hint = ""
+        if in_order:
+            hint = (
+                " plain=True takes both in the order of their numbers, which is right only if they "
+                "are called in this order."
+            )
         self.asked.append(
-            f"{listed(group.torch)} {shapes} could be {listed(group.flax)}: say which is which, as "
+            f"{_shown(group.torch)} {shapes} could be {_shown(group.flax)}: say which is which, as "
             f"in rules={{{re.escape(first.label)!r}: {group.flax[0].label!r}}}.{hint}"
         )
 
@@ -190,6 +196,13 @@ def listed(layers: Iterable[Layer]) -> str:
             name = re.sub(r"\d+", r"\\d+", name.replace(".", r"\."))
         patterns.append(name)
     return "|".join(patterns)
+
+
+def _shown(layers: Sequence[Layer]) -> str:
+    """Names a few layers, or writes the names of many as one regular expression."""
+    if len(layers) > _SHOWN:
+        return listed(layers)
+    return ", ".join([layer.label for layer in layers])
 
 
 def _rising(match: Match, two: Sequence[tuple[Layer, Layer]]) -> bool:
