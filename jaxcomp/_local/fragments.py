@@ -63,16 +63,12 @@ def check_streaming(fragments: Any, delay: Any, alpha: Any, period: int) -> Stre
         split = count
     delay = check_int("fragment_sync_delay", delay, 0)
     alpha = check_static_number("fragment_update_alpha", alpha, 0, 1)
-    if count > period:
+    apart = period // count
+    if delay >= apart:
         raise ValueError(
-            f"fragments={count} cannot be staggered over sync_every={period} steps: "
-            "at most one fragment is averaged per step. Pass at most as many fragments as steps."
-        )
-    if delay and delay >= period // count:
-        raise ValueError(
-            f"fragment_sync_delay={delay} must be less than the steps between two averages, "
-            f"sync_every // fragments = {period // count}: what one sends arrives before the "
-            "next is sent. Pass a shorter delay or a larger sync_every."
+            f"fragments={count} leave {apart} steps of sync_every={period} between two averages, "
+            f"and fragment_sync_delay={delay} must be less: what one sends arrives before the next "
+            "is sent. Pass fewer fragments, a shorter delay or a larger sync_every."
         )
     # At least one step apart, because there are no more fragments than steps.
     ends = tuple(k * period // count for k in range(1, count + 1))

@@ -260,11 +260,9 @@ class _LocalSGD:
         def averages(level: int, nth: int | None) -> list[LeafStats]:
             if not level:
                 return []
-            averaged = part_of(params, numbered(params))
+            part = part_of(params, numbered(params))
             narrow = level < len(periods.levels)
-            return self.sync.bytes(
-                averaged, replicas, nth, jax.eval_shape(self.inner.init, params), plain=narrow
-            )
+            return self.sync.bytes(part, replicas, nth, self.inner.init, params, plain=narrow)
 
         if step is None:
             if periods.schedule is not None:

@@ -64,15 +64,15 @@ def check_periods(
     """Reads the arguments of `local_sgd` that say when to average; refuses unusable ones."""
     check_axis_name(axis_name)
     start_step = check_int("start_step", start_step, 0)
-    if callable(sync_every) and offset is not None:
-        raise ValueError(
-            "`offset` needs a fixed period, and sync_every is a schedule, whose first round "
-            "begins at start_step. Leave offset out."
-        )
-    offset = start_step if offset is None else check_int("offset", offset, 0)
     axes = axis_tuple(axis_name)
     if callable(sync_every):
-        return Periods((Level(axes, 1),), sync_every, start_step, offset)
+        if offset is not None:
+            raise ValueError(
+                "`offset` needs a fixed period, and sync_every is a schedule, whose first round "
+                "begins at start_step. Leave offset out."
+            )
+        return Periods((Level(axes, 1),), sync_every, start_step, start_step)
+    offset = start_step if offset is None else check_int("offset", offset, 0)
     if isinstance(sync_every, Mapping):
         levels = _check_hierarchy(sync_every, axis_name)
     else:

@@ -287,21 +287,14 @@ class LocalSGDRound:
     def _count_bytes(
         self, params: PyTree, replicas: int | None, step: int | None
     ) -> CompressionStats:
-        inner = None
-        if self.syncs[0].average_inner is True:
-            if self.inner_init is None:
-                raise ValueError(
-                    "The inner state is averaged too, and its size is not known. Make the round "
-                    "with inner_init=optimizer.init."
-                )
-            inner = jax.eval_shape(self.inner_init, params)
         numbers = numbered(params, self.streaming.split)
         nth, place = (None, None) if step is None else divmod(step, self.sync_every)
         parts = []
         for number, end in enumerate(self.streaming.ends):
             if place is None or place + 1 == end - self.streaming.delay:
                 part = part_of(params, numbers, number)
-                parts.append(self.syncs[number].bytes(part, replicas, nth, inner))
+                sync = self.syncs[number]
+                parts.append(sync.bytes(part, replicas, nth, self.inner_init, params))
         sent = total(params, parts)
         return sent.scaled(1 / self.sync_every) if step is None else sent
 

@@ -175,28 +175,34 @@ class Sync:
 
     def bytes(
         self,
-        params: PyTree,
+        part: PyTree,
         replicas: int | None,
         nth: int | None,
-        inner: PyTree,
+        begin: InnerInit | None,
+        params: PyTree,
         *,
         plain: bool = False,
     ) -> list[LeafStats]:
-        """Lists what one average of these parameters sends.
+        """Lists what one average sends.
 
         Args:
-          params: The parameters that are averaged.
+          part: The parameters that are averaged.
           replicas: How many there are, if known.
           nth: It comes after so many averages; None for all exact ones.
-          inner: The inner state, of which something is sent only if it is averaged.
+          begin: The inner optimizer's init, needed if its state is averaged too.
+          params: All parameters.
           plain: Leaves the reducer out, as a narrow level of a hierarchy does.
         """
-        if plain or self.exact:
-            leaves = wide_leaves(params)
-        else:
-            leaves = list(bytes_of(self.reducer, params, replicas, nth).leaves)
+        leaves = wide_leaves(part)
+        if not (plain or self.exact):
+            leaves = list(bytes_of(self.reducer, part, replicas, nth).leaves)
         if self.average_inner is True:
-            leaves += wide_leaves(inner, "inner state ")
+            if begin is None:
+                raise ValueError(
+                    "The inner state is averaged too, and its size is not known. Make the round "
+                    "with inner_init=optimizer.init."
+                )
+            leaves += wide_leaves(jax.eval_shape(begin, params), "inner state ")
         return leaves
 
 

@@ -252,8 +252,8 @@ BAD = [
     ({"sync_every": {AXIS: 2}}, "positive integer"),
     ({"step_fn": optax.sgd(0.1)}, "`step_fn` must be a function"),
     ({"inner_init": optax.sgd(0.1)}, "`inner_init` must be a function"),
-    ({"fragment_sync_delay": 3}, "fragment_sync_delay=3 must be less than .* = 3"),
-    ({"sync_every": 7, "fragment_sync_delay": 3}, "sync_every // fragments = 3"),
+    ({"fragment_sync_delay": 3}, "leave 3 steps .* fragment_sync_delay=3 must be less"),
+    ({"sync_every": 7, "fragment_sync_delay": 3}, "leave 3 steps of sync_every=7"),
     ({"fragment_sync_delay": -1}, "fragment_sync_delay=-1"),
     ({"fragment_sync_delay": 0.5}, "`fragment_sync_delay` must be"),
     ({"fragment_update_alpha": 1.5}, "at least 0 and at most 1, got 1.5"),
@@ -268,7 +268,7 @@ BAD = [
     ({"fragments": "a"}, "`fragments` must be"),
     ({"average_inner_state": "reset", "fragments": 1}, "fragment_sync_delay=0"),
     ({"fragments": 0}, "fragments=0"),
-    ({"fragments": 4, "sync_every": 3}, "cannot be staggered"),
+    ({"fragments": 4, "sync_every": 3}, "leave 0 steps of sync_every=3"),
 ]
 
 
