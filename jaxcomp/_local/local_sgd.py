@@ -149,7 +149,9 @@ class _LocalSGD:
     def init(self, params: PyTree) -> LocalSGDState:
         """Makes the state before the first step."""
         # A copy, because a training step that donates its state must not see one buffer twice.
-        anchor = () if self.sync.plain else jax.tree.map(jnp.copy, params)
+        anchor = ()
+        if not self.sync.plain:
+            anchor = jax.tree.map(jnp.copy, params)
         outer, reducer = self.sync.init(part_of(params, numbered(params)))
         inner = self.inner.init(params)
         return LocalSGDState.first(
@@ -202,8 +204,12 @@ class _LocalSGD:
             return towards(new.params), state._replace(inner=new.inner)
 
         def synchronised() -> tuple[PyTree, LocalSGDState]:
-            new = new_part(() if sync.plain else part_of(state.anchor, numbers))
-            anchor = state.anchor if sync.plain else put_back(new.params, state.anchor)
+            if sync.plain:
+                new = new_part(())
+                anchor = state.anchor
+            else:
+                new = new_part(part_of(state.anchor, numbers))
+                anchor = put_back(new.params, state.anchor)
             return towards(new.params), state._replace(
                 inner=new.inner, anchor=anchor, outer=new.outer, reducer=new.reducer
             )

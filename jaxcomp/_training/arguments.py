@@ -182,9 +182,11 @@ def _as_it_lies(leaf: Any, axis_name: AxisName, mesh: Any) -> PartitionSpec:
     """Returns how a leaf is known to be split between the replicas, else along axis 0."""
     if is_shared(leaf):
         return PartitionSpec()
-    known = PartitionSpec() if mesh is None else known_spec(leaf, mesh)
-    along = over_axes(known, axis_tuple(axis_name))
-    return PartitionSpec(axis_name) if split_axis(along) is None else along
+    if mesh is not None:
+        known = over_axes(known_spec(leaf, mesh), axis_tuple(axis_name))
+        if split_axis(known) is not None:
+            return known
+    return PartitionSpec(axis_name)
 
 
 def split_spec(

@@ -227,7 +227,8 @@ class DataParallel:
         check_replica_axis(state, mesh, state_axis)
         check_params(params, mesh, axes)
         arrays, specs = self._split(args, kwargs, mesh, replicas)
-        weight = None if weight is None else jnp.asarray(weight)
+        if weight is not None:
+            weight = jnp.asarray(weight)
         weights = weight_spec(weight, lengths(arrays, specs), self.axis_name, replicas)
         states = state_specs(state, state_axis)
         boundary = Boundary(mesh, axes)
@@ -282,7 +283,8 @@ class DataParallel:
             return self._gradients(call, specs, arrays)
 
         outputs, gradients = explicit(gradients_of)(arrays)
-        weight = None if weight is None else jnp.sum(jnp.asarray(weight).astype(jnp.float32))
+        if weight is not None:
+            weight = jnp.sum(jnp.asarray(weight).astype(jnp.float32))
         update = takes_rows(optax.with_extra_args_support(self.reducer).update, self.reducer.init)
         params = params_of(arrays[0], self.argnums)
         if weight is None:
@@ -308,7 +310,10 @@ class DataParallel:
             args = (*args[:i], with_arrays(args[i], local), *args[i + 1 :])
         outputs, gradients = taken_apart(self.grad_fn(*args, **kwargs))
         check_loss(outputs[0], self.axis_name)
-        if_shared = lambda x, spec: x if split_axis(spec) is None else None  # noqa: E731
+
+        def if_shared(x: Any, spec: PartitionSpec) -> Any:
+            return x if split_axis(spec) is None else None
+
         shared = jax.tree.map(if_shared, arrays, specs)
         examples = lengths(arrays, specs).values()
         return judged(outputs, self.aux, self.axis_name, shared, examples), gradients

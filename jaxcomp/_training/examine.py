@@ -80,7 +80,9 @@ def run_batch_and_halves(
 
 def _on_host(x: Any) -> Any:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return x if is_key or not getattr(x, "is_fully_addressable", True) else np.asarray(x)
+    if is_key or not getattr(x, "is_fully_addressable", True):
+        return x
+    return np.asarray(x)
 
 
 def _to_numpy(x: Any) -> np.ndarray:
@@ -175,7 +177,9 @@ def table_of(runs: Runs, verdicts: PyTree) -> str:
         name = "the loss"
         if path[0].idx:  # of the pair (value, auxiliary)
             name = leaf_name(path[1:])
-        word = "-" if verdict.word is None else repr(verdict.word)
+        word = "-"
+        if verdict.word is not None:
+            word = repr(verdict.word)
         table.append((name, f"{leaf.dtype.name}{list(leaf.shape)}", word, verdict.remark))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines: list[str] = []

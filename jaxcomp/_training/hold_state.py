@@ -124,8 +124,12 @@ def _not_one_state(tree: PyTree, kind: type, fitting: int) -> str:
             "reducer), optax.partition(...)). To freeze a part, pass it as an argument of its own "
             "behind the parameters, with jax.P() in batch_specs: then it has no gradient to send."
         )
-    names = f"a dict of {', '.join(map(repr, tree))}" if isinstance(tree, dict) else type(tree)
-    held = f"{fitting} that may be it" if fitting else "none"
+    names = f"a {type(tree).__name__}"
+    if isinstance(tree, dict):
+        names += f" of {', '.join(map(repr, tree))}"
+    held = "none"
+    if fitting:
+        held = f"{fitting} that may be it"
     return (
         "The first argument must be the reducer's state, as init(params) gives it, or a tree that "
         f"holds it, and the second the parameters; got {names} first, which has {held}."

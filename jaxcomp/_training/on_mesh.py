@@ -28,7 +28,9 @@ def the_mesh(users_mesh: Any, axis_name: AxisName, *trees: PyTree) -> Any:
     Raises:
       ValueError: If there is none, or it lacks an axis.
     """
-    mesh = context_mesh() if users_mesh is None else users_mesh
+    mesh = users_mesh
+    if mesh is None:
+        mesh = context_mesh()
     if mesh is None:
         mesh = _mesh_of_arrays(trees, set(axis_tuple(axis_name)))
     if mesh is None:

@@ -195,11 +195,14 @@ def reduced(
         if kind == "mean":
             averaged[i] = as_local(leaf.astype(compute_dtype(leaf.dtype)), axis_name)
         elif kind == "sum":
-            counts = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
-            leaves[i] = total(counts, axis_name)
+            if leaf.dtype == jnp.bool_:
+                leaf = leaf.astype(jnp.int32)
+            leaves[i] = total(leaf, axis_name)
         elif kind != _EQUAL:
             leaves[i] = None
-            row = leaf[None] if kind == "stack" else jnp.moveaxis(leaf, int(kind), 0)
+            row = leaf[None]
+            if kind != "stack":
+                row = jnp.moveaxis(leaf, int(kind), 0)
             rows.append(as_local(row, axis_name))
     local = list(averaged.values())
     if weight is not None and local:
