@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +9,14 @@ import optax
 
 MUON = 10.0  # its learning rate, times that of the parameters that Adam trains beside it
 OPTIMIZERS = ("adamw", "muon", "sgd", "lion", "adafactor")
+# What each calls the decay of its first moment.
+_MOMENTUM = {
+    "adamw": "b1",
+    "lion": "b1",
+    "muon": "beta",
+    "sgd": "momentum",
+    "adafactor": "momentum",
+}
 
 
 def schedule(steps: int, highest: float) -> optax.Schedule:
@@ -21,7 +28,7 @@ def schedule(steps: int, highest: float) -> optax.Schedule:
 def optimizer(
     name: str, steps: int, rate: float, momentum: float | None = None
 ) -> optax.GradientTransformation:
-    """Clipping and an optimizer with `schedule`.
+    """Makes clipping and an optimizer with `schedule`.
 
     Args:
       name: Of `OPTIMIZERS`.
@@ -29,30 +36,24 @@ def optimizer(
       rate: The highest learning rate; of Muon that of the Adam beside it, and a tenth of its own.
       momentum: Decay of the first moment; None for Optax's default.
     """
-
-    def given(key: str) -> dict[str, Any]:
-        return {} if momentum is None else {key: momentum}
-
     decaying = schedule(steps, rate)
-    each: dict[str, Callable[[], optax.GradientTransformation]] = {
-        "adamw": lambda: optax.adamw(decaying, weight_decay=0.01, **given("b1")),
-        "muon": lambda: _muon(schedule(steps, MUON * rate), decaying, given("beta")),
-        "sgd": lambda: optax.sgd(decaying, momentum=0.9 if momentum is None else momentum),
-        "lion": lambda: optax.lion(decaying, weight_decay=0.01, **given("b1")),
-        "adafactor": lambda: optax.adafactor(decaying, momentum=momentum),
-    }
-    return optax.chain(optax.clip_by_global_norm(1.0), each[name]())
-
-
-def _muon(
-    muon: optax.Schedule, adam: optax.Schedule, given: dict[str, Any]
-) -> optax.GradientTransformation:
-    """Muon for the matrices of the blocks; embeddings, output and norms go to Adam."""
-    each: dict[Any, optax.GradientTransformation] = {
-        "muon": optax.contrib.muon(muon, **given),
-        "adam": optax.adam(adam, nesterov=True),
-    }
-    return optax.partition(each, _in_blocks)
+    given: dict[str, Any] = {}
+    if momentum is not None:
+        given[_MOMENTUM[name]] = momentum
+    if name == "muon":
+        # For the matrices of the blocks; embeddings, output and norms go to Adam.
+        each: dict[Any, optax.GradientTransformation] = {
+            "muon": optax.contrib.muon(schedule(steps, MUON * rate), **given),
+            "adam": optax.adam(decaying, nesterov=True),
+        }
+        made = optax.partition(each, _in_blocks)
+    elif name == "sgd":
+        made = optax.sgd(decaying, **{"momentum": 0.9, **given})
+    elif name == "adafactor":
+        made = optax.adafactor(decaying, **given)
+    else:
+        made = getattr(optax, name)(decaying, weight_decay=0.01, **given)
+    return optax.chain(optax.clip_by_global_norm(1.0), made)
 
 
 def _in_blocks(params: Any) -> Any:

@@ -10,10 +10,7 @@ sheet has.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
-
-from benchmarks.gpu_program.kernels import Kernel, kernels
+from benchmarks.gpu_program.kernels import Kernel
 
 # Milliseconds of an update of GPT-2 small's 124.4 million values, by rank, at commit bb9bc2e: 30
 # without a wait in between. At ranks 8 and 16 other programs were compiled on the card meanwhile.
@@ -23,7 +20,6 @@ ERROR = (
     "low and 8% too high; beside a seventh, rank 16, which was disturbed, 23% too low. Products of "
     "parts in 16 bits were never timed."
 )
-SEVEN_WORDS = 1.03  # ms of one kernel that reads and writes seven words for each of them
 
 # Microseconds until the first byte, and bytes per microsecond from then on.
 _LAUNCH = 1.2
@@ -69,20 +65,3 @@ def microseconds(kernel: Kernel) -> float:
 def _polynomial(coefficients: tuple[float, float, float], rank: int) -> float:
     constant, linear, quadratic = coefficients
     return constant + linear * rank + quadratic * rank**2
-
-
-def by_kind(listed: Iterable[Kernel]) -> dict[str, float]:
-    """Returns the microseconds of an ordinary step by kind of kernel."""
-    total: defaultdict[str, float] = defaultdict(float)
-    for kernel in listed:
-        if not kernel.in_branch:
-            total[kernel.kind] += microseconds(kernel)
-    return dict(total)
-
-
-def milliseconds(text: str) -> float:
-    """Returns the time of an ordinary step, from the text of its optimised program.
-
-    Collectives are counted as the copies that they are on one device.
-    """
-    return sum(by_kind(kernels(text)).values()) / 1e3
