@@ -305,10 +305,11 @@ class DataParallel:
     ) -> tuple[Outputs, PyTree]:
         """Calls the user's function on one replica, whose parameters are typed as its own."""
         args, kwargs = with_arrays(call, arrays)
+        local_args = list(args)
         for i in positions(args, self.argnums):
-            local = as_local(arrays_only(args[i]), self.axis_name)
-            args = (*args[:i], with_arrays(args[i], local), *args[i + 1 :])
-        outputs, gradients = taken_apart(self.grad_fn(*args, **kwargs))
+            marked = as_local(arrays_only(args[i]), self.axis_name)
+            local_args[i] = with_arrays(args[i], marked)
+        outputs, gradients = taken_apart(self.grad_fn(*local_args, **kwargs))
         check_loss(outputs[0], self.axis_name)
 
         def if_shared(x: Any, spec: PartitionSpec) -> Any:

@@ -85,8 +85,10 @@ def judged(
       ValueError: Listing every leaf of which nothing is said, with the line to write; or naming a
         leaf that cannot be what is said of it.
     """
-    value, auxiliary = (*outputs, None)[:2]
-    leaves = [jnp.asarray(value)]
+    auxiliary = None
+    if len(outputs) == 2:
+        auxiliary = outputs[1]
+    leaves = [jnp.asarray(outputs[0])]
     kinds: list[str | int] = ["mean"]
     possible: list[str | int] = []
     unsaid = ""
