@@ -30,23 +30,10 @@ def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
 
     That is the collection of linen variables, and the entry under which nnx keeps an array.
     """
-    if _is_entry_of_variable(path):
+    last = path[-1] if len(path) > 1 else None
+    if isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value"):
         path = path[:-1]
-    return without_collection(tuple(str(_entry(key)) for key in path))
-
-
-def _is_entry_of_variable(path: tuple[Any, ...]) -> bool:
-    if len(path) < 2 or not isinstance(path[-1], jax.tree_util.GetAttrKey):
-        return False
-    return path[-1].name in ("value", "raw_value")
-
-
-def _entry(key: Any) -> Any:
-    """Returns what a JAX key holds: the key of a dictionary, a name or a place in a list."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return key
+    return without_collection(tuple(jax.tree_util.keystr((key,), simple=True) for key in path))
 
 
 def without_collection(path: tuple[str, ...]) -> tuple[str, ...]:
