@@ -186,6 +186,15 @@ def test_layers_of_equal_names_say_which_block_is_which():
     assert found["blocks.1.a.weight"] == "blocks_1/b/kernel"
 
 
+def test_a_layer_that_fits_in_another_block_only_is_refused():
+    model = model_of(**{f"blocks__{k}__fc": (4, 4) for k in TWO})
+    model |= model_of(blocks__0__a=(3, 4), blocks__1__a=(5, 4))
+    like = {"blocks_0": kernels(fc=(4, 4), b=(4, 5)), "blocks_1": kernels(fc=(4, 4), b=(4, 3))}
+    error = refused(model, like, conv1d="")
+    assert error.missing == ("blocks_0/b/kernel (4, 5)", "blocks_1/b/kernel (4, 3)")
+    assert error.unexpected == ("blocks.0.a.weight (3, 4)", "blocks.1.a.weight (5, 4)")
+
+
 def test_the_only_whole_assignment_needs_no_answer():
     # The first fits two places, of which the others leave it one.
     model = {"a.weight": values(4, 6), "b.weight": values(4, 6), "b.bias": values(4)}
