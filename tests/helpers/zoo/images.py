@@ -1,11 +1,17 @@
 """Models of images, whose layers have other names and another order in Flax."""
 
+from functools import partial
+
 import flax.linen as nn
 import jax.numpy as jnp
 import torch
 from torch import nn as tnn
 
 F = tnn.functional
+LayerNorm = partial(nn.LayerNorm, epsilon=1e-5)
+BatchNorm = partial(nn.BatchNorm, use_running_average=True)
+Doubled = partial(nn.ConvTranspose, kernel_size=(2, 2), strides=(2, 2), padding="VALID")
+conv3 = partial(tnn.Conv2d, kernel_size=3, padding=1)
 
 
 def flat(x):
@@ -47,7 +53,7 @@ class NestedConvs(nn.Module):
 
 
 def nested_convs():
-    convs = [tnn.Conv2d(8, 8, 3, padding=1), tnn.ReLU(), tnn.Conv2d(8, 8, 3, padding=1)]
+    convs = [conv3(8, 8), tnn.ReLU(), conv3(8, 8)]
     return tnn.Sequential(*convs, tnn.ReLU(), tnn.Conv2d(8, 4, 1))
 
 
@@ -86,7 +92,7 @@ class BasicBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
         def norm(y, name=None):
-            return nn.BatchNorm(use_running_average=True, name=name)(y)
+            return BatchNorm(name=name)(y)
 
         step = (self.stride, self.stride)
         pad = ((1, 1), (1, 1))
@@ -102,7 +108,7 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = nn.Conv(8, (3, 3), padding=((1, 1), (1, 1)), use_bias=False, name="conv_init")(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=True, name="bn_init")(x))
+        x = nn.relu(BatchNorm(name="bn_init")(x))
         for width, stride in ((8, 1), (8, 1), (16, 2), (16, 1)):
             x = BasicBlock(width, stride)(x)
         return nn.Dense(5)(x.mean((1, 2)))
@@ -171,7 +177,7 @@ class Stage(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        return x + nn.Conv(self.width, (3, 3))(nn.gelu(nn.LayerNorm(epsilon=1e-5)(x)))
+        return x + nn.Conv(self.width, (3, 3))(nn.gelu(LayerNorm()(x)))
 
 
 class Backwards(nn.Module):
@@ -188,7 +194,7 @@ class TorchStage(tnn.Module):
     def __init__(self):
         super().__init__()
         self.norm = tnn.LayerNorm(6)
-        self.conv = tnn.Conv2d(6, 6, 3, padding=1)
+        self.conv = conv3(6, 6)
 
     def forward(self, x):
         y = self.norm(x.movedim(1, -1)).movedim(-1, 1)
@@ -231,10 +237,10 @@ class FCN8s(nn.Module):
 class TorchFCN8s(tnn.Module):
     def __init__(self):
         super().__init__()
-        self.conv1_1 = tnn.Conv2d(3, 8, 3, padding=1)
-        self.conv1_2 = tnn.Conv2d(8, 8, 3, padding=1)
-        self.conv2_1 = tnn.Conv2d(8, 8, 3, padding=1)
-        self.conv3_1 = tnn.Conv2d(8, 8, 3, padding=1)
+        self.conv1_1 = conv3(3, 8)
+        self.conv1_2 = conv3(8, 8)
+        self.conv2_1 = conv3(8, 8)
+        self.conv3_1 = conv3(8, 8)
         self.score_fr = tnn.Conv2d(8, 5, 1)
         self.score_pool3 = tnn.Conv2d(8, 5, 1)
         self.score_pool4 = tnn.Conv2d(8, 5, 1)
@@ -261,8 +267,8 @@ class Autoencoder(nn.Module):
         x = nn.relu(nn.Conv(16, (3, 3), (2, 2), pad)(x))
         x = nn.Dense(64)(nn.relu(nn.Dense(10)(flat(x))))
         x = nn.relu(x).reshape(len(x), 2, 2, 16)
-        x = nn.relu(nn.ConvTranspose(8, (2, 2), (2, 2), "VALID")(x))
-        return nn.ConvTranspose(3, (2, 2), (2, 2), "VALID")(x)
+        x = nn.relu(Doubled(8)(x))
+        return Doubled(3)(x)
 
 
 class TorchAutoencoder(tnn.Module):
@@ -311,9 +317,9 @@ class Generator(nn.Module):
     def __call__(self, z):
         x = z[:, None, None, :]
         for width in (8, 8):
-            x = nn.ConvTranspose(width, (2, 2), (2, 2), "VALID", use_bias=False)(x)
-            x = nn.relu(nn.BatchNorm(use_running_average=True)(x))
-        return jnp.tanh(nn.ConvTranspose(3, (2, 2), (2, 2), "VALID", use_bias=False)(x))
+            x = Doubled(width, use_bias=False)(x)
+            x = nn.relu(BatchNorm()(x))
+        return jnp.tanh(Doubled(3, use_bias=False)(x))
 
 
 class TorchGenerator(tnn.Module):
@@ -376,22 +382,22 @@ class UNet(nn.Module):
         def double(y, width):
             for _ in range(2):
                 y = nn.Conv(width, (3, 3))(y)
-                y = nn.relu(nn.BatchNorm(use_running_average=True)(y))
+                y = nn.relu(BatchNorm()(y))
             return y
 
         first = double(x, 8)
         second = double(nn.max_pool(first, (2, 2), (2, 2)), 16)
         third = double(nn.max_pool(second, (2, 2), (2, 2)), 16)
-        y = nn.ConvTranspose(16, (2, 2), (2, 2), "VALID")(third)
+        y = Doubled(16)(third)
         y = double(jnp.concatenate([second, y], -1), 16)
-        y = nn.ConvTranspose(8, (2, 2), (2, 2), "VALID")(y)
+        y = Doubled(8)(y)
         return nn.Conv(2, (1, 1))(double(jnp.concatenate([first, y], -1), 8))
 
 
 def double_conv(ins, out):
     layers = []
     for width in (ins, out):
-        layers += [tnn.Conv2d(width, out, 3, padding=1), tnn.BatchNorm2d(out), tnn.ReLU()]
+        layers += [conv3(width, out), tnn.BatchNorm2d(out), tnn.ReLU()]
     return tnn.Sequential(*layers)
 
 
@@ -423,10 +429,10 @@ class TorchUNet(tnn.Module):
 class MixerBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
-        y = nn.LayerNorm(epsilon=1e-5)(x).swapaxes(1, 2)
+        y = LayerNorm()(x).swapaxes(1, 2)
         y = nn.Dense(9)(nn.gelu(nn.Dense(12)(y)))
         x = x + y.swapaxes(1, 2)
-        y = nn.LayerNorm(epsilon=1e-5)(x)
+        y = LayerNorm()(x)
         return x + nn.Dense(8)(nn.gelu(nn.Dense(16)(y)))
 
 
@@ -437,7 +443,7 @@ class Mixer(nn.Module):
         x = x.reshape(len(x), -1, 8)
         for _ in range(2):
             x = MixerBlock()(x)
-        x = nn.LayerNorm(epsilon=1e-5, name="pre_head_layer_norm")(x)
+        x = LayerNorm(name="pre_head_layer_norm")(x)
         return nn.Dense(5, name="head")(x.mean(1))
 
 
@@ -473,7 +479,7 @@ class PointNet(nn.Module):
     @nn.compact
     def __call__(self, x):
         for width in (8, 16):
-            x = nn.relu(nn.BatchNorm(use_running_average=True)(nn.Dense(width)(x)))
+            x = nn.relu(BatchNorm()(nn.Dense(width)(x)))
         return nn.Dense(5)(nn.relu(nn.Dense(12)(x.max(1))))
 
 
@@ -509,8 +515,8 @@ class Siamese(nn.Module):
 class TorchSiamese(tnn.Module):
     def __init__(self):
         super().__init__()
-        convs = [tnn.Conv2d(6, 6, 3, padding=1), tnn.ReLU(), tnn.MaxPool2d(2)]
-        convs += [tnn.Conv2d(6, 6, 3, padding=1), tnn.ReLU(), tnn.MaxPool2d(2)]
+        convs = [conv3(6, 6), tnn.ReLU(), tnn.MaxPool2d(2)]
+        convs += [conv3(6, 6), tnn.ReLU(), tnn.MaxPool2d(2)]
         self.conv = tnn.Sequential(*convs)
         self.liner = tnn.Sequential(tnn.Linear(24, 8), tnn.Sigmoid())
         self.out = tnn.Linear(8, 1)
@@ -535,9 +541,9 @@ class Rectified(nn.Module):
 class TorchRectified(tnn.Module):
     def __init__(self):
         super().__init__()
-        self.conv1 = tnn.Conv2d(3, 6, 3, padding=1)
+        self.conv1 = conv3(3, 6)
         self.prelu1 = tnn.PReLU()
-        self.conv2 = tnn.Conv2d(6, 6, 3, padding=1)
+        self.conv2 = conv3(6, 6)
         self.prelu2 = tnn.PReLU()
         self.mixes = tnn.ParameterList([tnn.Parameter(torch.ones(6, 6)) for _ in range(2)])
 
@@ -562,9 +568,9 @@ class CRNN(nn.Module):
 class TorchCRNN(tnn.Module):
     def __init__(self):
         super().__init__()
-        self.cnn = tnn.Sequential(tnn.Conv2d(3, 4, 3, padding=1), tnn.ReLU())
+        self.cnn = tnn.Sequential(conv3(3, 4), tnn.ReLU())
         self.cnn.append(tnn.MaxPool2d((2, 1)))
-        self.cnn.append(tnn.Conv2d(4, 6, 3, padding=1))
+        self.cnn.append(conv3(4, 6))
         self.cnn.append(tnn.ReLU())
         self.rnn = tnn.LSTM(18, 8, bidirectional=True, batch_first=True)
         self.embedding = tnn.Linear(16, 5)

@@ -1,6 +1,7 @@
 """Models of sequences, graphs and tables, whose layers have other names in Flax."""
 
 import math
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -11,7 +12,9 @@ from torch import nn as tnn
 
 F = tnn.functional
 ONES = nn.initializers.ones
-RMS = {"epsilon": 1e-5, "use_bias": False, "use_scale": True}
+LayerNorm = partial(nn.LayerNorm, epsilon=1e-5)
+RMSNorm = partial(nn.RMSNorm, epsilon=1e-5)
+Matrix = partial(nn.Dense, use_bias=False)
 LENGTH = 6
 CAUSAL = np.triu(np.full((LENGTH, LENGTH), -1e9, np.float32), 1)
 
@@ -36,11 +39,11 @@ class Decoder(nn.Module):
     def __call__(self, x, memory):
         for _ in range(2):
             y = nn.MultiHeadDotProductAttention(2)(x, x, x)
-            x = nn.LayerNorm(epsilon=1e-5)(x + y)
+            x = LayerNorm()(x + y)
             y = nn.MultiHeadDotProductAttention(2)(x, memory, memory)
-            x = nn.LayerNorm(epsilon=1e-5)(x + y)
+            x = LayerNorm()(x + y)
             y = nn.Dense(8)(nn.relu(nn.Dense(16)(x)))
-            x = nn.LayerNorm(epsilon=1e-5)(x + y)
+            x = LayerNorm()(x + y)
         return x
 
 
@@ -60,9 +63,9 @@ class Encoder(nn.Module):
     @nn.compact
     def __call__(self, x):
         for k in range(2):
-            y = nn.LayerNorm(epsilon=1e-5, name=f"ln_attn_{k}")(x)
+            y = LayerNorm(name=f"ln_attn_{k}")(x)
             x = x + nn.MultiHeadDotProductAttention(2, name=f"attn_{k}")(y, y, y)
-            y = nn.LayerNorm(epsilon=1e-5, name=f"ln_mlp_{k}")(x)
+            y = LayerNorm(name=f"ln_mlp_{k}")(x)
             y = nn.gelu(nn.Dense(16, name=f"up_{k}")(y), approximate=False)
             x = x + nn.Dense(8, name=f"down_{k}")(y)
         return x
@@ -81,12 +84,12 @@ class Bert(nn.Module):
     @nn.compact
     def __call__(self, ids):
         x = nn.Embed(11, 8)(ids) + nn.Embed(LENGTH, 8)(jnp.arange(LENGTH))
-        x = nn.LayerNorm(epsilon=1e-5)(x)
+        x = LayerNorm()(x)
         for _ in range(2):
             y = nn.MultiHeadDotProductAttention(2)(x, x, x)
-            x = nn.LayerNorm(epsilon=1e-5)(x + y)
+            x = LayerNorm()(x + y)
             y = nn.Dense(8)(nn.gelu(nn.Dense(16)(x), approximate=False))
-            x = nn.LayerNorm(epsilon=1e-5)(x + y)
+            x = LayerNorm()(x + y)
         return jnp.tanh(nn.Dense(8)(x[:, 0]))
 
 
@@ -134,13 +137,13 @@ class TorchBert(tnn.Module):
 class LlamaBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
-        y = nn.RMSNorm(epsilon=1e-5)(x)
-        q, k, v = (nn.Dense(8, use_bias=False, name=f"w{c}")(y) for c in "qkv")
+        y = RMSNorm()(x)
+        q, k, v = (Matrix(8, name=f"w{c}")(y) for c in "qkv")
         y = attend(jnp, q, k, v, 2, CAUSAL)
-        x = x + nn.Dense(8, use_bias=False, name="wo")(y)
-        y = nn.RMSNorm(epsilon=1e-5)(x)
-        gate, up = nn.Dense(12, use_bias=False, name="w1"), nn.Dense(12, use_bias=False, name="w3")
-        return x + nn.Dense(8, use_bias=False, name="w2")(nn.silu(gate(y)) * up(y))
+        x = x + Matrix(8, name="wo")(y)
+        y = RMSNorm()(x)
+        gate, up = Matrix(12, name="w1"), Matrix(12, name="w3")
+        return x + Matrix(8, name="w2")(nn.silu(gate(y)) * up(y))
 
 
 class Llama(nn.Module):
@@ -152,8 +155,8 @@ class Llama(nn.Module):
         x = table(ids)
         for _ in range(2):
             x = LlamaBlock()(x)
-        x = nn.RMSNorm(epsilon=1e-5)(x)
-        return table.attend(x) if self.tied else nn.Dense(11, use_bias=False)(x)
+        x = RMSNorm()(x)
+        return table.attend(x) if self.tied else Matrix(11)(x)
 
 
 class TorchLlamaBlock(tnn.Module):
@@ -202,10 +205,10 @@ class PackedGPT(nn.Module):
     @nn.compact
     def __call__(self, x):
         for _ in range(2):
-            y = nn.LayerNorm(epsilon=1e-5)(x)
+            y = LayerNorm()(x)
             q, k, v = nn.Dense(8)(y), nn.Dense(8)(y), nn.Dense(8)(y)
             x = x + nn.Dense(8)(attend(jnp, q, k, v, 2, CAUSAL))
-            y = nn.LayerNorm(epsilon=1e-5)(x)
+            y = LayerNorm()(x)
             x = x + nn.Dense(8)(nn.gelu(nn.Dense(16)(y)))
         return x
 
@@ -231,7 +234,7 @@ class SwinBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
         n, h, w, c = x.shape
-        y = nn.LayerNorm(epsilon=1e-5)(x)
+        y = LayerNorm()(x)
         y = y.reshape(n, h // 2, 2, w // 2, 2, c).transpose(0, 1, 3, 2, 4, 5).reshape(-1, 4, c)
         table = self.param("relative_position_bias_table", ONES, (9, 2))
         bias = table[relative_positions()].transpose(2, 0, 1)
@@ -239,19 +242,19 @@ class SwinBlock(nn.Module):
         y = nn.Dense(c)(attend(jnp, q, k, v, 2, bias))
         y = y.reshape(n, h // 2, w // 2, 2, 2, c).transpose(0, 1, 3, 2, 4, 5).reshape(x.shape)
         x = x + y
-        y = nn.Dense(c)(nn.gelu(nn.Dense(2 * c)(nn.LayerNorm(epsilon=1e-5)(x)), False))
+        y = nn.Dense(c)(nn.gelu(nn.Dense(2 * c)(LayerNorm()(x)), False))
         return x + y
 
 
 class Swin(nn.Module):
     @nn.compact
     def __call__(self, x):
-        x = nn.LayerNorm(epsilon=1e-5)(nn.Conv(6, (2, 2), (2, 2))(x))
+        x = LayerNorm()(nn.Conv(6, (2, 2), (2, 2))(x))
         x = SwinBlock(6)(x)
         x = jnp.concatenate([x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)], -1)
-        x = nn.Dense(12, use_bias=False)(nn.LayerNorm(epsilon=1e-5)(x))
+        x = Matrix(12)(LayerNorm()(x))
         x = SwinBlock(12)(x)
-        return nn.Dense(5)(nn.LayerNorm(epsilon=1e-5)(x).mean((1, 2)))
+        return nn.Dense(5)(LayerNorm()(x).mean((1, 2)))
 
 
 def relative_positions():
@@ -307,10 +310,10 @@ class CLIP(nn.Module):
     @nn.compact
     def __call__(self, image, ids):
         x = nn.Conv(8, (3, 3), (3, 3), use_bias=False, name="patch")(image)
-        x = nn.LayerNorm(epsilon=1e-5)(x.reshape(len(x), -1, 8).mean(1))
+        x = LayerNorm()(x.reshape(len(x), -1, 8).mean(1))
         x = x @ self.param("image_projection", ONES, (8, 8))
-        y = nn.LayerNorm(epsilon=1e-5)(nn.Embed(11, 8)(ids).mean(1))
-        y = nn.Dense(8, use_bias=False, name="text_projection")(y)
+        y = LayerNorm()(nn.Embed(11, 8)(ids).mean(1))
+        y = Matrix(8, name="text_projection")(y)
         x, y = (z / jnp.linalg.norm(z, axis=-1, keepdims=True) for z in (x, y))
         return jnp.exp(self.param("logit_scale", ONES, ())) * x @ y.T
 
@@ -340,10 +343,10 @@ class TorchCLIP(tnn.Module):
 class Mamba(nn.Module):
     @nn.compact
     def __call__(self, u):
-        x, z = jnp.split(nn.Dense(16, use_bias=False, name="in_proj")(u), 2, -1)
+        x, z = jnp.split(Matrix(16, name="in_proj")(u), 2, -1)
         x = jnp.pad(x, ((0, 0), (2, 0), (0, 0)))
         x = nn.silu(nn.Conv(8, (3,), padding="VALID", feature_group_count=8, name="conv")(x))
-        parts = nn.Dense(10, use_bias=False, name="x_proj")(x)
+        parts = Matrix(10, name="x_proj")(x)
         step, b, c = parts[..., :2], parts[..., 2:6], parts[..., 6:]
         step = nn.softplus(nn.Dense(8, name="dt_proj")(step))
         a = -jnp.exp(self.param("log_a", ONES, (8, 4)))
@@ -354,7 +357,7 @@ class Mamba(nn.Module):
             state = jnp.exp(step[:, t, :, None] * a) * state + change
             outs.append(jnp.einsum("bdn,bn->bd", state, c[:, t]))
         y = (jnp.stack(outs, 1) + x * skip) * nn.silu(z)
-        return nn.Dense(8, use_bias=False, name="out_proj")(y)
+        return Matrix(8, name="out_proj")(y)
 
 
 class TorchMamba(tnn.Module):
@@ -587,7 +590,7 @@ class GraphConv(nn.Module):
     @nn.compact
     def __call__(self, x, edges):
         for _ in range(2):
-            x = nn.relu(nn.Dense(8, use_bias=False)(x) + nn.Dense(8)(edges @ x))
+            x = nn.relu(Matrix(8)(x) + nn.Dense(8)(edges @ x))
         return nn.Dense(5)(x.sum(1))
 
 
