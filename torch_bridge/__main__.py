@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             from torch_bridge._cli import convert  # which needs flax and orbax
 
-            to_flax = options.command == "to-flax"
-            (convert.convert_to_flax if to_flax else convert.convert_to_torch)(options)
+            commands = {"to-flax": convert.convert_to_flax, "to-torch": convert.convert_to_torch}
+            commands[options.command](options)
     except UnsafeCheckpoint as error:
         return _fail(error, UNSAFE)
     except ValueError as error:  # CheckpointMismatch, or an optimizer without an equal in optax
@@ -63,8 +63,9 @@ def _fail(error: object, code: int) -> int:
     print(f"error: {printable(str(error), keep=chr(10))}", file=sys.stderr)
     names: tuple[str, ...] = getattr(error, "parameters", ())
     options = [_AS_OPTIONS.get(name, "--" + name.replace("_", "-")) for name in names]
-    if options := [option for option in options if option]:
-        print(f"  on the command line: {', '.join(options)}", file=sys.stderr)
+    shown = ", ".join(filter(None, options))
+    if shown:
+        print(f"  on the command line: {shown}", file=sys.stderr)
     return code
 
 

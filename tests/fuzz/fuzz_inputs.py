@@ -55,7 +55,7 @@ class Good(NamedTuple):
         return cls(ops, {name: raw for name, raw in entries.items() if name.startswith("data/")})
 
     def changed(self, dice, change):
-        """The same around another pickle, so that reading goes on behind it."""
+        """Makes the same around another pickle, so that reading goes on behind it."""
         pickled = b"".join(change(dice, self.opcodes))
         return files.archive(pickled, self.data, dice.choice(files.METHODS))
 

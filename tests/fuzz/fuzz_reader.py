@@ -40,7 +40,7 @@ class Result(NamedTuple):
 
 
 def read(path):
-    """What `load` and `inspect` do with a file; what was read is shown as a table and as JSON."""
+    """Reads a file as `load` and `inspect` do, and shows it as a table and as JSON."""
     torch_bridge.load(path)
     for options in ([], ["--json"]):
         shown = io.StringIO()

@@ -82,7 +82,7 @@ def unsafe():
 
 
 def tricks():
-    """What the unpickler of the standard library could be made to do with harmless objects."""
+    """Lists what an unpickler could be made to do with harmless objects."""
     tensor = files.tensor_call()
     bodies = {
         "attributes of a function": REBUILD + tup(b"}", dictionary(__code__=text("x"))) + b"b",
@@ -137,12 +137,12 @@ def _kept(*values):
 
 
 def _doubling(start, times=60):
-    """A pair of a pair of ... of one value."""
+    """Makes a pair of a pair of ... of one value."""
     return _kept(start, *(get(k) * 2 + b"\x86" for k in range(times))) + get(times)
 
 
 def _endless():
-    """A value of endless ``repr`` where a message could show it."""
+    """Puts a value of endless ``repr`` where a message could show it."""
     found = {}
     for kind, value in (("deep", DEEP), ("doubling", _doubling(b")"))):
         arguments = value, b"N", b"N", b"N"

@@ -88,7 +88,7 @@ class Job:
         return params, state
 
     def back_in_torch(self, params, state, make, module, **keywords):
-        """A job of a fresh optimizer that goes on from Flax."""
+        """Makes a job of a fresh optimizer that goes on from Flax."""
         module.load_state_dict(params_to_torch(params, module.state_dict()))
         back = Job(make, module, 0, self.like, **keywords)
         fresh = back.optimizer.state_dict()
@@ -237,7 +237,7 @@ REFUSED = [  # which torch's SGD and Adam would not do, or what no file of their
 
 
 def changed(make, group, kept, **keywords):
-    """A job after a step, and its state with other entries of the group and for one parameter."""
+    """Makes a job after a step, and its state with other entries of a group and a parameter."""
     job = Job(make, steps=1, **keywords)
     saved = job.optimizer.state_dict()
     saved["param_groups"][0].update(group)

@@ -18,7 +18,7 @@ from torch_bridge import BucketLayout, CheckpointMismatch, UnsafeCheckpoint, loa
 
 
 def why(path, raw, error, **options):
-    """What the refusal says; or a line on what was wrong with it."""
+    """Returns what the refusal says; or a line on what was wrong with it."""
     path.write_bytes(raw)
     allowed = options.get("max_bytes", 3 * len(raw) + (60 << 20)) + (5 << 20)
     cost = watched(lambda: load(path, **options))

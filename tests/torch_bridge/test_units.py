@@ -32,7 +32,7 @@ LIKE = {"kernel": np.zeros((24, 16), np.float32), "bias": np.zeros(16, np.float3
 
 
 def converted(checkpoint, like=LIKE, **options):
-    """The run in Flax, and what was said of it besides clipping."""
+    """Returns the run in Flax, and what was said of it besides clipping."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = to_flax(checkpoint, like, **options)
@@ -148,7 +148,7 @@ def stepped(optimizer, module, schedule=None, steps=3):
 
 
 def saved(tmp_path, module, optimizer):
-    """What `load` makes of the file that most loops write."""
+    """Returns what `load` makes of the file that most loops write."""
     document = {"state_dict": module.state_dict(), "optimizer": optimizer.state_dict()}
     return written(tmp_path / "c.pt", document)
 

@@ -22,7 +22,7 @@ LINEARS = {"frozen": (32, 24), "unused": (24, 40), "head": (24, 10)}
 
 
 def network():
-    """A frozen layer, BatchNorm and a layer that is never used."""
+    """Has a frozen layer, BatchNorm and a layer that is never used."""
     torch.manual_seed(0)
     module = torch.nn.ModuleDict({name: torch.nn.Linear(*n) for name, n in LINEARS.items()})
     module["norm"] = torch.nn.BatchNorm1d(24)
@@ -61,7 +61,7 @@ def checkpoint(ranks=2):
 
 
 def test_a_buffer_of_the_models_own_needs_no_more_than_ignore():
-    """A file of torch.save marks neither buffers nor buckets; the optimizer counts parameters."""
+    """Nothing marks buffers or buckets in a file of torch.save; the optimizer counts."""
     model = torch.nn.Module()
     model.fc1, model.fc2 = torch.nn.Linear(24, 32), torch.nn.Linear(32, 16)
     model.register_buffer("mask", torch.ones(8, 8))
@@ -307,7 +307,7 @@ LIKE = kernels(fc=(32, 24), head=(24, 48))
 
 
 def run(ranks=1, dtype=np.float32):
-    """A checkpoint at rank 2 with two buckets and momentum."""
+    """Makes a checkpoint at rank 2 with two buckets and momentum."""
     model = {"fc.weight": values(24, 32), "head.weight": values(48, 24)}
     source, _, _ = random_run(model, [["head.weight"], ["fc.weight"]], ranks=ranks, dtype=dtype)
     state = {k: {"momentum_buffer": values(*w.shape)} for k, w in enumerate(model.values())}

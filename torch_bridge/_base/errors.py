@@ -51,7 +51,8 @@ class CheckpointMismatch(ValueError):
         self.parameters = tuple(parameters)
         lines = [printable(message, keep="\n")]
         for name in _LISTS:
-            if entries := getattr(self, name):
+            entries = getattr(self, name)
+            if entries:
                 lines.append(f"  {name.replace('_', '-')} ({len(entries)}):")
                 lines += [f"    {printable(entry)}" for entry in entries]
         super().__init__("\n".join(lines))

@@ -128,7 +128,8 @@ def is_optimizer(value: Any) -> bool:
     """Tells what ``torch.optim.Optimizer.state_dict()`` returns, by its entries."""
     if not isinstance(value, Mapping):
         return False
-    state, groups = value.get("state"), value.get("param_groups")
+    state: Any = value.get("state")
+    groups: Any = value.get("param_groups")
     if not isinstance(state, Mapping) or not _is_list(groups, Mapping):
         return False
     for group in groups:

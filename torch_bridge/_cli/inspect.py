@@ -108,7 +108,7 @@ def _facts(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> dict[str, s
                 facts["loss scale"] = f"{scale:g}, which a conversion takes out"
         except CheckpointMismatch as error:
             facts["loss scale"] = f"one of {', '.join(error.ambiguous)}"
-    optimizer = checkpoint.optimizer
+    optimizer: Any = checkpoint.optimizer
     if is_optimizer(optimizer):
         groups, states = len(optimizer["param_groups"]), len(optimizer["state"])
         facts["optimizer"] = f"{groups} group(s), state of {states} parameters"

@@ -86,7 +86,7 @@ def read_example(value: Mapping[str, Any]) -> tuple[tuple[np.ndarray, ...], Any]
     example = value.get("example")
     if example is None:
         return None
-    inputs = example.get("inputs") if isinstance(example, Mapping) else None
+    inputs: Any = example.get("inputs") if isinstance(example, Mapping) else None
     are_arrays = isinstance(inputs, list) and all(isinstance(a, np.ndarray) for a in inputs)
     if not inputs or not are_arrays or "outputs" not in example:
         raise CheckpointMismatch("`example` must have tensors as `inputs`, and `outputs`")
@@ -111,7 +111,7 @@ def read_records(value: Mapping[str, Any]) -> list[PowerSGDRecord]:
     slots = dict(value["powersgd"])
     if slots.get("rng") is not None:
         slots["rng"] = _generator(slots["rng"])
-    errors = value.get("errors")
+    errors: Any = value.get("errors")
     ranks = len(errors) if isinstance(errors, list) else 0
     if not 1 <= ranks <= MAX_RANKS or not all(isinstance(error, dict) for error in errors):
         raise CheckpointMismatch(f"`errors` must have a dictionary for each of 1 to {MAX_RANKS}")
