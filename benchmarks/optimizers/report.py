@@ -9,15 +9,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import jaxcomp
 from benchmarks.common.paths import ROOT
 from benchmarks.common.runs import made_on
 from benchmarks.common.tables import in_page, markdown, with_interval
 from benchmarks.convergence.runs import Result, results
-from benchmarks.optimizers.settings import STUDIES, Setting, Study
+from benchmarks.convergence.training import AXIS
+from benchmarks.optimizers.settings import FIRST_STEPS, STUDIES, Setting, Study
 
 PAGE = ROOT / "docs" / "convergence.md"
 COMMAND = "python -m benchmarks.optimizers --report"
 _HEADER = ["sent", "seeds", "above exact (95%)", "fewer bytes"]
+# How the first steps travel, all without a loss that could be seen.
+_FIRST = {
+    "float32": jaxcomp.allreduce(axis_name=AXIS),
+    "bfloat16": jaxcomp.allreduce(axis_name=AXIS, comm_dtype="bfloat16"),
+    "int8": jaxcomp.quantized_allreduce(axis_name=AXIS),
+}
 Finished = Sequence[dict[str, Any]]  # runs of `benchmarks.optimizers`
 
 
@@ -77,7 +85,8 @@ def paged(page: str, runs: Finished) -> str:
         sources += _of(study, runs)
     if not rows:
         raise ValueError("no search has come to its end; run python -m benchmarks.optimizers.")
-    return in_page(page, COMMAND, f"{markdown(_HEADER, rows)}\n\n{made_on(sources)}\n")
+    page = in_page(page, COMMAND, f"{markdown(_HEADER, rows)}\n\n{made_on(sources)}\n")
+    return in_page(page, f"{COMMAND}, first steps", f"{first_steps(runs)}\n")
 
 
 def _of(study: Study, runs: Finished) -> list[dict[str, Any]]:
@@ -102,3 +111,28 @@ def _rows(study: Study, runs: Finished) -> Iterator[list[str]]:
             if study.name:
                 label += f", {study.name}"
         yield [label, str(len(result.losses)), above, f"{exact.sent / result.sent:.1f}x"]
+
+
+def first_steps(runs: Finished) -> str:
+    """Returns the table of runs whose first steps are exact, by how these would travel."""
+    config = FIRST_STEPS.config
+    first = {}
+    for name, reducer in _FIRST.items():
+        first[name] = reducer.bytes(config.params(), replicas=config.replicas).bytes_after
+    several = made(FIRST_STEPS, runs)
+    exact = next(iter(several.values()), None)
+    rows = []
+    for setting, result in several.items():
+        if exact is None or result is exact:
+            continue
+        row = [setting.sent, str(len(result.losses))]
+        row.append(with_interval(result.gaps(exact), "+.1f", "%"))
+        for sent in first.values():
+            whole = result.sent + setting.exact_steps * (sent - first["float32"])
+            row.append(f"{exact.sent / whole:.1f}x")
+        rows.append(row)
+    header = ["sent", "seeds", "above exact (95%)"]
+    for name in _FIRST:
+        header.append(f"fewer bytes, first in {name}")
+    about = made_on(_of(FIRST_STEPS, runs))
+    return f"{markdown(header, rows)}\n\n{about}"

@@ -27,7 +27,7 @@ _LEAST_RATE = 1.0
 # An interval of more budgets than this leaves the question open.
 _BUDGETS = 3
 _EXACT = Gap(0.0, 0.0, 0.0)
-# Of the int8 all-reduce with a residual, three runs: python -m benchmarks.optimizers --law
+# Of the int8 all-reduce with a residual, five runs: python -m benchmarks.optimizers --law
 _INT8 = Gap(gap=0.0, half_width=0.004, tail=0.0)
 
 

@@ -67,8 +67,8 @@ class TailLaw:
 _LEAST_HALF_WIDTH = 0.002
 # python -m benchmarks.optimizers --tail
 TAIL_LAWS = {
-    "adamw": TailLaw(19, (0.045, 0.417), c=23.3, power=1.35, error=0.71),
-    "muon": TailLaw(4, (0.058, 0.473), c=56.6, power=1.38, error=0.71),
+    "adamw": TailLaw(19, (0.045, 0.417), c=23.3, power=1.35, error=0.61),
+    "muon": TailLaw(4, (0.058, 0.473), c=56.6, power=1.38, error=0.61),
 }
 
 
@@ -329,6 +329,6 @@ class Law:
 
 # python -m benchmarks.optimizers --law
 LAWS = {
-    "adamw": Law(69, (64, 512), (512, 4096), a=41.4, k=2.86, spread=0.33, error=0.51),
-    "muon": Law(21, (128, 512), (512, 1024), a=106.1, k=1.57, spread=1.02, error=0.51),
+    "adamw": Law(69, (64, 512), (512, 4096), a=41.4, k=2.86, spread=0.33, error=0.46),
+    "muon": Law(21, (128, 512), (512, 1024), a=106.1, k=1.57, spread=1.02, error=0.46),
 }

@@ -36,9 +36,11 @@ SOURCES = re.compile(
 COMMIT = re.compile(r"(?:(?:are|is) in|torch [\d.]+,)\s+commit\s+[0-9a-f]{7}")
 # How something is measured or defined, and arithmetic beside it.
 STATED = (
-    "intervals of 95%", "a 95% interval", "are 95% of the mean", "within 1% of", "and 1% more",
+    "intervals of 95%", "a 95% interval", "95% intervals", "Intervals are 95%",
+    "within 1% of", "and 1% more",
     "10% warm-up", "10% exact steps", "the first 10% of the steps", "(95%)", "differ by 1%",
-    "10% to 90%", "above exact (95%)", "a third of the width", "100% of",
+    "10% to 90%", "which are 1%, 3% and a tenth", "above exact (95%)",
+    "a third of the width", "100% of",
 )  # fmt: skip
 
 
@@ -150,15 +152,15 @@ def rank_of_rates():
 
 def convergence():
     adamw, muon = TAIL_LAWS["adamw"], TAIL_LAWS["muon"]
-    yield f"{adamw.c} and {adamw.power} behind AdamW, to {adamw.settings} ranks"
-    yield f"{muon.c} and {muon.power} behind Muon"
+    yield f"{adamw.c} and {adamw.power} for AdamW, to {adamw.settings} ranks"
+    yield f"{muon.c} and {muon.power} for Muon"
     float32 = convergence_runs("powersgd-r4"), convergence_runs("spectrum-r4")
     int8 = convergence_runs("powersgd-r16-int8"), convergence_runs("spectrum-r16-int8")
     lower = []
     for equal, spectrum in (float32, int8):
         differences = [a - b for a, b in zip(equal, spectrum, strict=True)]
         lower.append(f"{mean(differences):.1f} ± {half_width(differences):.1f}")
-    yield f"{lower[0]} points lower at the bytes of rank 4, and {lower[1]} at those of rank 16"
+    yield f"{lower[0]} points lower with the bytes of rank 4, and {lower[1]} lower with those of"
 
 
 def convergence_runs(name):

@@ -54,7 +54,7 @@ def test_the_law_of_the_adviser_is_fitted_to_the_committed_runs(name):
 
 def test_the_int8_all_reduce_of_the_adviser_is_that_of_its_runs():
     percents = int8_gaps(read_runs(command.OUT), read_runs(RESULTS / "convergence.jsonl"))
-    assert abs(mean(percents)) < 0.05
+    assert abs(mean(percents)) < half_width(percents)  # nothing that could be seen
     assert 100 * _INT8.half_width == pytest.approx(half_width(percents), abs=0.05)
 
 
