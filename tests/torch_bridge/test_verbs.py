@@ -392,3 +392,13 @@ def test_the_way_back_is_proved_by_the_torch_module():
         torch_bridge.to_torch(moved, (), source, apply=apply, pairs=run.pairs, module=other)
     with pytest.raises(ValueError, match="save_checkpoint"):
         torch_bridge.to_torch(moved, (), source, **proof)
+
+
+def test_separate_kernels_for_a_packed_one_are_told_the_way():
+    model = {f"attention.{name}.weight": values(8, 8) for name in "qkv"}
+    with pytest.raises(CheckpointMismatch, match=r"join them with np\.concatenate") as error:
+        torch_bridge.params_from_torch(model, kernels(qkv=(8, 24)))
+    assert error.value.missing == ("qkv/kernel (8, 24)",)
+    with pytest.raises(CheckpointMismatch) as error:
+        torch_bridge.params_from_torch(model, kernels(qkv=(8, 25)))
+    assert "np.concatenate" not in str(error.value)

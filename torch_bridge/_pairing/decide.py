@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
+import math
 import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +16,7 @@ from torch_bridge._base.tensors import STATISTICS, clean_names, equal_matrices, 
 from torch_bridge._base.terminal import printable
 from torch_bridge._pairing.evidence import Evidence
 from torch_bridge._pairing.kinds import IN_OUT, OUT_IN, build
-from torch_bridge._pairing.layers import NO_LAYER, layers_of
+from torch_bridge._pairing.layers import NO_LAYER, Layer, layers_of
 from torch_bridge._pairing.leaves import Tree
 from torch_bridge._pairing.match import Group, Match
 from torch_bridge._pairing.options import Options, PairOptions, idle_patterns
@@ -35,6 +37,10 @@ _REPARAMETRIZED = {
     "An LSTM with proj_size has no counterpart among Flax's cells. Write the cell by hand and name "
     "its leaves with rules.": r".*weight_hr_.*",
 }
+_PACKED_IN_FLAX = (
+    "A kernel that packs several (query, key and value) is not filled from separate ones of torch: "
+    "convert into a model, or a tree, with separate kernels, and join them with np.concatenate."
+)
 _DIFFERENT = (
     "The torch model and the Flax tree do not correspond. Say what belongs together with `rules` "
     "(regular expression -> path) and what to leave out with `ignore`."
@@ -240,10 +246,23 @@ def _refuse_problems(match: Match, questions: Questions, options: Options) -> No
     for sentence, pattern in _REPARAMETRIZED.items():
         if any(re.match(pattern, line) for line in problems["unexpected"]):
             message = f"{sentence} {message}"
+    if _packs(lonely.torch, lonely.flax):
+        message = f"{_PACKED_IN_FLAX} {message}"
     text = "\n".join(itertools.chain(*problems.values()))
     answers = sorted(PairOptions.__optional_keys__ - {"ignore", "rules"})
     asked = [name for name in answers if re.search(rf"\b{name}=", text)]
     raise CheckpointMismatch(message, parameters=("rules", *asked, "ignore", "apply"), **problems)
+
+
+def _packs(torch: Collection[Layer], flax: Collection[Layer]) -> bool:
+    """Tells a Flax kernel that would hold several of these torch weights, all of one shape."""
+    counts = collections.Counter(layer.shape("weight") for layer in torch)
+    for target in flax:
+        size = math.prod(target.shape("kernel"))
+        for shape, count in counts.items():
+            if shape and count > 1 and size == count * math.prod(shape):
+                return True
+    return False
 
 
 def known_forms(model: Any) -> dict[str, str]:
