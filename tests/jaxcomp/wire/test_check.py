@@ -382,6 +382,15 @@ def test_micro_batches_whose_mean_is_reduced_pass_in_a_loop_of_steps():
     jaxcomp.check(program, reducer, params)
 
 
+def test_steps_are_counted_beside_another_axis():
+    mesh = grid(2, model=2)
+    reducer = REDUCERS["later"]
+    params = parameters(mesh, "fsdp")
+    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
+    program = compiled(steps_in_a_scan(run, 6), run.init(params), params, X)
+    jaxcomp.check(program, reducer, params)
+
+
 def test_steps_with_gradients_by_hand_are_the_turns_of_a_loop():
     mesh = mesh_of(4)
     reducer = REDUCERS["now"]
