@@ -89,34 +89,32 @@ def _is_chain_behind(node: Any) -> bool:
 
 
 def _leaves_below(tree: PyTree, path: KeyPath, declared_by: type | None) -> list[StateLeaf]:
-    leaves = []
+    """Lists the leaves of a tree at `path` in another, of which a state may have declared all."""
+    leaves: list[StateLeaf] = []
     for inner, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_state):
-        if _is_state(node):
-            leaves += _leaves_of_state(node, (*path, *inner), declared_by)
-        else:
-            leaves.append(StateLeaf((*path, *inner), node, declared_by, is_owner=False))
-    return leaves
-
-
-def _leaves_of_state(state: Any, path: KeyPath, declared_by: type | None) -> list[StateLeaf]:
-    if _is_bare(state):
-        raise ValueError(
-            "The state has lost its classes, and with them what each replica has of its own: "
-            f"a {type(state).__name__} holds the keys {sorted(map(str, state))}. Pass the "
-            "optimizer itself or its opt_state, not nnx.state, nnx.split or a state dict of it."
+        place = (*path, *inner)
+        if not _is_state(node):
+            leaves.append(StateLeaf(place, node, declared_by, is_owner=False))
+            continue
+        if _is_bare(node):
+            raise ValueError(
+                "The state has lost its classes, and with them what each replica has of its own: a "
+                f"{type(node).__name__} holds the keys {sorted(map(str, node))}. Pass the "
+                "optimizer itself or its opt_state, not nnx.state, nnx.split or a state dict of it."
+            )
+        kind = type(node)
+        declared = _FOREIGN.get(kind) or kind.per_replica
+        children = jax.tree_util.tree_leaves_with_path(
+            node, is_leaf=lambda x, node=node: x is not node
         )
-    leaves = []
-    declared = _declared_fields(state)
-    children = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: x is not state)
-    for (key,), child in children:
-        field = getattr(key, "name", getattr(key, "key", None))
-        is_local = field in declared
-        below = _leaves_below(
-            child, (*path, key), declared_by or (type(state) if is_local else None)
-        )
-        if field == "owner" and is_local:
-            below = [leaf._replace(is_owner=True) for leaf in below]
-        leaves += below
+        for (key,), child in children:
+            field = getattr(key, "name", getattr(key, "key", None))
+            is_local = field in declared
+            outermost = declared_by or (kind if is_local else None)
+            below = _leaves_below(child, (*place, key), outermost)
+            if field == "owner" and is_local:
+                below = [leaf._replace(is_owner=True) for leaf in below]
+            leaves += below
     return leaves
 
 
@@ -132,10 +130,6 @@ def _is_state(node: Any) -> bool:
 def _is_bare(node: Any) -> bool:
     """Tells whether this is a reducer's state turned into a mapping, as by nnx.state."""
     return isinstance(node, Mapping) and "residual" in node and ("q" in node or "inner" in node)
-
-
-def _declared_fields(state: Any) -> tuple[str, ...]:
-    return _FOREIGN.get(type(state)) or type(state).per_replica
 
 
 def map_leaves(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
@@ -213,9 +207,4 @@ def without_row(state: PyTree) -> PyTree:
 
 def with_row(state: PyTree) -> PyTree:
     """Inverts `without_row`."""
-
-    def row_of(path: KeyPath, leaf: Any, local: bool) -> Any:
-        del path
-        return jnp.expand_dims(leaf, 0) if local else leaf
-
-    return map_leaves(row_of, state)
+    return map_leaves(lambda _, leaf, local: jnp.expand_dims(leaf, 0) if local else leaf, state)
