@@ -37,11 +37,7 @@ def with_arrays(tree: PyTree, arrays: PyTree) -> PyTree:
     def chosen(leaf: Any, array: Any) -> Any:
         return _on_replica(leaf) if array is None else array
 
-    return jax.tree.map(chosen, tree, arrays, is_leaf=_is_none)
-
-
-def _is_none(node: Any) -> bool:
-    return node is None
+    return jax.tree.map(chosen, tree, arrays)
 
 
 def positions(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> tuple[int, ...]:
@@ -108,25 +104,29 @@ def split_specs(
       ValueError: If there are too few specifications or too many, an array cannot be split so, it
         is not clear what is a batch, or nothing is.
     """
+    axes = axis_tuple(axis_name)
     examples: dict[str, int] = {}  # of each leaf that is split without a specification
     keys: dict[str, Any] = {}
 
-    def spec_of(path: Any, leaf: Any, spec: Any) -> PartitionSpec | None:
+    def spec_of(path: Any, leaf: Any, given: PartitionSpec | None) -> PartitionSpec | None:
         name = f"{leaf_name(path[1:])} of argument {path[0].idx}"
-        given = spec is not None
-        if not given:
-            spec = _as_it_lies(leaf, axis_name, mesh)
-        _check_spec(spec, axis_name, mesh)
+        if given is not None:
+            spec = split_spec(name, leaf, given, axis_name, replicas)
+            return spec if is_array(leaf) else None
+        if is_shared(leaf):
+            if _is_raw_key(leaf):
+                keys[name] = leaf
+            return PartitionSpec() if is_array(leaf) else None
+        spec = PartitionSpec(axis_name)
+        if mesh is not None:
+            known = over_axes(known_spec(leaf, mesh), axes)
+            spec = spec if split_axis(known) is None else known
         spec = split_spec(name, leaf, spec, axis_name, replicas)
-        axis = split_axis(spec)
-        if not given and axis is not None:
-            examples[name] = np.shape(leaf)[axis]
-        elif not given and _is_raw_key(leaf):
-            keys[name] = leaf
-        return spec if is_array(leaf) else None
+        examples[name] = np.shape(leaf)[split_axis(spec)]
+        return spec
 
-    each = _one_each(batch_specs, args, params_at)
-    each = jax.tree.broadcast(each, args, is_leaf=_is_none)
+    each = _one_each(batch_specs, args, params_at, axis_name, mesh)
+    each = jax.tree.broadcast(each, args, is_leaf=lambda node: node is None)
     specs = jax.tree_util.tree_map_with_path(spec_of, args, each)
     if mesh is not None:
         _check_examples(examples, keys)
@@ -142,51 +142,38 @@ def split_specs(
 
 
 def _one_each(
-    batch_specs: Any, args: tuple[Any, ...], params_at: tuple[int, ...]
+    batch_specs: Any,
+    args: tuple[Any, ...],
+    params_at: tuple[int, ...],
+    axis_name: AxisName,
+    mesh: Any,
 ) -> tuple[Any, ...]:
-    """Returns a tree of specifications for each argument: P() for parameters."""
+    """Returns a tree of specifications for each argument: P() for parameters, None if not given."""
+    for spec in jax.tree.leaves(batch_specs):
+        if not isinstance(spec, PartitionSpec):
+            raise ValueError(
+                f"`batch_specs` must be a PartitionSpec such as jax.P({axis_name!r}), or a tree of "
+                f"them, got a {type(spec).__name__}: {spec!r}."
+            )
+        names = jax.tree.leaves(tuple(spec))
+        unknown = [name for name in names if mesh is not None and name not in mesh.axis_names]
+        if unknown:
+            raise ValueError(
+                f"`batch_specs` names the axis {unknown[0]!r}; the mesh has "
+                f"{', '.join(map(repr, mesh.axis_names))}."
+            )
     others = len(args) - len(params_at)
     several = isinstance(batch_specs, (tuple, list)) and not isinstance(batch_specs, PartitionSpec)
-    each = batch_specs if several else [batch_specs] * others
+    each = list(batch_specs) if several else [batch_specs] * others
     if len(each) != others:
         raise ValueError(
             f"`batch_specs` has {len(each)} entries, and the function was called with {others} "
             "arguments besides the parameters. Give one specification for all of them, or a tuple "
             "with one for each."
         )
-    specs = list(each)
     for i in sorted(params_at):
-        specs.insert(i, PartitionSpec())
-    return tuple(specs)
-
-
-def _check_spec(spec: Any, axis_name: AxisName, mesh: Any) -> None:
-    """Refuses what would split nothing without a word: not a PartitionSpec, or an unknown axis."""
-    if not isinstance(spec, PartitionSpec):
-        raise ValueError(
-            f"`batch_specs` must be a PartitionSpec such as jax.P({axis_name!r}), or a tree of "
-            f"them, got a {type(spec).__name__}: {spec!r}."
-        )
-    if mesh is None:
-        return
-    for part in spec:
-        for name in axis_tuple(part):
-            if name is not None and name not in mesh.axis_names:
-                raise ValueError(
-                    f"`batch_specs` names the axis {name!r}; the mesh has "
-                    f"{', '.join(map(repr, mesh.axis_names))}."
-                )
-
-
-def _as_it_lies(leaf: Any, axis_name: AxisName, mesh: Any) -> PartitionSpec:
-    """Returns how a leaf is known to be split between the replicas, else along axis 0."""
-    if is_shared(leaf):
-        return PartitionSpec()
-    if mesh is not None:
-        known = over_axes(known_spec(leaf, mesh), axis_tuple(axis_name))
-        if split_axis(known) is not None:
-            return known
-    return PartitionSpec(axis_name)
+        each.insert(i, PartitionSpec())
+    return tuple(each)
 
 
 def split_spec(

@@ -141,8 +141,12 @@ class DataParallel:
         params = params_of(args, self.argnums)
         check_keywords(kwargs, self.grad_fn)
         state, put_back = state_in(state, self.reducer, params)
-        call = self._on_one_replica if is_bound(self.axis_name) else self._on_mesh
-        whole, rows, means, state = call(state, args, kwargs, weight)
+        if is_bound(self.axis_name):
+            arrays, specs = self._split(args, kwargs)
+            step = self._step_of((args, kwargs), specs, lambda function: function)
+            whole, rows, means, state = step(state, arrays, weight)
+        else:
+            whole, rows, means, state = self._on_mesh(state, args, kwargs, weight)
         return (put_together(whole, rows), means), put_back(state)
 
     def outputs(self, params: PyTree, *batch: Any, weight: Any = None, **kwargs: Any) -> PyTree:
@@ -236,11 +240,8 @@ class DataParallel:
         shared = PartitionSpec()
         rows = PartitionSpec(self.axis_name)
 
-        def on_replica(state: PyTree, arrays: PyTree, weight: Any) -> Any:
-            return self._step((args, kwargs), specs, explicit, state, arrays, weight)
-
         return call_on_replicas(
-            on_replica,
+            self._step_of((args, kwargs), specs, explicit),
             (state, arrays, weight),
             in_specs=(states, specs, weights),
             out_specs=(shared, rows, shared, states),
@@ -249,75 +250,59 @@ class DataParallel:
             check_vma=self.check_vma,
         )
 
-    def _on_one_replica(
-        self, state: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any
-    ) -> tuple[Outputs, list[Array], PyTree, PyTree]:
-        """Runs the step inside of a function that is mapped over the replicas already."""
-        arrays, specs = self._split(args, kwargs)
-        return self._step((args, kwargs), specs, lambda function: function, state, arrays, weight)
-
-    def _step(
-        self,
-        call: tuple[Any, ...],
-        specs: PyTree,
-        explicit: Callable[..., Any],
-        state: PyTree,
-        arrays: PyTree,
-        weight: Any,
-    ) -> tuple[Outputs, list[Array], PyTree, PyTree]:
-        """Computes and averages gradients on one replica.
+    def _step_of(
+        self, call: tuple[Any, ...], specs: PyTree, explicit: Callable[..., Any]
+    ) -> Callable[..., tuple[Outputs, list[Array], PyTree, PyTree]]:
+        """Makes the step of one replica.
 
         Args:
           call: Positional and named arguments, of which all but the arrays are used.
           specs: How each array is split.
           explicit: Wraps a function of arrays so that they are typed as outside.
-          state: The reducer's, with the row that shard_map leaves or without.
-          arrays: This replica's.
-          weight: How much this replica counts, or each of its examples; None if all count the same.
 
         Returns:
-          Outputs that are equal on all replicas, rows, averaged gradients and the new state.
+          A function ``(state, arrays, weight)``: the reducer's state, with the row that shard_map
+          leaves or without; this replica's arrays; how much it counts, or each of its examples,
+          None if all count the same. It returns outputs that are equal on all replicas, rows,
+          averaged gradients and the new state.
         """
+        axis_name = self.axis_name
 
         def gradients_of(arrays: PyTree) -> tuple[Outputs, PyTree]:
-            return self._gradients(call, specs, arrays)
+            args, kwargs = with_arrays(call, arrays)
+            local_args = list(args)
+            for i in positions(args, self.argnums):
+                # Typed as this replica's own: else JAX would add up the gradients of all.
+                marked = as_local(arrays_only(args[i]), axis_name)
+                local_args[i] = with_arrays(args[i], marked)
+            outputs, gradients = taken_apart(self.grad_fn(*local_args, **kwargs))
+            check_loss(outputs[0], axis_name)
+            pairs = zip(jax.tree.leaves(arrays), jax.tree.leaves(specs), strict=True)
+            shared = [x for x, spec in pairs if split_axis(spec) is None]
+            examples = lengths(arrays, specs).values()
+            return judged(outputs, self.aux, axis_name, shared, examples), gradients
 
-        outputs, gradients = explicit(gradients_of)(arrays)
-        if weight is not None:
-            weight = jnp.sum(jnp.asarray(weight).astype(jnp.float32))
-        update = takes_rows(optax.with_extra_args_support(self.reducer).update, self.reducer.init)
-        params = params_of(arrays[0], self.argnums)
-        if weight is None:
-            means, state = update(gradients, state, params)
-        elif isinstance(self.reducer, Reducer):
-            means, state = update(gradients, state, params, weight=weight)
-        else:
-            # Each link of a chain would weigh along its axis alone, and a plain one not at all.
-            shares = weighted_gradients(gradients, weight, self.axis_name)
-            means, state = update(shares, state, params)
-            means = in_dtypes_of(gradients, means)
-        check_averaged(means, self.axis_name)
-        whole, rows = reduced(outputs, weight, self.axis_name)
-        return whole, rows, means, state
+        def step(state: PyTree, arrays: PyTree, weight: Any) -> Any:
+            outputs, gradients = explicit(gradients_of)(arrays)
+            if weight is not None:
+                weight = jnp.sum(jnp.asarray(weight).astype(jnp.float32))
+            reducer = optax.with_extra_args_support(self.reducer)
+            update = takes_rows(reducer.update, reducer.init)
+            params = params_of(arrays[0], self.argnums)
+            if weight is None:
+                means, state = update(gradients, state, params)
+            elif isinstance(self.reducer, Reducer):
+                means, state = update(gradients, state, params, weight=weight)
+            else:
+                # Each link of a chain would weigh along its axis alone, and a plain one not at all.
+                shares = weighted_gradients(gradients, weight, axis_name)
+                means, state = update(shares, state, params)
+                means = in_dtypes_of(gradients, means)
+            check_averaged(means, axis_name)
+            whole, rows = reduced(outputs, weight, axis_name)
+            return whole, rows, means, state
 
-    def _gradients(
-        self, call: tuple[Any, ...], specs: PyTree, arrays: PyTree
-    ) -> tuple[Outputs, PyTree]:
-        """Calls the user's function on one replica, whose parameters are typed as its own."""
-        args, kwargs = with_arrays(call, arrays)
-        local_args = list(args)
-        for i in positions(args, self.argnums):
-            marked = as_local(arrays_only(args[i]), self.axis_name)
-            local_args[i] = with_arrays(args[i], marked)
-        outputs, gradients = taken_apart(self.grad_fn(*local_args, **kwargs))
-        check_loss(outputs[0], self.axis_name)
-
-        def if_shared(x: Any, spec: PartitionSpec) -> Any:
-            return x if split_axis(spec) is None else None
-
-        shared = jax.tree.map(if_shared, arrays, specs)
-        examples = lengths(arrays, specs).values()
-        return judged(outputs, self.aux, self.axis_name, shared, examples), gradients
+        return step
 
 
 def data_parallel(

@@ -14,10 +14,10 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxcomp._base.leaves import leaf_name
-from jaxcomp._base.typing import AxisName, KeyPath, PyTree
+from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, varying
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, context_mesh, resharded
-from jaxcomp._mesh.per_replica import map_leaves
+from jaxcomp._mesh.per_replica import state_leaves
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import check_not_spread, known_spec
 
@@ -149,11 +149,7 @@ def call_on_replicas(
     """
     mesh = boundary.outer
     axes = boundary.axes
-
-    def laid_out(x: Any, spec: PartitionSpec) -> Any:
-        return resharded(x, mesh, spec, axes)
-
-    inputs = jax.tree.map(laid_out, inputs, in_specs)
+    inputs = jax.tree.map(lambda x, spec: resharded(x, mesh, spec, axes), inputs, in_specs)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     automatic = [name for name, kind in kinds.items() if kind == AxisType.Auto]
     alone = all(mesh.shape[name] == 1 for name in axes)
@@ -217,20 +213,18 @@ def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) 
         zeros = jax.tree.map(lambda x: jnp.zeros(np.shape(x), x.dtype), params)
         _, state = reducer.update(as_local(zeros, axis_name), reducer.init(zeros), zeros)
         axes: set[frozenset[str]] = set()
-
-        def collect(path: KeyPath, leaf: Any, local: bool) -> None:
-            if local:
-                axes.add(varying(leaf))
-            elif varying(leaf):
+        for leaf in state_leaves(state):
+            along = varying(leaf.value)
+            if leaf.declared_by is not None:
+                axes.add(along)
+            elif along:
                 raise ValueError(
-                    f"`reducer` leaves {leaf_name(path)} of its state different along "
-                    f"{sorted(varying(leaf))}: its link does not average along that axis. Average "
-                    "exactly along the fast axis first, and compress along the slow one: "
+                    f"`reducer` leaves {leaf_name(leaf.path)} of its state different along "
+                    f"{sorted(along)}: its link does not average along that axis. Average exactly "
+                    "along the fast axis first, and compress along the slow one: "
                     'optax.chain(jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd('
                     'axis_name="slow")).'
                 )
-
-        map_leaves(collect, state)
         if len(axes) > 1:
             raise ValueError(
                 "`reducer` keeps one thing along some axes and another along others: "
@@ -255,16 +249,14 @@ def check_replica_axis(state: PyTree, mesh: Any, axis_name: AxisName) -> None:
       ValueError: Naming a leaf.
     """
     replicas = math.prod(mesh.shape[name] for name in axis_tuple(axis_name))
-
-    def check(path: KeyPath, leaf: Any, local: bool) -> None:
-        if local and np.shape(leaf)[:1] != (replicas,):
+    for leaf in state_leaves(state):
+        shape = np.shape(leaf.value)
+        if leaf.declared_by is not None and shape[:1] != (replicas,):
             raise ValueError(
-                f"The leaf {leaf_name(path)} of the state has shape {np.shape(leaf)}, and "
-                f"{replicas} replicas need a leading axis of that length. Place the state with "
+                f"The leaf {leaf_name(leaf.path)} of the state has shape {shape}, and {replicas} "
+                "replicas need a leading axis of that length. Place the state with "
                 f"jaxcomp.shard_state(state, mesh, {axis_name!r})."
             )
-
-    map_leaves(check, state)
 
 
 def named_axis(reducer: Any, axis_name: AxisName | None) -> AxisName:

@@ -7,6 +7,7 @@ or joined without a word for it. `jaxcomp._training.examine` finds the words.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp._base.leaves import compute_dtype, leaf_name
-from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
+from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, known_equal, mean_each, total
 from jaxcomp._mesh.weights import weighted_gradients
 from jaxcomp._training.arguments import is_array
@@ -250,28 +251,24 @@ def words_of(aux: PyTree, auxiliary: PyTree) -> list[Any]:
     Raises:
       ValueError: If `aux` names what the auxiliary output has not.
     """
-    said = {_names(path): word for path, word in jax.tree_util.tree_leaves_with_path(aux)}
+    # A line for each key, without its kind.
+    names_of = functools.partial(jax.tree_util.keystr, simple=True, separator="\n")
+    said = {names_of(path): word for path, word in jax.tree_util.tree_leaves_with_path(aux)}
     places = jax.tree_util.tree_leaves_with_path(auxiliary, is_leaf=_is_empty)
     words: list[Any] = []
-    parts: set[tuple[str, ...]] = {()}  # of the auxiliary output
+    parts = {""}  # of the auxiliary output
     for path, leaf in places:
-        names = _names(path)
-        beginnings = [names[:length] for length in range(len(names) + 1)]
+        beginnings = [names_of(path[:length]) for length in range(len(path) + 1)]
         parts.update(beginnings)
         if not _is_empty(leaf):
             words.append(next((said[part] for part in beginnings if part in said), None))
     for path, _ in jax.tree_util.tree_leaves_with_path(aux):
-        if _names(path) not in parts:
+        if names_of(path) not in parts:
             names = ", ".join(leaf_name(place) for place, _ in places)
             raise ValueError(
                 f"`aux` names {leaf_name(path)}; the auxiliary output has {names or 'nothing'}."
             )
     return words
-
-
-def _names(path: KeyPath) -> tuple[str, ...]:
-    """Returns the names of the keys of a path, without their kinds."""
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def _is_empty(node: Any) -> bool:
