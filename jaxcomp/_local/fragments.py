@@ -13,7 +13,7 @@ import optax
 
 from jaxcomp._base.checks import check_int, check_static_number
 from jaxcomp._base.leaves import compute_dtype, leaf_dtype, leaf_name
-from jaxcomp._base.typing import Array, KeyPath, PyTree
+from jaxcomp._base.typing import Array, PyTree
 
 # How many fragments, or a pattern for each.
 Split: TypeAlias = int | tuple[str, ...]
@@ -57,7 +57,16 @@ def check_streaming(fragments: Any, delay: Any, alpha: Any, period: int) -> Stre
     if isinstance(fragments, (list, tuple)):
         split = tuple(fragments)
         count = len(split)
-        _check_patterns(split)
+        for pattern in split:
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise ValueError(
+                    f"`fragments` has {pattern!r}, which is not a regular expression: {error}. "
+                    "Pass a number, or a pattern for each fragment such as ['blocks/[0-3]/', '.*']."
+                ) from error
+        if not split:
+            raise ValueError("`fragments` is empty. Pass a number, or a pattern for each fragment.")
     else:
         count = check_int("fragments", fragments, 1)
         split = count
@@ -75,20 +84,6 @@ def check_streaming(fragments: Any, delay: Any, alpha: Any, period: int) -> Stre
     return Streaming(split, ends, delay, alpha)
 
 
-def _check_patterns(patterns: tuple[Any, ...]) -> None:
-    """Refuses what is not a list of regular expressions."""
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise ValueError(
-                f"`fragments` has {pattern!r}, which is not a regular expression: {error}. Pass a "
-                "number, or a pattern for each fragment such as ['blocks/[0-3]/', '.*']."
-            ) from error
-    if not patterns:
-        raise ValueError("`fragments` is empty. Pass a number, or a pattern for each fragment.")
-
-
 def numbered(params: PyTree, split: Split = 1) -> PyTree:
     """Gives every floating leaf the number of a fragment, in a tree like the parameters; others -1.
 
@@ -99,33 +94,26 @@ def numbered(params: PyTree, split: Split = 1) -> PyTree:
       ValueError: If a fragment would be empty, a leaf has no pattern, or a leaf is complex.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-    places = [i for i, (path, leaf) in enumerate(leaves) if is_averaged(path, leaf)]
+    floating: list[int] = []
+    for i, (path, leaf) in enumerate(leaves):
+        dtype = leaf_dtype(leaf)
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            raise ValueError(
+                f"The leaf {leaf_name(path)} has dtype {dtype}, and only floating leaves are "
+                "averaged. Split it, as optax.contrib.split_real_and_imaginary does."
+            )
+        if jnp.issubdtype(dtype, jnp.floating):
+            floating.append(i)
     if isinstance(split, tuple):
-        names = [jax.tree_util.keystr(leaves[i][0], simple=True, separator="/") for i in places]
+        names = [jax.tree_util.keystr(leaves[i][0], simple=True, separator="/") for i in floating]
         chosen = _by_pattern(names, split)
     else:
-        sizes = [
-            np.size(leaves[i][1]) * jnp.dtype(leaf_dtype(leaves[i][1])).itemsize for i in places
-        ]
+        leaf_values = [leaves[i][1] for i in floating]
+        sizes = [np.size(x) * jnp.dtype(leaf_dtype(x)).itemsize for x in leaf_values]
         chosen = _by_size(sizes, split)
     numbers = np.full(len(leaves), -1)
-    numbers[places] = chosen
+    numbers[floating] = chosen
     return treedef.unflatten(numbers.tolist())
-
-
-def is_averaged(path: KeyPath, leaf: Any) -> bool:
-    """Tells whether a leaf is floating.
-
-    Raises:
-      ValueError: If it is complex.
-    """
-    dtype = leaf_dtype(leaf)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        raise ValueError(
-            f"The leaf {leaf_name(path)} has dtype {dtype}, and only floating leaves are averaged. "
-            "Split it, as optax.contrib.split_real_and_imaginary does."
-        )
-    return jnp.issubdtype(dtype, jnp.floating)
 
 
 def part_of(tree: PyTree, numbers: PyTree, fragment: int | None = None) -> PyTree:

@@ -193,26 +193,17 @@ class _LocalSGD:
             """Returns the update that leads to `new`; the inner one for what is not averaged."""
             return put_back(jax.tree.map(_difference, floating, before, new), updates)
 
-        def new_part(anchor: PyTree, axes: AxisName | None = None) -> Part:
+        def synchronised(axes: AxisName | None) -> tuple[PyTree, LocalSGDState]:
+            # At a narrow level of a hierarchy neither the reducer nor the outer optimizer acts.
+            outermost = axes is None and not sync.plain
+            anchor = part_of(state.anchor, numbers) if outermost else ()
             part = Part(after, state.inner, state.outer, state.reducer)
             begin = lambda new: self.inner.init(put_back(new, params))  # noqa: E731
-            return sync.step(anchor, part, begin, weight, axes=axes)
-
-        def narrow(axes: AxisName) -> tuple[PyTree, LocalSGDState]:
-            # Neither the reducer nor the outer optimizer acts.
-            new = new_part((), axes)
-            return towards(new.params), state._replace(inner=new.inner)
-
-        def synchronised() -> tuple[PyTree, LocalSGDState]:
-            if sync.plain:
-                new = new_part(())
-                anchor = state.anchor
-            else:
-                new = new_part(part_of(state.anchor, numbers))
-                anchor = put_back(new.params, state.anchor)
-            return towards(new.params), state._replace(
-                inner=new.inner, anchor=anchor, outer=new.outer, reducer=new.reducer
-            )
+            new = sync.step(anchor, part, begin, weight, axes=axes)
+            changed = state._replace(inner=new.inner, outer=new.outer, reducer=new.reducer)
+            if outermost:
+                changed = changed._replace(anchor=put_back(new.params, state.anchor))
+            return towards(new.params), changed
 
         def rounds_begun() -> tuple[PyTree, LocalSGDState]:
             # Replicas are equal here, in all but what the type checker knows: the average proves
@@ -228,8 +219,8 @@ class _LocalSGD:
         last_sync = jnp.where(shared, count, state.last_sync)
         branches: list[Callable[[], tuple[PyTree, LocalSGDState]]] = [lambda: (updates, state)]
         for level in self.periods.levels[:-1]:
-            branches.append(functools.partial(narrow, level.axes))
-        branches.append(synchronised)
+            branches.append(functools.partial(synchronised, level.axes))
+        branches.append(functools.partial(synchronised, None))
         if self.periods.start_step and not sync.plain:
             due = jnp.where(count == self.periods.start_step, len(branches), due)
             branches.append(rounds_begun)

@@ -110,7 +110,13 @@ class LocalSGDRound:
           ValueError: If a leaf of `batches` has another leading axis, `step_fn` does not return
             three values, or the axis is not bound.
         """
-        self._check_batches(batches)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batches):
+            if np.shape(leaf)[:1] != (self.sync_every,):
+                raise ValueError(
+                    f"The batches' leaf {leaf_name(path)} has shape {np.shape(leaf)}; a round of "
+                    f"sync_every={self.sync_every} steps needs a leading axis of that length, one "
+                    "batch for each step."
+                )
         if self.mesh is None or is_bound(self.axis_name):
             return self._on_replica(params, state, batches, weight)
         return self._on_mesh(self.mesh, params, state, batches, weight)
@@ -149,7 +155,7 @@ class LocalSGDRound:
             jax.tree.map(lambda leaf: P(), params),
             states,
             jax.tree_util.tree_map_with_path(batch_spec, inputs[2]),
-            weight_spec(weight, {}, axis_name, replicas),
+            None if weight is None else weight_spec(weight, {}, axis_name, replicas),
         )
         return call_on_replicas(
             on_replica,
@@ -297,13 +303,3 @@ class LocalSGDRound:
                 parts.append(sync.bytes(part, replicas, nth, self.inner_init, params))
         sent = total(params, parts)
         return sent.scaled(1 / self.sync_every) if step is None else sent
-
-    def _check_batches(self, batches: Any) -> None:
-        """Refuses batches that are not one for each step."""
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batches):
-            if np.shape(leaf)[:1] != (self.sync_every,):
-                raise ValueError(
-                    f"The batches' leaf {leaf_name(path)} has shape {np.shape(leaf)}; a round of "
-                    f"sync_every={self.sync_every} steps needs a leading axis of that length, one "
-                    "batch for each step."
-                )

@@ -262,11 +262,13 @@ def lengths(arrays: PyTree, specs: PyTree) -> dict[int, int]:
     return by_axis
 
 
-def weight_spec(weight: Any, examples: dict[int, int], axis_name: AxisName, replicas: int) -> Any:
+def weight_spec(
+    weight: Any, examples: dict[int, int], axis_name: AxisName, replicas: int
+) -> PartitionSpec:
     """Finds how weights are split: a number for each replica, or a mask or counts like the batch.
 
     Args:
-      weight: An array, or None.
+      weight: An array.
       examples: How many there are, by the axis of the batch along which they lie.
       axis_name: The axis or axes of the replicas.
       replicas: How many there are.
@@ -274,8 +276,6 @@ def weight_spec(weight: Any, examples: dict[int, int], axis_name: AxisName, repl
     Raises:
       ValueError: If it is neither.
     """
-    if weight is None:
-        return None
     shape = np.shape(weight)
     if shape == (replicas,):
         return PartitionSpec(axis_name)

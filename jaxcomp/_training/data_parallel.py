@@ -231,9 +231,10 @@ class DataParallel:
         check_replica_axis(state, mesh, state_axis)
         check_params(params, mesh, axes)
         arrays, specs = self._split(args, kwargs, mesh, replicas)
+        weights = None
         if weight is not None:
             weight = jnp.asarray(weight)
-        weights = weight_spec(weight, lengths(arrays, specs), self.axis_name, replicas)
+            weights = weight_spec(weight, lengths(arrays, specs), self.axis_name, replicas)
         states = state_specs(state, state_axis)
         boundary = Boundary(mesh, axes)
         explicit = functools.partial(boundary.explicit, specs=typed_specs(arrays))
