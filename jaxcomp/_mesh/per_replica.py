@@ -188,21 +188,22 @@ def without_row(state: PyTree) -> PyTree:
     Raises:
       ValueError: If a leaf has the rows of several replicas.
     """
-
-    def only(path: KeyPath, leaf: Any, local: bool) -> Any:
-        if not local:
-            return leaf
-        if leaf.shape[0] != 1:
+    leaves: list[Any] = []
+    for path, value, declared_by, _ in state_leaves(state):
+        if declared_by is None:
+            leaves.append(value)
+            continue
+        if value.shape[0] != 1:
             raise ValueError(
-                f"The leaf {leaf_name(path)} of the state has the rows of {leaf.shape[0]} replicas "
-                "where one is at work. Map the state over them: place it with jaxcomp.shard_state "
-                "and give jax.shard_map jaxcomp.state_specs(state, axis_name), or give jax.vmap "
-                "and jax.pmap in_axes=jaxcomp.state_axes(state). Behind jaxcomp.value_and_grad, "
-                "which has averaged, the chain takes jaxcomp.hold_state(reducer)."
+                f"The leaf {leaf_name(path)} of the state has the rows of {value.shape[0]} "
+                "replicas where one is at work. Map the state over them: place it with "
+                "jaxcomp.shard_state and give jax.shard_map jaxcomp.state_specs(state, axis_name), "
+                "or give jax.vmap and jax.pmap in_axes=jaxcomp.state_axes(state). Behind "
+                "jaxcomp.value_and_grad, which has averaged, the chain takes "
+                "jaxcomp.hold_state(reducer)."
             )
-        return leaf.reshape(leaf.shape[1:])
-
-    return map_leaves(only, state)
+        leaves.append(value.reshape(value.shape[1:]))
+    return jax.tree.structure(state).unflatten(leaves)
 
 
 def with_row(state: PyTree) -> PyTree:
