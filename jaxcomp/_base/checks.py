@@ -130,3 +130,11 @@ def _hint_for(name: str, known: list[str]) -> str:
     if close:
         return f"did you mean `{close[0]}`?"
     return f"it has {', '.join(known)}."
+
+
+def check_transformation(name: str, value: Any, otherwise: str = "") -> None:
+    """Refuses what is not one of Optax's transformations."""
+    if not (hasattr(value, "init") and hasattr(value, "update")):
+        raise ValueError(
+            f"`{name}` must be an Optax gradient transformation{otherwise}, got {value!r}."
+        )

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcomp._base.checks import check_transformation
 from jaxcomp._base.leaves import widest
 from jaxcomp._base.stats import CompressionStats, LeafStats, dense_leaves
 from jaxcomp._base.typing import Array, AxisName, PyTree
@@ -26,7 +27,6 @@ from jaxcomp._local.sync import (
     Part,
     Sync,
     check_sync,
-    check_transformation,
     total,
     wide_leaves,
 )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._base.checks import check_flag
+from jaxcomp._base.checks import check_flag, check_transformation
 from jaxcomp._base.leaves import all_finite, in_compute_dtype
 from jaxcomp._base.stats import CompressionStats, LeafStats, dense_leaves
 from jaxcomp._base.typing import Array, AxisName, PyTree
@@ -250,14 +250,6 @@ def check_sync(
         average_inner_state,
         check_flag("drop_non_finite", drop_non_finite),
     )
-
-
-def check_transformation(name: str, value: Any, otherwise: str = "") -> None:
-    """Refuses what is not one of Optax's transformations."""
-    if not (hasattr(value, "init") and hasattr(value, "update")):
-        raise ValueError(
-            f"`{name}` must be an Optax gradient transformation{otherwise}, got {value!r}."
-        )
 
 
 def wide_leaves(tree: PyTree, prefix: str = "") -> list[LeafStats]:

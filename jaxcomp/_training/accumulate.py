@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._base.checks import check_int
+from jaxcomp._base.checks import check_int, check_transformation
 from jaxcomp._base.leaves import compute_dtype
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree
@@ -85,8 +85,7 @@ def accumulate(
             f"`accumulator_dtype` must be a floating dtype, got {jnp.dtype(accumulator_dtype)}: "
             "integers would round the gradients. Leave it out for float32."
         )
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise ValueError(f"`tx` must be an Optax gradient transformation, got {tx!r}.")
+    check_transformation("tx", tx)
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> AccumulateState:
