@@ -21,7 +21,7 @@ from torch_bridge._hook.infer import infer_layout
 from torch_bridge._hook.load import load
 from torch_bridge._job.resume import resume_powersgd, state_from_record, waiting_hook
 from torch_bridge._job.save import record_layout, save_checkpoint
-from torch_bridge._pairing.matrix_dims import matrix_dims_of, torch_matrix_dims
+from torch_bridge._pairing.leaves import matrix_dims_of, torch_matrix_dims
 from torch_bridge._pairing.pair import pair
 
 __all__ = [

@@ -23,8 +23,7 @@ from torch_bridge._hook.buckets import BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.resume import state_from_record
-from torch_bridge._pairing.leaves import leaves_by_path, plain_path, trained
-from torch_bridge._pairing.matrix_dims import MatrixDimsFn
+from torch_bridge._pairing.leaves import MatrixDimsFn, leaves_by_path, plain_path, trained
 from torch_bridge._pairing.pair import Pairs, pairs_for
 from torch_bridge._pairing.pairs import Pair, names_in
 

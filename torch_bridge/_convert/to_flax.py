@@ -19,8 +19,7 @@ from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._pairing.evidence import Apply, Example
-from torch_bridge._pairing.leaves import flatten, trained
-from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
+from torch_bridge._pairing.leaves import MatrixDimsFn, flatten, matrix_dims_of, trained
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
 from torch_bridge._pairing.pairs import Pair, leaves_from_torch

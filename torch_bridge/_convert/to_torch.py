@@ -30,8 +30,7 @@ from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.example import run_example
 from torch_bridge._job.save import write_document
 from torch_bridge._pairing.evidence import Apply, Evidence, Example
-from torch_bridge._pairing.leaves import flatten, hollow, trained
-from torch_bridge._pairing.matrix_dims import MatrixDimsFn, matrix_dims_of
+from torch_bridge._pairing.leaves import MatrixDimsFn, flatten, hollow, matrix_dims_of, trained
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
 

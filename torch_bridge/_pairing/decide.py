@@ -18,11 +18,12 @@ from torch_bridge._pairing.evidence import Evidence
 from torch_bridge._pairing.kinds import IN_OUT, OUT_IN, build
 from torch_bridge._pairing.layers import NO_LAYER, Layer, layers_of
 from torch_bridge._pairing.leaves import Tree
+from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import Group, Match
 from torch_bridge._pairing.options import Options, PairOptions, idle_patterns
 from torch_bridge._pairing.pairs import Pair
 from torch_bridge._pairing.questions import Questions
-from torch_bridge._pairing.search import Reading, Search, assign
+from torch_bridge._pairing.search import Search, assign
 
 # How torch's own classes, and transformers', store their weights.
 _FORMS = {"Linear": OUT_IN, "_ConvNd": OUT_IN, "Conv1D": IN_OUT}

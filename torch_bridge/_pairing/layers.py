@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 from torch_bridge._base.tensors import BUFFER_NAMES, STATISTICS, clean_names
-from torch_bridge._pairing.leaves import Tree
+from torch_bridge._pairing.leaves import Tree, words_of
 
 Sort: TypeAlias = Literal["weight", "kernel", "embedding", "norm", "attention", "recurrent", "bare"]
 Shape: TypeAlias = tuple[int, ...]
@@ -123,20 +123,6 @@ class Layer:
         if "weight" in part and self.sort in ("weight", "attention", "recurrent"):
             return Layer(segments, "weight", {"weight": self.parts[part]}, self.sep)
         return Layer(segments, "bare", {"": self.parts[part]}, self.sep)
-
-
-@functools.lru_cache(maxsize=2**16)
-def words_of(segments: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Splits a name into its words, with # for each number, and its numbers."""
-    words: list[str] = []
-    numbers: list[int] = []
-    for segment in segments:
-        for piece in re.findall(r"\d+|[^\W\d_]+", segment):
-            if piece.isdigit():
-                numbers.append(int(piece))
-                piece = "#"
-            words.append(piece)
-    return tuple(words), tuple(numbers)
 
 
 NO_LAYER = Layer((), "bare", {})

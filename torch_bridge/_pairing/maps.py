@@ -1,4 +1,4 @@
-"""Flattened maps: which layers may read or give one, in torch's order or in Flax's.
+"""A reading of two models, and its flattened maps: which layers may read or give one.
 
 torch flattens (C, H, W) and Flax (H, W, C), and no shape shows it. H and W stay as they are to each
 other, so that of a map only its channels and its places matter.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from torch_bridge._pairing.kinds import USUAL, Answer, View, links_of
+from torch_bridge._pairing.kinds import USUAL, Answer, View, build, links_of
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.match import Partners
-from torch_bridge._pairing.pairs import Maps
+from torch_bridge._pairing.pairs import Maps, Pair
 
 # What is flattened, as users say it: shapes (C, H, W), and numbers of values that are no map.
 Flattened: TypeAlias = tuple[tuple[int, ...], ...]
@@ -156,6 +156,34 @@ class Flow:
                 if other in moved and self.sizes[other].get(option) == self.sizes[layer]["flatten"]:
                     following[layer] = Answer(flatten=getattr(answers[other], option))
         return following
+
+
+class Reading(NamedTuple):
+    """One way to read two models.
+
+    Attributes:
+      partners: Torch layer -> Flax layer, in the order of the state dict.
+      answers: What else is assumed of a torch layer; nothing of those that are not in it.
+    """
+
+    partners: Partners
+    answers: Answers
+
+    def pairs(self) -> list[Pair]:
+        """Makes the pairs of all layers; norms follow the maps of their neighbours."""
+        following = Flow(self.partners, self.partners, self.answers).with_norms(self.answers)
+        pairs: list[Pair] = []
+        for layer, target in self.partners.items():
+            pairs += build(layer, target, following.get(layer, USUAL)).pairs
+        return pairs
+
+    def key(self) -> Any:
+        """Returns what is equal for equal readings."""
+        return frozenset(self.partners.items()), frozenset(self.answers.items())
+
+    def answer(self, layer: Layer) -> Answer:
+        """Returns what is assumed of a layer."""
+        return self.answers.get(layer, USUAL)
 
 
 def _shape(channels: int, values: int, space: int) -> tuple[int, ...]:

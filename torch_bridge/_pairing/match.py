@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch_bridge._base.tensors import clean_names
 from torch_bridge._pairing.kinds import IN_OUT, build, forms_of
-from torch_bridge._pairing.layers import Layer, words_of
-from torch_bridge._pairing.leaves import without_collection
+from torch_bridge._pairing.layers import Layer
+from torch_bridge._pairing.leaves import without_collection, words_of
 
 Partners: TypeAlias = dict[Layer, Layer]
 _T = TypeVar("_T")

@@ -18,9 +18,10 @@ from scipy.optimize import linear_sum_assignment
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._pairing.evidence import Apart, Evidence
-from torch_bridge._pairing.kinds import IN_OUT, USUAL, Answer, build, forms_of
-from torch_bridge._pairing.layers import Layer, words_of
-from torch_bridge._pairing.maps import VERBS, Answers, Flow
+from torch_bridge._pairing.kinds import IN_OUT, USUAL, forms_of
+from torch_bridge._pairing.layers import Layer
+from torch_bridge._pairing.leaves import words_of
+from torch_bridge._pairing.maps import VERBS, Answers, Flow, Reading
 from torch_bridge._pairing.match import FITS, Match, Partners, grouped
 from torch_bridge._pairing.pairs import Maps, Pair, leaves_from_torch
 
@@ -31,34 +32,6 @@ _FAR = 0.3  # of the outputs' norm: above, a distance says nothing
 _STEP = 0.2  # what one change more counts beside the distance
 _SHOWN = 12  # layers in an error
 _Node: TypeAlias = list[Layer]
-
-
-class Reading(NamedTuple):
-    """One way to read two models.
-
-    Attributes:
-      partners: Torch layer -> Flax layer, in the order of the state dict.
-      answers: What else is assumed of a torch layer; nothing of those that are not in it.
-    """
-
-    partners: Partners
-    answers: Answers
-
-    def pairs(self) -> list[Pair]:
-        """Makes the pairs of all layers; norms follow the maps of their neighbours."""
-        following = Flow(self.partners, self.partners, self.answers).with_norms(self.answers)
-        pairs: list[Pair] = []
-        for layer, target in self.partners.items():
-            pairs += build(layer, target, following.get(layer, USUAL)).pairs
-        return pairs
-
-    def key(self) -> Any:
-        """Returns what is equal for equal readings."""
-        return frozenset(self.partners.items()), frozenset(self.answers.items())
-
-    def answer(self, layer: Layer) -> Answer:
-        """Returns what is assumed of a layer."""
-        return self.answers.get(layer, USUAL)
 
 
 class Change(NamedTuple):
