@@ -29,7 +29,7 @@ from torch_bridge._convert.optimizer_groups import (
 from torch_bridge._convert.torch_updates import UnusedState, held, until_gradient
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._pairing.leaves import flatten, leaves_by_path, plain_path
-from torch_bridge._pairing.pair import Model, Pairs, named, pairs_for
+from torch_bridge._pairing.pair import Model, Pairs, named, paired_for
 from torch_bridge._pairing.pairs import Pair, leaves_from_torch, names_in, tensors_from_flax
 
 Path: TypeAlias = tuple[str, ...]
@@ -116,7 +116,7 @@ def optimizer_from_torch(
       (2, 3)
     """
     model = named(model)
-    pairs = pairs_for(model, params, pairs)
+    pairs = paired_for(model, params, pairs).pairs
     plan = OptimizerPlan.of(optimizer, model, pairs, param_names, None)
     for note in plan.notes(learning_rate is not None):
         warnings.warn(note, stacklevel=2)
@@ -380,7 +380,7 @@ def optimizer_to_torch(
       torch.Size([3, 2])
     """
     model = named(model)
-    pairs = pairs_for(model, params, pairs)
+    pairs = paired_for(model, params, pairs).pairs
     entries = read_entries(like, model, param_names, pairs, layout)
     pairs = [pair for pair in pairs if pair.torch_name in entries and pair.kind != "buffer"]
     tensors = {}  # by torch's names of what is kept, and of parameters

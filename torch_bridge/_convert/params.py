@@ -12,7 +12,7 @@ from torch_bridge._base.tensors import is_tensor, tied, to_tensor
 from torch_bridge._pairing.evidence import Apply, Example
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.options import PairOptions
-from torch_bridge._pairing.pair import Model, Pairs, named, paired_for, pairs_for
+from torch_bridge._pairing.pair import Model, Pairs, named, paired_for
 from torch_bridge._pairing.pairs import leaves_from_torch, tensors_from_flax
 
 
@@ -93,10 +93,16 @@ def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> 
       (3, 2)
     """
     like = named(like)
-    arrays = tensors_from_flax(pairs_for(like, params, pairs), flatten_tree(params).leaves)
+    paired = paired_for(like, params, pairs)
+    arrays = tensors_from_flax(paired.pairs, flatten_tree(params).leaves)
     _refuse_apart(like, arrays)
-    state = {name: arrays.get(name, value) for name, value in like.items()}
-    return state | as_tensors({n: state[n] for n, value in like.items() if is_tensor(value)})
+    state: dict[str, Any] = {}
+    as_in_torch: dict[str, Any] = {}
+    for name, value in like.items():
+        state[name] = arrays.get(name, value)
+        if is_tensor(value):
+            as_in_torch[name] = state[name]
+    return state | as_tensors(as_in_torch)
 
 
 def _refuse_apart(like: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
@@ -123,9 +129,11 @@ def as_tensors(values: Mapping[str, Any], copied: Collection[int] = ()) -> dict[
       values: By name.
       copied: ``id`` of those that are somebody else's.
     """
-    made = {}
-    for value in values.values():
-        if id(value) not in made:
-            copy = id(value) in copied
-            made[id(value)] = value if is_tensor(value) else to_tensor(value, copy=copy)
-    return {name: made[id(value)] for name, value in values.items()}
+    made: dict[int, Any] = {}
+    tensors: dict[str, Any] = {}
+    for name, value in values.items():
+        key = id(value)
+        if key not in made:
+            made[key] = value if is_tensor(value) else to_tensor(value, copy=key in copied)
+        tensors[name] = made[key]
+    return tensors

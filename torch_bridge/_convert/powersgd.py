@@ -24,7 +24,7 @@ from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of, mean_of_ran
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.resume import state_from_record
 from torch_bridge._pairing.leaves import MatrixDimsFn, leaves_by_path, plain_path, trained
-from torch_bridge._pairing.pair import Pairs, pairs_for
+from torch_bridge._pairing.pair import Pairs, paired_for
 from torch_bridge._pairing.pairs import Pair, names_in
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def powersgd_from_torch(
             parameters=("layout",),
         )
     model = checkpoint.model or (layout.entries if layout else {})
-    pairs = pairs_for(model, params, pairs)
+    pairs = paired_for(model, params, pairs).pairs
     record = mean_of_ranks(checkpoint, missing_ranks)
     return filled_state(record, params, pairs, layout, matrix_dims)
 
@@ -310,7 +310,7 @@ def powersgd_to_torch(
       (7, 9, torch.Size([12]))
     """
     like, params = like or Checkpoint({}), trained(params)
-    pairs = pairs_for(like.model or layout.entries, params, pairs)
+    pairs = paired_for(like.model or layout.entries, params, pairs).pairs
     record = record_of_state(state, params, layout, like, matrix_dims, pairs)
     return state_from_record(record, process_group)
 

@@ -112,27 +112,6 @@ def pair(
     return _paired(model, like, options, apply, example, whole=False).pairs
 
 
-def pairs_for(
-    model: Model, like: Any, pairs: Pairs | None, options: PairOptions | None = None
-) -> tuple[Pair, ...]:
-    """Returns the pairs of a conversion: those that it was given, or what `pair` finds.
-
-    Args:
-      model: The torch model.
-      like: The Flax tree.
-      pairs: What `pair` gave, or None.
-      options: Of `pair`, for a whole model, which must not leave running statistics behind; None
-        for a part of one.
-
-    Raises:
-      ValueError: Both `pairs` and `options` are given.
-      TypeError: There is no such option.
-      CheckpointMismatch: As for `pair` and `pairs_of`, or running statistics would be lost on the
-        way to JAX, and stale on the way back.
-    """
-    return paired_for(model, like, pairs, options).pairs
-
-
 def paired_for(
     model: Model,
     like: Any,
@@ -141,15 +120,22 @@ def paired_for(
     apply: Apply | None = None,
     example: Example | None = None,
 ) -> Paired:
-    """Does what `pairs_for` does, with an example if there is one.
+    """Returns the pairs of a conversion: those that it was given, or what `pair` finds.
 
     Args:
       model: The torch model.
       like: The Flax tree.
       pairs: What `pair` gave, or None.
-      options: As for `pairs_for`.
-      apply: As for `pair`; without an example it is not used.
+      options: Of `pair`, for a whole model, which must not leave running statistics behind; None
+        for a part of one.
+      apply: As for `pair`.
       example: As for `pair`.
+
+    Raises:
+      ValueError: Both `pairs` and `options` are given.
+      TypeError: There is no such option.
+      CheckpointMismatch: As for `pair` and `pairs_of`, or running statistics would be lost on the
+        way to JAX, and stale on the way back.
     """
     known = PairOptions.__optional_keys__
     for name in options or {}:
