@@ -27,6 +27,7 @@ _GATES = (
     {"i", "h"},
     {"dense_i", "dense_h"},
 )
+_INNER = _ATTENTION.union(*_GATES)
 _RECURRENT = re.compile(r"(weight_ih|weight_hh|bias_ih|bias_hh|weight_hr)(_l\d+)?(_reverse)?$")
 _RECURRENT_PARTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 _PACKED = ("in_proj_weight", "q_proj_weight")
@@ -78,24 +79,19 @@ class Layer:
 
     @property
     def label(self) -> str:
-        """The name, also of what has none."""
+        """Names the layer, also one that has no name."""
         return self.name or "(root)"
 
     @functools.cached_property
     def signature(self) -> tuple[Any, ...]:
         """Sort, shapes and share: equal for layers that can stand for each other."""
-        shapes = frozenset((key, shape) for key, (_, shape) in self.parts.items())
-        return self.sort, shapes, self.share and self.share[1]
+        shapes = {key: shape for key, (_, shape) in self.parts.items()}
+        return self.sort, frozenset(shapes.items()), self.share and self.share[1]
 
     @property
     def is_vector(self) -> bool:
-        """Whether it is a norm, or a bare parameter that may be one."""
+        """Tells whether it is a norm, or a bare parameter that may be one."""
         return self.sort == "norm" or len(self.shape("")) == 1
-
-    @property
-    def parent(self) -> tuple[str, ...]:
-        """The module that holds it."""
-        return self.segments[:-1]
 
     def shape(self, part: str) -> Shape:
         """Returns the shape of one part; () if the layer does not have it."""
@@ -111,7 +107,10 @@ class Layer:
         """Takes the layer apart into equal parts of its rows; into one, it stays as it is."""
         if count == 1:
             return [self]
-        return [Layer(self.segments, self.sort, self.parts, share=(k, count)) for k in range(count)]
+        shares: list[Layer] = []
+        for place in range(count):
+            shares.append(Layer(self.segments, self.sort, self.parts, share=(place, count)))
+        return shares
 
     def single(self, part: str) -> Layer:
         """Makes a layer of one part: a weight alone, or a bare parameter."""
@@ -141,8 +140,9 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
     cleaned = clean_names(list(shapes))
     packed: set[str] = set()
     for clean in cleaned.values():
-        if clean.endswith(_PACKED):
-            packed.add(clean.rpartition(".")[0])
+        module, _, local = clean.rpartition(".")
+        if local in _PACKED:
+            packed.add(module)
     attention = bool(packed) and any(map(_ATTENTION.issubset, children.values()))
     modules: dict[str, Parts] = {}
     for name, clean in cleaned.items():
@@ -193,7 +193,7 @@ def _torch_place(clean: str, packed: Collection[str], attention: bool) -> tuple[
         return module, local
     tensor, level, reverse = match.groups(default="")
     suffix = f"{level}{reverse}".lstrip("_").replace("_", ".")
-    return ".".join(part for part in (module, suffix) if part), tensor
+    return f"{module}.{suffix}".strip("."), tensor
 
 
 def _flax_place(
@@ -213,7 +213,7 @@ def _of_torch(module: str, parts: Parts) -> Iterator[Layer]:
     weight = parts["weight"][1] if "weight" in parts else ()
     sort: Sort = "weight"
     known: Collection[str] = ()
-    if any(key in parts for key in _PACKED):
+    if not parts.keys().isdisjoint(_PACKED):
         sort = "attention"
         known = [key for key in parts if "proj" in key]
     elif "weight_ih" in parts:
@@ -228,26 +228,26 @@ def _of_torch(module: str, parts: Parts) -> Iterator[Layer]:
     return _divided(segments, sort, parts, known, ".")
 
 
-def _of_flax(module: tuple[str, ...], parts: Parts, bare: Collection[Any]) -> Iterator[Layer]:
+def _of_flax(module: tuple[str, ...], parts: Parts, bare: set[Any]) -> Iterator[Layer]:
     """Makes the layers of the leaves of one Flax module.
 
     A norm or an embedding written by hand in torch is of `bare` parameters here, too.
     """
-    alone: list[Any] = []
+    alone: set[Any] = set()
+    inner: dict[str, str] = {}  # part of a head or gate -> its module
     for key, (_, shape) in parts.items():
-        alone.append((*words_of((*module, key)), shape))
-    modules = {key.rpartition(".")[0] for key in parts}
+        alone.add((*words_of((*module, key)), shape))
+        child = key.rpartition(".")[0]
+        if child in _INNER:
+            inner[key] = child
     sort: Sort = "kernel"
     known: Collection[str] = ()
-    if modules & _ATTENTION:
-        sort = "attention"
-        known = [key for key in parts if key.rpartition(".")[0] in _ATTENTION]
-    elif any(modules & gates for gates in _GATES):
-        sort = "recurrent"
-        known = [key for key in parts if "." in key]
+    if inner:
+        sort = "recurrent" if _ATTENTION.isdisjoint(inner.values()) else "attention"
+        known = inner
     elif "kernel" in parts and len(parts["kernel"][1]) > 1:
         known = ("kernel", "bias")
-    elif all(key in bare for key in alone):
+    elif alone <= bare:
         known = ()
     elif "embedding" in parts:
         sort = "embedding"

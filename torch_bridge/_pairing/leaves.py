@@ -6,7 +6,6 @@ is a matrix as torch's ``view(shape[0], -1)`` cuts it.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import re
@@ -41,7 +40,10 @@ def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
     last = path[-1] if len(path) > 1 else None
     if isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value"):
         path = path[:-1]
-    return without_collection(tuple(jax.tree_util.keystr((key,), simple=True) for key in path))
+    names: list[str] = []
+    for key in path:
+        names.append(jax.tree_util.keystr((key,), simple=True))
+    return without_collection(tuple(names))
 
 
 def without_collection(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -127,15 +129,22 @@ def flatten(tree: Any) -> Tree:
         name in several collections.
     """
     flat, treedef = jax.tree.flatten_with_path(tree)
-    leaves = {plain_path(path): value for path, value in flat}
-    if len(leaves) < len(flat):
-        counts = collections.Counter(plain_path(path) for path, _ in flat)
+    leaves: dict[tuple[str, ...], Any] = {}
+    ambiguous: dict[str, None] = {}
+    for key_path, value in flat:
+        path = plain_path(key_path)
+        if path in leaves:
+            ambiguous["/".join(path)] = None
+        leaves[path] = value
+    if ambiguous:
         raise CheckpointMismatch(
             "Several leaves of the Flax tree have one name. Rename all but one.",
-            ambiguous=["/".join(path) for path, count in counts.items() if count > 1],
+            ambiguous=list(ambiguous),
         )
     of_variables = isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)
-    part = {name: tree[name] for name in COLLECTIONS if name in tree} if of_variables else tree
+    part = tree
+    if of_variables:
+        part = {name: tree[name] for name in COLLECTIONS if name in tree}
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
     for path, value in leaves_by_path(part).items():
         if _is_parameter(path, value):

@@ -250,8 +250,8 @@ class Match:
                 named.add(words_of(layer.segments[:length]))
         innermost = _shared(self.torch, self.flax, 0, named)
         both = self.open()
-        theirs = grouped(both.flax, lambda target: innermost(target.parent))
-        ours = grouped(both.torch, lambda layer: innermost(layer.parent))
+        theirs = grouped(both.flax, lambda target: innermost(target.segments[:-1]))
+        ours = grouped(both.torch, lambda layer: innermost(layer.segments[:-1]))
         for module in ours | theirs:
             yield Group(ours.get(module, []), theirs.get(module, []))
 

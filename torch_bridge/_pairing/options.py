@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import operator
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -77,8 +78,11 @@ class Options:
     def kept(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Selects the tensors that shall not be left out."""
         names = clean_names(list(tensors))
-        pattern = self.ignore or "(?!)"
-        return {n: value for n, value in tensors.items() if not re.fullmatch(pattern, names[n])}
+        kept: dict[str, Any] = {}
+        for name, value in tensors.items():
+            if not (self.ignore and re.fullmatch(self.ignore, names[name])):
+                kept[name] = value
+        return kept
 
     def map_of(self, option: str, layer: Layer) -> tuple[str, Flattened | None] | None:
         """Returns the last pattern that names a layer, and what it says; None if none does."""
@@ -106,20 +110,26 @@ def idle_patterns(options: Options, tensors: Collection[str], layers: Collection
       tensors: The names of all tensors of the model.
       layers: The names of all its layers.
     """
-    modules = {name.rpartition(".")[0] for name in tensors} | {*layers}
+    names = set(layers)
+    for name in tensors:
+        names.add(name.rpartition(".")[0])
     idle: list[str] = []
     for option, pattern in options.patterns():
-        names = modules | {*tensors} if option in ("rules", "turned") else modules
-        may_be_idle = option in ("ignore", "conv_transpose")
-        if pattern and not may_be_idle and not any(re.fullmatch(pattern, name) for name in names):
+        if not pattern or option in ("ignore", "conv_transpose"):
+            continue
+        matches = re.compile(pattern).fullmatch
+        of_tensors = option in ("rules", "turned") and any(map(matches, tensors))
+        if not of_tensors and not any(map(matches, names)):
             idle.append(f"{option}: {pattern}")
     return idle
 
 
 def _rules(value: Any) -> tuple[tuple[str, str], ...]:
     with contextlib.suppress(TypeError, ValueError):
-        pairs = value.items() if isinstance(value, Mapping) else value
-        return tuple((pattern, path) for pattern, path in pairs)
+        pairs: list[tuple[str, str]] = []
+        for pattern, path in value.items() if isinstance(value, Mapping) else value:
+            pairs.append((pattern, path))
+        return tuple(pairs)
     raise ValueError(
         f"`rules` must map regular expressions to paths, as in {{'fc': 'Dense_0'}}, got {value!r}."
     )
@@ -130,9 +140,11 @@ def _turned(value: Any) -> dict[str, tuple[int, ...]] | None:
         return None
     axes: dict[str, tuple[int, ...]] = {}
     with contextlib.suppress(TypeError, AttributeError):
+        are_orders = True
         for pattern, order in value.items():
             axes[pattern] = tuple(map(operator.index, order))
-        if all(sorted(order) == list(range(len(order))) for order in axes.values()):
+            are_orders &= sorted(axes[pattern]) == list(range(len(axes[pattern])))
+        if are_orders:
             return axes
     raise ValueError(
         "`turned` must map regular expressions to orders of axes, as in {'projection': (1, 0)}, "
@@ -156,12 +168,15 @@ def _maps(name: str, value: Any) -> dict[str, Flattened | None] | None:
 
 def _parts(said: Any) -> Flattened:
     """Reads (C, H, W), or [(C, H, W), 10] where other values stand beside the map."""
-    if not any(isinstance(part, list | tuple) for part in said):
-        said = [said]
     parts: list[tuple[int, ...]] = []
+    is_list = False
     for part in said:
-        shape = tuple(map(operator.index, part if isinstance(part, list | tuple) else (part,)))
+        is_shape = isinstance(part, list | tuple)
+        is_list |= is_shape
+        parts.append(tuple(map(operator.index, part if is_shape else (part,))))
+    if not is_list:  # one shape
+        parts = [tuple(itertools.chain(*parts))]
+    for shape in parts:
         if not shape or min(shape) < 1:
             raise ValueError
-        parts.append(shape)
     return tuple(parts)

@@ -83,7 +83,7 @@ class Pair:
 
     @property
     def row_range(self) -> tuple[int, int]:
-        """The range of torch's first axis that this pair covers."""
+        """Gives the range of torch's first axis that this pair covers."""
         if self.rows is not None:
             return self.rows
         if not self.torch_shape:
