@@ -20,7 +20,7 @@ from torch_bridge._pairing.layers import NO_LAYER, Layer, layers_of
 from torch_bridge._pairing.leaves import Tree
 from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import Group, Match
-from torch_bridge._pairing.options import Options, PairOptions, idle_patterns
+from torch_bridge._pairing.options import Options, PairOptions, refuse_idle_patterns
 from torch_bridge._pairing.pairs import Pair
 from torch_bridge._pairing.questions import Questions
 from torch_bridge._pairing.search import Search, assign
@@ -98,12 +98,15 @@ def decide(
         first = ties(kept)
         if not first and errors:
             continue  # the same tensors as before
-        shapes = {n: shape_of(value) for n, value in kept.items() if untied or n not in first}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, value in kept.items():
+            if untied or name not in first:
+                shapes[name] = shape_of(value)
         match = Match(*layers_of(shapes, tree), options.rules)
-        _refuse_idle(match, options, names.values())
+        refuse_idle_patterns(options, names.values(), [layer.name for layer in match.torch])
         match.match_names(misfits=not evidence)
         for layer in match.open().torch:
-            if indices.issuperset(name for name, _ in layer.parts.values()):
+            if indices.issuperset(layer.tensors()):
                 match.torch.remove(layer)
         try:
             if evidence:
@@ -114,7 +117,7 @@ def decide(
         except CheckpointMismatch as error:
             errors.append(error)
             continue
-        places = {path: place for place, path in enumerate(tree.shapes)}
+        places = dict(zip(tree.shapes, itertools.count(), strict=False))
         pairs = sorted(reading.pairs(), key=lambda one: places[one.path])
         return Paired(_with_aliases(pairs, kept, first), difference)
     for error in errors:
@@ -188,13 +191,7 @@ def _proved(
     """Pairs by an example, which decides what rules, names and answers leave open."""
     for divide in (match.take_shares, match.take_apart):
         partners = assign(match, match.partners, match.torch, match.flax)
-        taken = set(partners.values())
-        divide(
-            Group(
-                [layer for layer in match.torch if layer not in partners],
-                [target for target in match.flax if target not in taken],
-            )
-        )
+        divide(Group(match.torch, match.flax).without(partners))
     match.match_names(misfits=False)
     questions = Questions(match, options, known)
     if questions.wrong or len(assign(match, {}, match.torch, match.flax)) < len(match.flax):
@@ -204,7 +201,7 @@ def _proved(
     unused: list[str] = []
     for layer in match.torch:
         if layer not in reading.partners:
-            unused += [layer.line(part) for part in layer.parts]
+            unused += map(layer.line, layer.parts)
     if unused:
         warnings.warn(
             f"Left out, since the Flax model has no place for it and gives torch's outputs on the "
@@ -215,20 +212,9 @@ def _proved(
     return reading, difference
 
 
-def _refuse_idle(match: Match, options: Options, tensors: Collection[str]) -> None:
-    idle = idle_patterns(options, tensors, [layer.name for layer in match.torch])
-    if idle:
-        raise CheckpointMismatch(
-            "Some patterns match no layer of the torch model, and they have to match a whole name. "
-            "Correct them or leave them out.",
-            unexpected=idle,
-            parameters=sorted({line.partition(":")[0] for line in idle}),
-        )
-
-
 def _refuse_problems(match: Match, questions: Questions, options: Options) -> None:
     """Collects everything that does not fit or is not told, and raises it at once."""
-    both = [(layer, target) for layer, target in match.partners.items()]
+    both = list(match.partners.items())
     lonely = match.lonely()
     both += [(layer, NO_LAYER) for layer in lonely.torch]
     both += [(NO_LAYER, target) for target in lonely.flax]
@@ -238,20 +224,23 @@ def _refuse_problems(match: Match, questions: Questions, options: Options) -> No
         for name, lines in problems.items():
             lines += getattr(built, name)
     problems["mis_shaped"] += questions.wrong
+    is_different = any(problems.values()) or match.problems
     problems["ambiguous"] = match.problems + questions.asked
     if not any(problems.values()):
         return
     message = _DIFFERENT
-    if problems["ambiguous"] == questions.asked and not any([*problems.values()][:3]):
+    if not is_different:
         message = _ORDER_IS_OPEN if questions.order else _FORMS_ARE_OPEN
     for sentence, pattern in _REPARAMETRIZED.items():
-        if any(re.match(pattern, line) for line in problems["unexpected"]):
+        if any(map(re.compile(pattern).match, problems["unexpected"])):
             message = f"{sentence} {message}"
     if _packs(lonely.torch, lonely.flax):
         message = f"{_PACKED_IN_FLAX} {message}"
     text = "\n".join(itertools.chain(*problems.values()))
-    answers = sorted(PairOptions.__optional_keys__ - {"ignore", "rules"})
-    asked = [name for name in answers if re.search(rf"\b{name}=", text)]
+    asked: list[str] = []
+    for name in sorted(PairOptions.__optional_keys__ - {"ignore", "rules"}):
+        if re.search(rf"\b{name}=", text):
+            asked.append(name)
     raise CheckpointMismatch(message, parameters=("rules", *asked, "ignore", "apply"), **problems)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend import core
 
 from torch_bridge._base.tensors import shape_of, to_numpy
+from torch_bridge._pairing.kinds import without_ones
 from torch_bridge._pairing.leaves import Tree
 
 Apply: TypeAlias = Callable[..., Any]
@@ -72,15 +73,19 @@ class Evidence:
         """
         self._tree = tree
         inputs, self._theirs = _read(example)
-        dtypes = [to_numpy(tensor).dtype for tensor in tensors if hasattr(tensor, "dtype")]
-        real = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+        first_dtype = None
+        self.tolerance = TOLERANCE
+        for tensor in tensors:
+            array = to_numpy(tensor)
+            if not hasattr(tensor, "dtype") or not _is_real(array):
+                continue
+            first_dtype = first_dtype or array.dtype
+            unit = float(jnp.finfo(array.dtype).eps)
+            if unit > float(jnp.finfo(jnp.float32).eps):
+                self.tolerance = max(self.tolerance, _UNITS * unit)
         self._leaves: dict[tuple[str, ...], Any] = {}
         for path, leaf in tree.leaves.items():
-            dtype = real[0] if real and path in tree.shapes else None
-            self._leaves[path] = _filled(leaf, dtype)
-        widest = max((float(jnp.finfo(dtype).eps) for dtype in real), default=0.0)
-        narrow = widest > float(jnp.finfo(jnp.float32).eps)
-        self.tolerance = _UNITS * widest if narrow else TOLERANCE
+            self._leaves[path] = _filled(leaf, first_dtype if path in tree.shapes else None)
         self.layouts = self._running_layouts(apply, inputs)
         self.runs = 0
         traced = all(layout.program for layout in self.layouts)
@@ -123,7 +128,7 @@ class Evidence:
                 text = str(error).strip().partition("\n")[0]
                 errors.append(f"with inputs of {shown}: {type(error).__name__}: {text}")
                 continue
-            ours = [leaf for leaf in jax.tree.leaves(outputs) if _is_real(leaf)]
+            ours = list(filter(_is_real, jax.tree.leaves(outputs)))
             if _matched(ours, self._theirs):
                 layouts.append(Layout(layout, program.jaxpr))
             else:
@@ -149,7 +154,8 @@ class Evidence:
             return
         leaves = dict(zip(layout.program.invars, self._leaves, strict=False))
         for place, equation in enumerate(_operations(layout.program, leaves)):
-            met = [leaves[value] for value in _variables(equation.invars) if value in leaves]
+            variables = itertools.filterfalse(_is_literal, equation.invars)
+            met = [leaves[value] for value in variables if value in leaves]
             result = equation.outvars[0]
             leaves.pop(result, None)
             name = equation.primitive.name
@@ -168,9 +174,9 @@ class Evidence:
                 kernel = equation.invars[1].aval.shape
                 contracted = equation.params["dimension_numbers"][0][1]
                 inputs = [kernel[axis] for axis in contracted]
-                outputs = [size for axis, size in enumerate(kernel) if axis not in contracted]
-                self.maps += _merged(inputs, [math.prod(inputs)])
-                self.maps += _merged(outputs, [math.prod(outputs)])
+                outputs = np.delete(kernel, contracted).tolist()
+                for sizes in (inputs, outputs):
+                    self.maps += _merged(sizes, [math.prod(sizes)])
         self.maps = list(dict.fromkeys(self.maps))
 
 
@@ -200,17 +206,17 @@ def _hand_on(leaves: dict[Any, Any], given: Sequence[Any], taken: Sequence[Any])
     """Notes which variables are leaves where others are."""
     for one, other in zip(given, taken, strict=False):
         leaves.pop(other, None)
-        if not isinstance(one, core.Literal) and one in leaves:
+        if not _is_literal(one) and one in leaves:
             leaves[other] = leaves[one]
 
 
-def _variables(values: Sequence[Any]) -> list[Any]:
-    return [value for value in values if not isinstance(value, core.Literal)]
+def _is_literal(value: Any) -> bool:
+    return isinstance(value, core.Literal)
 
 
 def compare(ours: Any, theirs: Sequence[np.ndarray]) -> Apart:
     """Compares outputs, each as it is and with torch's channels last, and takes the nearer."""
-    real = [leaf for leaf in jax.tree.leaves(ours) if _is_real(leaf)]
+    real = list(filter(_is_real, jax.tree.leaves(ours)))
     largest = 0.0
     mean = 0.0
     for mine, other in _matched(real, theirs):
@@ -219,7 +225,7 @@ def compare(ours: Any, theirs: Sequence[np.ndarray]) -> Apart:
         norm = float(np.sqrt(np.mean(np.square(other)))) or 1.0
         nearest = Apart(math.inf, math.inf)
         for view in _views(other):
-            if _squeezed(view.shape) != _squeezed(value.shape):
+            if without_ones(view.shape) != without_ones(value.shape):
                 continue
             error = np.abs(value.reshape(view.shape) - view)
             if np.all(np.isfinite(error)):
@@ -244,12 +250,14 @@ def _read(example: Example) -> tuple[list[np.ndarray], list[np.ndarray]]:
         inputs = (inputs,)
     # int64 becomes int32, as in JAX.
     arrays = [np.asarray(jnp.asarray(to_numpy(value))) for value in inputs]
-    values = [to_numpy(leaf) for leaf in jax.tree.leaves(outputs)]
-    theirs = [np.asarray(value).astype(np.float64) for value in values if _is_real(value)]
+    theirs: list[np.ndarray] = []
+    for value in filter(_is_real, map(to_numpy, jax.tree.leaves(outputs))):
+        array = np.asarray(value).astype(np.float64)
+        if not np.all(np.isfinite(array)):
+            raise ValueError("torch's outputs in `example` are not finite. Take other inputs.")
+        theirs.append(array)
     if not theirs:
         raise ValueError("`example` has no outputs of floating point to compare with.")
-    if not all(np.all(np.isfinite(array)) for array in theirs):
-        raise ValueError("torch's outputs in `example` are not finite. Take other inputs.")
     return arrays, theirs
 
 
@@ -259,8 +267,8 @@ def _is_real(leaf: Any) -> bool:
 
 def _merged(wide: Sequence[int], narrow: Sequence[int]) -> list[tuple[int, int]]:
     """Finds how many values, of how many channels, become the last axis; in a list, or none."""
-    sizes = _squeezed(wide)
-    last = (_squeezed(narrow) or (0,))[-1]
+    sizes = without_ones(wide)
+    last = (without_ones(narrow) or (0,))[-1]
     for cut in range(len(sizes) - 1):
         if math.prod(sizes[cut:]) == last:
             return [(last, sizes[-1])]
@@ -272,9 +280,9 @@ def _matched(ours: Sequence[Any], theirs: Sequence[np.ndarray]) -> list[tuple[An
     matched: list[tuple[Any, np.ndarray]] = []
     rest = iter(theirs)
     for mine in ours:
-        shape = _squeezed(shape_of(mine))
+        shape = without_ones(shape_of(mine))
         for other in rest:
-            if any(_squeezed(view.shape) == shape for view in _views(other)):
+            if shape in [without_ones(view.shape) for view in _views(other)]:
                 matched.append((mine, other))
                 break
         else:
@@ -286,10 +294,6 @@ def _views(output: np.ndarray) -> Iterator[np.ndarray]:
     yield output
     if output.ndim >= _MAP_AXES:
         yield np.moveaxis(output, 1, -1)
-
-
-def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(size for size in shape if size != 1)
 
 
 def _filled(leaf: Any, dtype: Any) -> Any:

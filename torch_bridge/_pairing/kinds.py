@@ -105,7 +105,8 @@ class Linear:
             view = View("conv1d.weight", kernel, tuple(range(len(kernel))), turned)
             weights[IN_OUT] = view._replace(row_maps="flatten", column_maps="unflatten")
         if cut and len(kernel) - cut == _PACKED_AXES:
-            for order in [*itertools.permutations(range(_PACKED_AXES))][1:]:
+            orders = itertools.permutations(range(_PACKED_AXES))
+            for order in itertools.islice(orders, 1, None):
                 weights[axes_name(order)] = _turned(kernel, cut, "", "flatten", order)
                 if biases:
                     view = _turned(bias, 0, "", "", order)
@@ -129,8 +130,8 @@ class Conv:
         orders: dict[str, Shape] = {}
         space = tuple(range(2, len(weight)))
         if len(weight) != len(kernel):  # a Conv2d over one channel that is a Conv1d in Flax
-            weight = _without_ones(weight)
-            kernel = _without_ones(kernel)
+            weight = without_ones(weight)
+            kernel = without_ones(kernel)
             rows_last = (*range(1, len(weight)), 0)
             orders = {OUT_IN: _kernel_order(len(weight)), axes_name(rows_last): rows_last}
         else:
@@ -209,13 +210,15 @@ class Recurrent:
         if packed % hidden or count not in self._gates:
             return
         letters = self._gates[count]
-        shares: dict[str, Share | None] = {"": None}
-        if letters:
-            shares = {letter: (place, count) for place, letter in enumerate(letters)}
+        shares: dict[str, Share | None] = {}
         prefix = ""
         if "dense_i.kernel" in flax.parts:  # flax.nnx packs the gates as torch does
-            shares = {"": None}
+            letters = ""
             prefix = "dense_"
+        for place, letter in enumerate(letters):
+            shares[letter] = (place, count)
+        if not letters:
+            shares[""] = None
         for letter, share in shares.items():
             inputs = f"{prefix}i{letter}"
             state = f"{prefix}h{letter}"
@@ -255,8 +258,8 @@ class Bare:
             return
         ((tensor, (_, shape)),) = torch.parts.items()
         ((leaf, (path, target)),) = flax.parts.items()
-        wide = _without_ones(shape)
-        goal = _without_ones(target)
+        wide = without_ones(shape)
+        goal = without_ones(target)
         same = tuple(range(len(wide)))
         if len(wide) < 2:
             maps = "flatten" if torch.sort == "bare" else ""
@@ -403,19 +406,18 @@ def _gate(torch: Layer, flax: Layer, tensor: str, leaf: str, share: Share | None
 def _height(shape: Shape, share: Share | None) -> int:
     """Returns the rows of a tensor or of a share of it; 0 if it has no equal shares."""
     rows = math.prod(shape[:1])
-    if share is None:
-        return rows
-    return 0 if rows % share[1] else rows // share[1]
+    count = share[1] if share else 1
+    return 0 if rows % count else rows // count
 
 
 def _vector(shape: Shape, target: Shape, share: Share | None = None, maps: str = "") -> Views:
     """Sees a bias, a scale or a running statistic as the leaf, if it has as many values."""
     if _height(shape, share) * math.prod(shape[1:]) != math.prod(target):
         return {}
-    # (C, 1, 1) and the like has its values in rows, and (1, C) in columns.
-    is_row = len(shape) > 1 and shape[0] == 1
-    row_axes = 0 if is_row else len(target)
     axes = tuple(range(len(target)))
+    row_axes = len(target)
+    if len(shape) > 1 and shape[0] == 1:
+        row_axes = 0  # (1, C) has its values in columns, and (C, 1, 1) in rows
     return {OUT_IN: View("vector", target, axes, row_axes, row_maps=maps)}
 
 
@@ -440,18 +442,19 @@ def _turned(
       order: The order in which torch has the axes of outputs, if it is another.
     """
     outs = kernel[cut:]
-    order = order or tuple(range(len(outs)))
-    split = (*_moved(outs, order), *kernel[:cut])
-    axes = [len(outs) + axis for axis in range(cut)]
-    axes += [order.index(axis) for axis in range(len(outs))]
-    return View("linear.weight", split, tuple(axes), len(outs), (), row_maps, column_maps)
+    count = len(outs)
+    order = order or tuple(range(count))
+    split = _moved(outs, order) + kernel[:cut]
+    axes = (*range(count, len(kernel)), *map(order.index, range(count)))
+    return View("linear.weight", split, axes, count, (), row_maps, column_maps)
 
 
 def _moved(shape: Shape, order: Iterable[int]) -> Shape:
     return tuple(shape[axis] for axis in order)
 
 
-def _without_ones(shape: Shape) -> Shape:
+def without_ones(shape: Iterable[int]) -> Shape:
+    """Returns a shape without the axes of one place."""
     return tuple(size for size in shape if size != 1)
 
 

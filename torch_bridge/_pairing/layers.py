@@ -97,6 +97,10 @@ class Layer:
         """Returns the shape of one part; () if the layer does not have it."""
         return self.parts[part][1] if part in self.parts else ()
 
+    def tensors(self) -> list[Any]:
+        """Lists the names of its tensors, or the paths of its leaves."""
+        return [name for name, _ in self.parts.values()]
+
     def line(self, part: str) -> str:
         """Shows one part as errors do."""
         name, shape = self.parts[part]

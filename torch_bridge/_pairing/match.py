@@ -7,6 +7,7 @@ has to, if every layer shall have a place. What is left open lies in groups of a
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -35,14 +36,23 @@ class Group(NamedTuple):
         flax = dict.fromkeys(self.flax + other.flax)
         return Group(self.torch + other.torch, list(flax))
 
+    def without(self, partners: Mapping[Layer, Layer]) -> Group:
+        """Returns the layers that are not paired."""
+        taken = set(partners.values())
+        torch = [layer for layer in self.torch if layer not in partners]
+        flax = [target for target in self.flax if target not in taken]
+        return Group(torch, flax)
+
     def in_order(self) -> list[tuple[Layer, Layer]]:
         """Pairs layers that differ in their numbers only, in the order of these; else none do."""
+        if len(self.torch) != len(self.flax):
+            return []
         sides: list[list[Layer]] = []
         for layers in self:
             if len({layer.words for layer in layers}) > 1:
                 return []
             sides.append(sorted(layers, key=lambda layer: layer.numbers))
-        return list(zip(*sides, strict=True)) if len(self.torch) == len(self.flax) else []
+        return list(zip(*sides, strict=True))
 
 
 class Match:
@@ -91,7 +101,7 @@ class Match:
 
     def _follow(self, rules: Sequence[tuple[str, str]]) -> None:
         """Pairs the layers that rules name, and tensors and leaves that their layers keep apart."""
-        names = clean_names([name for layer in self.torch for name, _ in layer.parts.values()])
+        names = clean_names(list(itertools.chain(*map(Layer.tensors, self.torch))))
         owners = {"/".join(layer.segments): layer for layer in self.flax}
         leaves: dict[str, str] = {}
         for target in self.flax:
@@ -164,8 +174,10 @@ class Match:
                 if len(weight) != 2 or weight[0] % count:
                     continue
                 shares = layer.shares(count)
-                fitting = [target for target in layers.flax if self.fits(shares[0], target)]
-                if len(fitting) >= count:
+                fitting = 0
+                for target in layers.flax:
+                    fitting += self.fits(shares[0], target) > 0
+                if fitting >= count:
                     exchange(self.torch, layer, shares)
                     break
 
@@ -192,22 +204,14 @@ class Match:
 
     def open(self) -> Group:
         """Returns the layers without a partner."""
-        taken = set(self.partners.values())
-        return Group(
-            [layer for layer in self.torch if layer not in self.partners],
-            [target for target in self.flax if target not in taken],
-        )
+        return Group(self.torch, self.flax).without(self.partners)
 
     def match_shapes(self) -> None:
         """Pairs every layer that has one place only, or is the only one for a place."""
         for region in self._regions():
             while forced := _forced(self._alike(region)):
                 self.partners.update(forced)
-                taken = set(forced.values())
-                region = Group(
-                    [layer for layer in region.torch if layer not in forced],
-                    [target for target in region.flax if target not in taken],
-                )
+                region = region.without(forced)
 
     def groups(self) -> list[Group]:
         """Lists the groups of layers that are open among each other."""
@@ -229,8 +233,7 @@ class Match:
         """Returns the layers that fit nothing."""
         torch: list[Layer] = []
         reached: set[Layer] = set()
-        regions = list(self._regions())
-        for region in regions:
+        for region in self._regions():
             for alike in self._alike(region):
                 reached.update(alike.flax)
                 if not alike.flax:
@@ -292,11 +295,13 @@ def _forced(groups: Sequence[Group]) -> Partners:
             fitting[target] += len(alike.torch)
             last[target] = alike.torch[0]
     forced = {last[target]: target for target, count in fitting.items() if count == 1}
-    only = [alike for alike in groups if (len(alike.torch), len(alike.flax)) == (1, 1)]
-    wanted = Counter(alike.flax[0] for alike in only)
-    for alike in only:
-        if wanted[alike.flax[0]] == 1 and alike.flax[0] not in forced.values():
-            forced[alike.torch[0]] = alike.flax[0]
+    only: dict[Layer, list[Layer]] = {}
+    for alike in groups:
+        if len(alike.torch) == len(alike.flax) == 1:
+            only.setdefault(alike.flax[0], []).append(alike.torch[0])
+    for target, layers in only.items():
+        if len(layers) == 1 and target not in forced.values():
+            forced[layers[0]] = target
     return forced
 
 
@@ -354,9 +359,10 @@ def _meet(layer: Layer, part: str, target: Layer, leaf: str, pattern: str) -> bo
     A pattern that names the module too speaks of the layer, whichever leaf the rule gives.
     """
     pairs = build(layer, target).pairs
-    names = [(pair.torch_name, pair.path) for pair in pairs]
-    if (layer.parts[part][0], target.parts[leaf][0]) in names:
-        return True
+    named = (layer.parts[part][0], target.parts[leaf][0])
+    for pair in pairs:
+        if (pair.torch_name, pair.path) == named:
+            return True
     return bool(pairs) and re.fullmatch(pattern, layer.name) is not None
 
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
+from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import clean_names
 from torch_bridge._pairing.kinds import IN_OUT, axes_name
 from torch_bridge._pairing.layers import Layer
@@ -102,18 +103,24 @@ class Options:
         return "" if said is not None or self.plain else None
 
 
-def idle_patterns(options: Options, tensors: Collection[str], layers: Collection[str]) -> list[str]:
-    """Lists patterns that match nothing, since what is misspelled would be ignored without a word.
+def refuse_idle_patterns(
+    options: Options, tensors: Collection[str], layers: Collection[str]
+) -> None:
+    """Refuses patterns that match nothing: what is misspelled would be ignored without a word.
 
     Args:
       options: The options.
       tensors: The names of all tensors of the model.
       layers: The names of all its layers.
+
+    Raises:
+      CheckpointMismatch: With all of them.
     """
     names = set(layers)
     for name in tensors:
         names.add(name.rpartition(".")[0])
     idle: list[str] = []
+    idle_options: set[str] = set()
     for option, pattern in options.patterns():
         if not pattern or option in ("ignore", "conv_transpose"):
             continue
@@ -121,7 +128,14 @@ def idle_patterns(options: Options, tensors: Collection[str], layers: Collection
         of_tensors = option in ("rules", "turned") and any(map(matches, tensors))
         if not of_tensors and not any(map(matches, names)):
             idle.append(f"{option}: {pattern}")
-    return idle
+            idle_options.add(option)
+    if idle:
+        raise CheckpointMismatch(
+            "Some patterns match no layer of the torch model, and they have to match a whole name. "
+            "Correct them or leave them out.",
+            unexpected=idle,
+            parameters=sorted(idle_options),
+        )
 
 
 def _rules(value: Any) -> tuple[tuple[str, str], ...]:

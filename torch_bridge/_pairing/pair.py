@@ -137,11 +137,10 @@ def paired_for(
       CheckpointMismatch: As for `pair` and `pairs_of`, or running statistics would be lost on the
         way to JAX, and stale on the way back.
     """
-    known = PairOptions.__optional_keys__
-    for name in options or {}:
-        if name not in known:
-            names = ", ".join(sorted(known))
-            raise TypeError(f"There is no argument {name!r}; those of `pair` are {names}.")
+    unknown = sorted((options or {}).keys() - PairOptions.__optional_keys__)
+    if unknown:
+        names = ", ".join(sorted(PairOptions.__optional_keys__))
+        raise TypeError(f"There is no argument {unknown[0]!r}; those of `pair` are {names}.")
     if pairs is None:
         whole = options is not None
         return _paired(model, like, Options(**options or {}), apply, example, whole=whole)
@@ -168,11 +167,14 @@ def pairs_of(like: Any, pairs: Pairs) -> tuple[Pair, ...]:
     shapes = flatten_tree(like).shapes
     selected = tuple(one for one in pairs if one.path in shapes)
     paired = {one.path: one.shape for one in selected}
-    missing = ["/".join(path) for path in shapes if path not in paired]
+    missing: list[str] = []
     wrong: list[str] = []
-    for path, shape in paired.items():
-        if shapes[path] != shape:
-            wrong.append(f"{'/'.join(path)} {shapes[path]}, paired as {shape}")
+    for path, shape in shapes.items():
+        name = "/".join(path)
+        if path not in paired:
+            missing.append(name)
+        elif paired[path] != shape:
+            wrong.append(f"{name} {shape}, paired as {paired[path]}")
     if missing or wrong:
         raise CheckpointMismatch(
             "The tree is not the one that `pairs` were made for. Call torch_bridge.pair with it, "

@@ -67,7 +67,7 @@ class Questions:
             match.partners.update(two)
             return
         first = group.torch[0]
-        shapes = ", ".join(str(shape) for _, shape in first.parts.values())
+        shapes = ", ".join(str(first.shape(part)) for part in first.parts)
         hint = ""
         if in_order:
             hint = (
@@ -95,7 +95,7 @@ class Questions:
             if IN_OUT in forms:
                 is_matrix = len(layer.shape("weight")) == 2
                 options.append("conv1d" if is_matrix else "conv_transpose")
-            if any(form not in (OUT_IN, IN_OUT) for form in forms):
+            if not {OUT_IN, IN_OUT}.issuperset(forms):
                 options.append("turned")
             for option in options:
                 form = self._options.form_of(option, layer)
@@ -162,24 +162,25 @@ class Questions:
             for layers, values in self._flow.movable(option):
                 if layers[0].is_vector or self._flow.is_table(layers[0]):
                     continue
-                proposals = [self._flow.proposal(option, layer) for layer in layers]
-                shape = next((parts for parts in proposals if parts), None)
-                if shape is None or getattr(self._options, option) is not None:
+                if getattr(self._options, option) is not None:
+                    continue
+                shape = None
+                for layer in layers:
+                    shape = shape or self._flow.proposal(option, layer)
+                if shape is None:
                     continue
                 names = listed(layers)
                 shown = str(shape[0] if len(shape) == 1 else shape)
                 others: list[Layer] = []
                 for other in self._flow.layers:
-                    field = "unflatten" if self._flow.is_table(other) else "flatten"
-                    is_loose = other.is_vector or field == "unflatten"
+                    is_table = self._flow.is_table(other)
+                    size = self._flow.sizes[other].get("unflatten" if is_table else "flatten")
                     follows = self._flow.neighbour(other, 1) in layers
-                    if is_loose and not follows and self._flow.sizes[other].get(field) == values:
+                    if (other.is_vector or is_table) and not follows and size == values:
                         others.append(other)
-                hint = (
-                    f". {listed(others)} may be of the same map; then name it, too"
-                    if others
-                    else ""
-                )
+                hint = ""
+                if others:
+                    hint = f". {listed(others)} may be of the same map; then name it, too"
                 self.asked.append(
                     f"{names} {verb} {values} values: say {option}={{{names!r}: {shown}}} if they "
                     f"are a flattened map of such a shape; {option} names all layers of which that "
@@ -202,7 +203,7 @@ def _shown(layers: Sequence[Layer]) -> str:
     """Names a few layers, or writes the names of many as one regular expression."""
     if len(layers) > _SHOWN:
         return listed(layers)
-    return ", ".join([layer.label for layer in layers])
+    return ", ".join(layer.label for layer in layers)
 
 
 def _rising(match: Match, two: Sequence[tuple[Layer, Layer]]) -> bool:
@@ -221,12 +222,12 @@ def _known_linears(layers: Iterable[Layer]) -> set[Layer]:
     modules: set[str] = set()
     known: set[Layer] = set()
     for layer in layers:
-        for name, _ in layer.parts.values():
+        for name in layer.tensors():
             own = _OF_TORCH.match(name)
             if own:
                 known.add(layer)
                 modules.add(f"{own[1]}out_proj.weight")
     for layer in layers:
-        if any(name in modules for name, _ in layer.parts.values()):
+        if not modules.isdisjoint(layer.tensors()):
             known.add(layer)
     return known
