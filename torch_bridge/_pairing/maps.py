@@ -38,7 +38,7 @@ def maps_of(parts: Flattened) -> Maps:
 
 def size_of(parts: Flattened) -> int:
     """Returns how many values there are in what a user says is flattened."""
-    return sum(math.prod(shape) for shape in parts)
+    return sum(map(math.prod, parts))
 
 
 class Flow:
@@ -83,7 +83,7 @@ class Flow:
             if values:
                 key = (layer.words, layer.sort, values)
                 alike.setdefault(key, []).append(layer)
-        return [(layers, values) for (*_, values), layers in alike.items()]
+        return [(layers, key[-1]) for key, layers in alike.items()]
 
     def is_table(self, layer: Layer) -> bool:
         """Tells whether a layer is a table of rows."""
@@ -98,13 +98,13 @@ class Flow:
         values = self.sizes[layer][option]
         place = self._places[layer]
         neighbour = self.neighbour(layer, 1)
+        before = [conv for conv in self.channels if self._places[conv] <= place]
+        behind = [conv for conv in self.channels if self._places[conv] > place]
+        convs = behind
         if option == "flatten":
-            nearest = sorted(self.channels, key=lambda conv: abs(self._places[conv] - place))
-            convs = sorted(nearest, key=lambda conv: self._places[conv] > place)
+            convs = before[::-1] + behind
         elif neighbour and self.sizes[neighbour].get("flatten") == values:
             return None
-        else:
-            convs = [conv for conv in self.channels if self._places[conv] > place]
         counts: list[int] = []
         for conv in convs:
             reads, gives = self.channels[conv]
@@ -115,19 +115,19 @@ class Flow:
             counts.append(count)
         if option == "unflatten" and (self.channels or neighbour):
             return None
-        sizes = list(self.sizes.values())
-        given_before = [one.get("unflatten") for one in sizes[:place]]
-        side = _LEAST_SIDE
-        if option == "unflatten" and values not in [one.get("flatten") for one in sizes]:
-            side = _LARGE_SIDE
-        beside = [0]
-        if option == "flatten":
-            beside += [
-                self.sizes[table]["unflatten"] for table in self.layers if self.is_table(table)
-            ]
+        beside = [0]  # numbers of values that may stand behind a picture: rows of a table
+        is_read = False
+        for other in self.layers:
+            sizes = self.sizes[other]
+            if self._places[other] < place and sizes.get("unflatten") == values:
+                return None  # as an earlier layer gives them
+            is_read |= sizes.get("flatten") == values
+            if option == "flatten" and self.is_table(other):
+                beside.append(sizes["unflatten"])
+        side = _LEAST_SIDE if is_read else _LARGE_SIDE
         for rest, count in itertools.product(beside, counts or [_COLOURS]):
             picture = _shape(count, values - rest, 2)
-            if len(picture) == 3 and picture[1] >= side and values not in given_before:
+            if len(picture) == 3 and picture[1] >= side:
                 return (picture, (rest,)) if rest else (picture,)
         return None
 
@@ -147,13 +147,15 @@ class Flow:
           answers: What is known; a norm that is among them stays as it is.
         """
         following = dict(answers)
-        moved = {layer for layer, answer in answers.items() if answer.flatten or answer.unflatten}
         for layer in self.layers:
-            if not moved or not layer.is_vector or layer in answers:
+            if not layer.is_vector or layer in answers:
                 continue
             for option, step in (("unflatten", -1), ("flatten", 1)):
                 other = self.neighbour(layer, step)
-                if other in moved and self.sizes[other].get(option) == self.sizes[layer]["flatten"]:
+                if other is None or other not in answers:
+                    continue
+                has_map = answers[other].flatten or answers[other].unflatten
+                if has_map and self.sizes[other].get(option) == self.sizes[layer]["flatten"]:
                     following[layer] = Answer(flatten=getattr(answers[other], option))
         return following
 
@@ -180,10 +182,6 @@ class Reading(NamedTuple):
     def key(self) -> Any:
         """Returns what is equal for equal readings."""
         return frozenset(self.partners.items()), frozenset(self.answers.items())
-
-    def answer(self, layer: Layer) -> Answer:
-        """Returns what is assumed of a layer."""
-        return self.answers.get(layer, USUAL)
 
 
 def _shape(channels: int, values: int, space: int) -> tuple[int, ...]:

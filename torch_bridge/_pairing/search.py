@@ -11,7 +11,7 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -31,7 +31,6 @@ _PATIENCE = 20  # changes of one reading after which it is put behind one twice 
 _FAR = 0.3  # of the outputs' norm: above, a distance says nothing
 _STEP = 0.2  # what one change more counts beside the distance
 _SHOWN = 12  # layers in an error
-_Node: TypeAlias = list[Layer]
 
 
 class Change(NamedTuple):
@@ -160,9 +159,7 @@ class Search:
         match = self._match
         order = self._evidence.order
         by_rule = {layer: match.partners[layer] for layer in match.by_rule}
-        used = sorted(
-            match.flax, key=lambda target: min(order[p] for p, _ in target.parts.values())
-        )
+        used = sorted(match.flax, key=lambda target: min(map(order.__getitem__, target.tensors())))
         torch_orders = (match.torch, _in_turn(match.torch))
         choices = itertools.product((match.partners, by_rule), (used, match.flax), torch_orders)
         for decided, flax, torch in choices:
@@ -175,35 +172,38 @@ class Search:
 
     def _is_upward(self, target: Layer) -> bool:
         """Tells whether the Flax model uses a kernel as a ConvTranspose with a stride does."""
-        return any(path in self._evidence.upward for path, _ in target.parts.values())
+        return not self._evidence.upward.isdisjoint(target.tensors())
 
     # --- what may be otherwise ------------------------------------------------------------------
 
     def _changes(self, reading: Reading) -> Iterator[Change]:
         """Lists the single changes of a reading, the likeliest first."""
-        forms = self._forms(reading)
-        unlikely = [choice for choice in forms if self._is_kernel(choice, reading)]
-        likely = [choice for choice in forms if choice not in unlikely]
+        likely: list[Choice] = []
+        unlikely: list[Choice] = []
+        alone: list[Choice] = []
+        for choice in self._forms(reading):
+            first = choice.layers[0]
+            # A kernel that is not used with a stride is rarely one of a ConvTranspose.
+            is_kernel = len(first.shape("weight")) > 2
+            if is_kernel and not self._is_upward(reading.partners[first]):
+                unlikely.append(choice)
+            else:
+                likely.append(choice)
+            if len(choice.layers) > 1:
+                for layer in choice.layers:
+                    alone.append(choice._replace(layers=(layer,)))
         yield from self._changed(reading, likely + self._maps(reading))
         yield from self._exchanges(reading)
         yield from self._changed(reading, unlikely)
-        for choice in forms:
-            if len(choice.layers) > 1:
-                alone = [choice._replace(layers=(layer,)) for layer in choice.layers]
-                yield from self._changed(reading, alone)
-
-    def _is_kernel(self, choice: Choice, reading: Reading) -> bool:
-        """Tells a kernel that the Flax model does not use as a ConvTranspose with a stride."""
-        layer = choice.layers[0]
-        is_kernel = len(layer.shape("weight")) > 2
-        return is_kernel and not self._is_upward(reading.partners[layer])
+        yield from self._changed(reading, alone)
 
     def _changed(self, reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:
         """Lists the readings with another value of a choice."""
         for choice in choices:
-            now = getattr(reading.answer(choice.layers[0]), choice.field)
-            first, *_, last = (*choice.layers, choice.layers[-1])
-            names = first.label if first is last else f"{first.label} to {last.label}"
+            now = getattr(reading.answers.get(choice.layers[0], USUAL), choice.field)
+            names = choice.layers[0].label
+            if len(choice.layers) > 1:
+                names += f" to {choice.layers[-1].label}"
             what = "how its weight is stored" if choice.field == "form" else "what is flattened"
             for value in choice.values:
                 if value == (now or choice.values[0]):
@@ -221,8 +221,9 @@ class Search:
             several = tuple(forms_of(layer, target))
             if len(several) > 1 and not self._said.get(layer, USUAL).form:
                 forms[layer] = several
-        groups = grouped(forms, lambda layer: (layer.words, forms[layer]))
-        choices = [Choice(tuple(group), "form", forms[group[0]]) for group in groups.values()]
+        choices: list[Choice] = []
+        for group in grouped(forms, lambda layer: (layer.words, forms[layer])).values():
+            choices.append(Choice(tuple(group), "form", forms[group[0]]))
         return sorted(choices, key=lambda choice: len(choice.values))
 
     def _maps(self, reading: Reading) -> list[Choice]:
@@ -234,56 +235,58 @@ class Search:
         choices: list[tuple[Any, Choice]] = []
         for option in VERBS:
             for layers, values in flow.movable(option):
+                if any(getattr(self._said.get(layer, USUAL), option) for layer in layers):
+                    continue
                 maps: list[Maps] = [()]
                 beside: list[Maps] = []
                 for size, channels in self._evidence.maps:
+                    places = size // channels
                     if size == values:
-                        maps.append(((0, channels, size // channels),))
+                        maps.append(((0, channels, places),))
                     elif size < values and not layers[0].is_vector:
-                        beside.append(((0, channels, size // channels),))
-                        beside.append(((values - size, channels, size // channels),))
-                likely = (layers[0].is_vector, len(maps) == 1)
-                said = [getattr(self._said.get(layer, USUAL), option) for layer in layers]
-                if not any(said):
-                    choices.append((likely, Choice(tuple(layers), option, (*maps, *beside))))
-        return [choice for _, choice in sorted(choices, key=lambda one: one[0])]
+                        beside.append(((0, channels, places),))
+                        beside.append(((values - size, channels, places),))
+                unlikely = (layers[0].is_vector, len(maps) == 1)
+                choices.append((unlikely, Choice(tuple(layers), option, tuple(maps + beside))))
+        choices.sort(key=lambda one: one[0])
+        return [choice for _, choice in choices]
 
     def _exchanges(self, reading: Reading) -> Iterator[Change]:
         """Exchanges layers, or modules, that are alike in torch, or in Flax."""
         back = {target: layer for layer, target in reading.partners.items()}
-        for ones, others in _exchangeable(list(back.values())):
-            two = zip(itertools.chain(*ones), itertools.chain(*others), strict=True)
-            yield from self._exchanged(reading, list(two))
+        for ones, others in _exchangeable(list(reading.partners)):
+            yield from self._exchanged(reading, ones, others)
         for ones, others in _exchangeable([one for one in self._match.flax if one in back]):
-            two = zip(itertools.chain(*ones), itertools.chain(*others), strict=True)
-            yield from self._exchanged(reading, [(back[one], back[other]) for one, other in two])
+            layers = [back[target] for target in ones]
+            yield from self._exchanged(reading, layers, [back[target] for target in others])
 
-    def _exchanged(self, reading: Reading, two: Sequence[tuple[Layer, Layer]]) -> Iterator[Change]:
+    def _exchanged(
+        self, reading: Reading, ones: Sequence[Layer], others: Sequence[Layer]
+    ) -> Iterator[Change]:
         """Exchanges the partners of some layers with those of others, if they fit."""
+        layers = [*ones, *others]
+        if not self._match.by_rule.isdisjoint(layers):
+            return
         partners = dict(reading.partners)
-        for one, other in two:
+        for one, other in zip(ones, others, strict=True):
             partners[one], partners[other] = partners[other], partners[one]
-        layers = list(itertools.chain(*two))
-        fits = all(self._match.fits(layer, partners[layer]) for layer in layers)
-        if fits and self._match.by_rule.isdisjoint(layers):
-            labels = [reading.partners[layer].label for layer in two[0]]
-            text = (
-                f"{two[0][0].label} is {labels[0]}, and {two[0][1].label} is {labels[1]}, or the "
-                "other way round"
-            )
+        if all(self._match.fits(layer, partners[layer]) for layer in layers):
+            first = f"{ones[0].label} is {reading.partners[ones[0]].label}"
+            second = f"{others[0].label} is {reading.partners[others[0]].label}"
+            text = f"{first}, and {second}, or the other way round"
             yield Change(text, Reading(partners, reading.answers))
 
     # --- does the example tell? -----------------------------------------------------------------
 
     def _neighbours(self, reading: Reading) -> Iterator[Change]:
         """Lists for what names do not tell one other reading each."""
-        flat = [choice for choice in self._maps(reading) if choice.layers[0] in reading.answers]
-        yield from self._changed(reading, self._forms(reading) + flat)
+        maps = [choice for choice in self._maps(reading) if choice.layers[0] in reading.answers]
+        yield from self._changed(reading, self._forms(reading) + maps)
         named = self._match.by_name | self._match.by_rule
         for alike in grouped(reading.partners, lambda layer: layer.signature).values():
             for one, other in itertools.pairwise(alike):
                 if not {one, other} <= named:
-                    yield from self._exchanged(reading, [(one, other)])
+                    yield from self._exchanged(reading, [one], [other])
 
     def _check(self, proved: Reading, difference: Apart) -> None:
         """Runs neighbours of a reading: what gives the same outputs is not told by the example.
@@ -371,10 +374,10 @@ def _in_turn(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def _places_in_lists(layer: Layer) -> list[int]:
-    return [int(segment) for segment in layer.segments if segment.isdigit()]
+    return list(map(int, filter(str.isdigit, layer.segments)))
 
 
-def _exchangeable(layers: Sequence[Layer]) -> Iterator[tuple[list[_Node], list[_Node]]]:
+def _exchangeable(layers: Sequence[Layer]) -> Iterator[tuple[list[Layer], list[Layer]]]:
     """Lists modules that can be exchanged, as two lists of the layers in them.
 
     First all modules of one name with all of another (every query with every key), then any two.
@@ -385,10 +388,12 @@ def _exchangeable(layers: Sequence[Layer]) -> Iterator[tuple[list[_Node], list[_
             nodes.setdefault(layer.segments[:length], []).append(layer)
     families = grouped(nodes, lambda node: tuple(layer.signature for layer in nodes[node]))
     for family in families.values():
-        series = grouped(family, lambda node: words_of(node)[0])
+        series: dict[Any, list[Layer]] = {}
+        for node in family:
+            series.setdefault(words_of(node)[0], []).extend(nodes[node])
         for ones, others in itertools.combinations(series.values(), 2):
             if len(ones) == len(others):
-                yield [nodes[one] for one in ones], [nodes[other] for other in others]
+                yield ones, others
     for family in families.values():
         for one, other in itertools.combinations(family, 2):
-            yield [nodes[one]], [nodes[other]]
+            yield nodes[one], nodes[other]
