@@ -35,7 +35,7 @@ def lines_of(title):
 
 
 def program(title, *, compressed=True):
-    """The section's program, with the rest of that of `jit` behind it where it ends early."""
+    """Returns the section's program; if it ends early, the rest of the `jit` program follows."""
     lines = [row[1:] for row in lines_of(title) if row[:1] != "+-"[compressed]]
     rest = [row[1:] for row in lines_of("jit") if row[:1] != "+-"[compressed]]
     if not any("def train_step" in row for row in lines):
@@ -107,7 +107,7 @@ def test_an_nnx_model_keeps_its_statistics_and_counters():
 
 
 def test_how_much_is_carried_goes_into_every_log(capsys):
-    """The recipes run behind the loop, and the table on the page is what they print."""
+    """Runs the recipes behind the loop; the page shows the table that they print."""
     section = SECTIONS["How much is carried"]
     asked, recipe = re.findall(r"```python\n(.*?)```", section, re.S)
     log = io.StringIO()

@@ -176,7 +176,7 @@ def test_the_newest_is_restored_and_the_last_are_kept(tmp_path):
 
 
 def test_a_flipped_bit_is_named_or_harmless_and_never_goes_unnoticed(tmp_path):
-    """A bit in the middle and at the end of each file; what was saved is what is restored."""
+    """Flips a bit in the middle and at the end of each file; what was saved is restored."""
     newest = written(tmp_path / "run", 1, 2) / "2"
     spots = [(file, k, 2) for file, size in files_of(newest) for k in (size // 2, size - 1)]
     refused = flipped(spots, lambda: restored(tmp_path / "run"))

@@ -15,7 +15,7 @@ from torch_bridge import Checkpoint, CheckpointMismatch, params_from_torch
 
 
 def proof(module, *inputs):
-    """The state dict of a module with values of its own, and an example of it."""
+    """Returns the state dict of a module with values of its own, and an example of it."""
     torch.manual_seed(0)
     outputs = randomize(module.eval())(*map(torch.from_numpy, inputs))
     return module.state_dict(), (inputs, jax.tree.map(lambda x: x.detach().numpy(), outputs))

@@ -30,7 +30,7 @@ def blocks(name, numbers, **shapes):
 
 
 def there_and_back(model, like, rules=(), **said):
-    """The parameters in Flax, after a look at whether they come back as they were."""
+    """Returns the parameters in Flax, and asserts that they come back as they were."""
     params = params_from_torch(model, like, rules=rules, **said)
     assert jax.tree.structure(params) == jax.tree.structure(like)
     for name, value in params_to_torch(params, model, rules=rules, **said).items():
@@ -395,7 +395,7 @@ def moved(array, shape):
 
 
 def recurrent():
-    """An LSTM that reads the map, and one behind it."""
+    """Makes an LSTM that reads the map, and one behind it."""
     model, like = twins(conv0=CONV)
     for layer, width in enumerate((128, 6)):
         sides = {"i": width, "h": 6}

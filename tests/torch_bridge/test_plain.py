@@ -14,7 +14,7 @@ WEIGHT = {"fc.weight": np.ones((3, 2), np.float32)}
 
 @pytest.fixture
 def kept(tmp_path):
-    """What is written of such entries, what torch reads of it, and what a warning says is lost."""
+    """Returns what is written of such entries, what torch reads, and what is said to be lost."""
 
     def write(extra):
         path = tmp_path / "run.pt"

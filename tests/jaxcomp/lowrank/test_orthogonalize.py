@@ -111,7 +111,7 @@ def test_only_columns_close_to_each_other_take_further_rounds(name, further, mon
 
 
 def test_many_matrices_take_memory_in_proportion():
-    """The experts of a mixture: nothing is as large as matrices times blocks (342 MiB here)."""
+    """Takes a mixture of experts: nothing is as large as matrices times blocks (342 MiB here)."""
     factors = jax.ShapeDtypeStruct((3, 64, 27, 64, 4), jnp.float32)
     compiled = FORMS["cholesky"].lower(factors).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 12 * 4 * factors.size

@@ -41,7 +41,7 @@ def test_leaves_of_half_the_width_are_stacks_of_their_own():
 
 
 def test_cold_starts_differ_from_leaf_to_leaf_and_step_to_step():
-    """Of equal gradients: what a random factor finds in them tells the factors apart."""
+    """Takes equal gradients: what a random factor finds in them tells the factors apart."""
     shapes = {name: shape for name, shape in SHAPES.items() if name.startswith("a")}
     one = random_grads({"a": (20, 24)}, 2, 1)["a"]
     grads = {name: np.repeat(one, 2, axis=1) for name in shapes}

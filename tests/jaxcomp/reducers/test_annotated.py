@@ -32,7 +32,7 @@ def dense(kernel_init):
 
 
 def one_update(tx, params, n=4):
-    """The averages and the new state for some gradients, the same for every box."""
+    """Returns averages and the new state for some gradients, the same for every box."""
     seeds = np.random.default_rng(0)
     grads = jax.tree.map(
         lambda p: jnp.asarray(seeds.normal(size=(n, *p.shape)), jnp.float32), params
@@ -112,7 +112,7 @@ def test_stacked_layers_are_compressed_one_by_one():
     assert isinstance(state.q["blocks"]["bias"], optax.MaskedNode)  # a row for each layer
 
     def dims(path, leaf):
-        """A wish for the head, and the default for everything else."""
+        """Takes other dims for the head, and the default for everything else."""
         if path[0].key == "head":
             return jaxcomp.MatrixDims(rows=(0,), cols=(1,))
         return jaxcomp.extend.default_matrix_dims(path, leaf)

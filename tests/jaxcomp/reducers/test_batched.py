@@ -17,7 +17,7 @@ SHAPES = {"bias": (7,), "dense": (9, 5), "kernel": (2, 3, 4, 3)}
 
 @pytest.mark.parametrize(("mapping", "rank"), [("vmap", 1), *((m, 3) for m in MAPPINGS)])
 def test_equals_the_nine_steps(mapping, rank):
-    """A square padded with zeros is the first, what is cut off the last; between them is PowerSGD.
+    """Pads a square with zeros first and cuts it off last; between them is PowerSGD.
 
     The residual is the replica's own, as everywhere in this package; outputs do not depend on it.
     """

@@ -30,7 +30,7 @@ def relative_error(found, expected):
 
 
 def halves_summed(gradients):
-    """The mean as torch's fp16_compress_hook takes it: cast, divide, sum in half."""
+    """Takes the mean as torch's fp16_compress_hook does: cast, divide, sum in half."""
     total = np.float16(0)
     for gradient in gradients:
         total = total + np.float16(gradient) / np.float16(len(gradients))
@@ -56,7 +56,7 @@ def test_a_float16_wire_loses_no_more_than_torchs(name, scale):
 
 
 def test_what_float16_rounds_away_goes_out_later():
-    """Of gradients below its least number nothing goes out at once, and with feedback all does."""
+    """Sends gradients below its least number: nothing goes out at once, with feedback all does."""
     gradients = np.full((2, 32, 8), LEAST_HALF / 4, np.float32)
     outputs, _ = simulate("vmap", feedback(allreduce(comm_dtype=jnp.float16)), {"w": gradients})
     assert not np.any(outputs["w"][0])

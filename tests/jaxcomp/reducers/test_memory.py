@@ -103,7 +103,7 @@ def test_a_residual_in_blocks_may_differ_over_another_axis():
     [*((m, None) for m in MAPPINGS), ("vmap", jnp.float16), ("pmap", jnp.bfloat16)],
 )
 def test_an_operand_of_its_own_has_the_values_of_packed_ones(mapping, wire):
-    """A leaf of 2.3 MB, and the same values in leaves of 0.2, which travel as one vector."""
+    """Takes a leaf of 2.3 MB, and the same values in leaves of 0.2, which travel as one vector."""
     parts = 12
     grads = {"kernel": random_grads({"kernel": (960, 600)}, 2, 2)["kernel"]}
     grads["bias"] = random_grads({"bias": (16,)}, 2, 2)["bias"].astype(jnp.float16)
@@ -121,7 +121,7 @@ def test_an_operand_of_its_own_has_the_values_of_packed_ones(mapping, wire):
 
 
 def dims(path, leaf):
-    """Of one leaf a transposed order, that no reshape gives."""
+    """Takes one leaf in a transposed order, that no reshape gives."""
     mixed = jaxcomp.MatrixDims(rows=(0, 2), cols=(1,))
     return mixed if path[0].key == "mixed" else by_layer(path, leaf)
 

@@ -108,7 +108,7 @@ def test_gradients_whose_sum_overflows_have_a_mean():
 
 @pytest.mark.parametrize("wire", [None, jnp.int8, "int6", jnp.bfloat16])
 def test_one_step_near_the_end_of_the_range_does_not_spoil_the_next(wire):
-    """A finite gradient of 1.7e38 whose norm is not: refused, or it goes out in the end."""
+    """Sends a finite gradient of 1.7e38 whose norm is not: refused, or it goes out in the end."""
     n, shape, large = 2, (24, 16), np.float32(1.7e38)
     tx = powersgd(2, comm_dtype=wire)
     usual = random_grads({"w": shape}, n, 8)["w"]

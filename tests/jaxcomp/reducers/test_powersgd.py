@@ -123,7 +123,7 @@ def test_all_options_work_beside_each_other(options, extra):
 
 
 def test_many_columns_on_a_bfloat16_wire_lose_nothing():
-    """Of more than 64 columns the sums are widened once, and known to be replicated."""
+    """Sums more than 64 columns: they are widened once, and known to be replicated."""
     tx = powersgd(70, min_compression_rate=0.0, comm_dtype=jnp.bfloat16)
     grads = random_grads({"a": (72, 80)}, 2, 2)
     outputs, state = simulate("shard_map", tx, grads)

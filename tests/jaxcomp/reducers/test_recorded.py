@@ -51,7 +51,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def gradients():
-    """A tree of ``(replicas, steps, *shape)``, in float32; the steps were drawn in turn."""
+    """Draws a tree of ``(replicas, steps, *shape)``, in float32, step after step."""
     rng = np.random.default_rng(3)
     common = {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
     drawn = [
@@ -62,7 +62,7 @@ def gradients():
 
 
 def allowed(name):
-    """Of the largest value, by step: processors sum in other orders, and feedback carries it on.
+    """Returns by step the share of the largest value: processors sum in other orders.
 
     A value on the wire may then be rounded the other way, in each of the steps so far.
     """

@@ -40,7 +40,7 @@ def q_to_flax(name, q):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """The gradients, and what torch's hook made of them at each setting."""
+    """Returns the gradients, and what torch's hook made of them at each setting."""
     rng = np.random.default_rng(0)
     grads = {
         name: (rng.normal(size=shape) + rng.normal(size=(REPLICAS, STEPS, *shape))).astype("f4")

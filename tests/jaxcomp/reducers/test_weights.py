@@ -25,7 +25,7 @@ KINDS += ["feedback-int8", "feedback-late", "own"]
 
 
 def gradients(seed=0):
-    """Of four replicas, one step: ``(4, *shape)``."""
+    """Draws one step of four replicas: ``(4, *shape)``."""
     return {name: x[:, 0] for name, x in random_grads(SMALL, 4, 1, seed=seed).items()}
 
 
@@ -49,7 +49,7 @@ def start(tx):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_is_that_of_gradients_in_proportion_to_their_weights(name):
-    """Of which every other test says what comes out. A copy weighs once, too."""
+    """Repeats gradients by their weight; every other test says what comes out then."""
     tx, copied = reducer(name), copy.copy(reducer(name))
     weighed = plain = start(tx)
     for seed, weights in enumerate(WEIGHTS):
@@ -129,7 +129,7 @@ def test_a_uniform_number_needs_no_array():
 
 
 def mapped_update(weight):
-    """Of replicas that all give the same for their weight."""
+    """Updates replicas that all give the same for their weight."""
     step = lambda g: allreduce().update(g, optax.EmptyState(), weight=weight)  # noqa: E731
     return jax.vmap(step, axis_name=AXIS)(gradients())
 

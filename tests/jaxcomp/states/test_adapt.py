@@ -33,7 +33,7 @@ REDUCERS = {
 
 @functools.cache
 def trained_with_adam(name):
-    """A consolidated state with something in every field, after three steps."""
+    """Returns a consolidated state with something in every field, after three steps."""
     tx = optax.chain(REDUCERS[name], optax.adam(1e-3))
     with jax.numpy_dtype_promotion("standard"):  # optax.adam needs it
         _, state = simulate("vmap", tx, random_grads(SHAPES, 2, 3))
@@ -41,7 +41,7 @@ def trained_with_adam(name):
 
 
 def kept(state, field):
-    """What is there of a field, by leaf; its factors are those of what a reducer is around."""
+    """Returns a field by leaf, without what is masked."""
     inner = getattr(state, "inner", state) if field == "q" else state
     tree = getattr(inner, field, {})
     return {k: x for k, x in tree.items() if jax.tree.leaves(x)} if isinstance(tree, dict) else {}

@@ -64,7 +64,7 @@ def test_shard_state_keeps_a_sharding_over_other_axes():
 
 
 def test_random_keys_and_python_numbers_are_placed_too():
-    """Of one replica's own keys as many copies as the mesh has replicas."""
+    """Makes as many copies of one replica's own keys as the mesh has replicas."""
     keys = jax.random.split(jax.random.key(3, impl="rbg"), 3)
     state = {
         "own": Own(None, {"keys": keys[:2]}),

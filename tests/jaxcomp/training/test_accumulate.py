@@ -33,7 +33,7 @@ def run_optax(mapping, tx, targets):
 
 
 def test_optax_multi_steps_inside_local_sgd():
-    """Of which `sync_every` counts micro-batches; test_reducer_bytes.py says what is sent."""
+    """Counts micro-batches in `sync_every`; test_reducer_bytes.py says what is sent."""
     tx = jaxcomp.local_sgd(optax.MultiSteps(optax.sgd(0.1), 2), sync_every=4, axis_name=AXIS)
     got, _ = run_optax("shard_map", tx, random_grads(SHAPES, 2, 8))
     outside = jaxcomp.accumulate(jaxcomp.local_sgd(optax.sgd(0.1), sync_every=2, axis_name=AXIS), 2)

@@ -144,7 +144,7 @@ def clipped(params, x, y):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("grad_fn", [accumulated, clipped])
 def test_any_gradient_function(grad_fn, kind):
-    """The mean over the replicas of what each makes of its part."""
+    """Compares with the mean over the replicas of what each makes of its part."""
     mesh, params, data = grid(4, kind), new_params(), batch()
     each = [grad_fn(params, *(a[i : i + 4] for a in data)) for i in range(0, 16, 4)]
     expected = jax.tree.map(lambda *xs: sum(xs) / 4, *each)

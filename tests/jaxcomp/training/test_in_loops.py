@@ -279,7 +279,7 @@ ACCUMULATORS = {
 @pytest.mark.parametrize("kind", ACCUMULATORS)
 @pytest.mark.parametrize("name", ["powersgd", "allreduce", "feedback-int8"])
 def test_accumulation_behind_averaged_gradients(name, kind):
-    """What it holds is the same on all replicas; an optimizer of its own gives the same."""
+    """Holds the same on all replicas; an optimizer of its own gives the same."""
     mesh, params, tx = grid(2), new_params(), reducer(name)
     every_second = ACCUMULATORS[kind]
     optimizer = optax.chain(jaxcomp.hold_state(tx), every_second)

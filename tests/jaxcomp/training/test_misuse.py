@@ -153,7 +153,7 @@ def test_a_table_is_not_taken_for_a_batch():
 
 
 def averaged(params, x):
-    """Its gradients would be too small, by the number of replicas, and train all the same."""
+    """Makes gradients that are too small, by the number of replicas, and train all the same."""
     return jax.lax.pmean(loss(params, x), "data")
 
 
@@ -172,7 +172,7 @@ def recurrent(params, x):
     ],
 )
 def test_what_the_types_refuse_is_right_without_them(fun, whole, error, message):
-    """Of a mean differentiation makes a sum there; a loop may begin with zeros."""
+    """Differentiates a mean, which becomes a sum there; a loop may begin with zeros."""
 
     def gradients(check_vma):
         run = make(fun, reducer("allreduce"), check_vma=check_vma)
