@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 
 import jaxcomp
-from tests.helpers.runners import AXIS, mesh_of, sharded
+from tests.helpers.classifier import KINDS, grid, placed
+from tests.helpers.runners import AXIS, first, mesh_of, sharded, stack
 
 REPLICAS = 4
 SHAPES = {"wide": (24, 40), "stack": (3, 16, 20), "bias": (7,)}
@@ -37,14 +37,19 @@ def gradients(step):
     return jax.tree.map(draw, PARAMS)
 
 
-@functools.cache
-def trained(tx):
-    """Takes three steps under vmap; the residuals come with an axis of replicas."""
-    state = jaxcomp.stack_replicas(tx.init(PARAMS), REPLICAS)
+def stepped(tx, state, grads):
+    """Takes a step under vmap; the residuals come with an axis of replicas."""
     axes = jaxcomp.state_axes(state)
     step = jax.jit(jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS))
+    return step(grads, state)[1]
+
+
+@functools.cache
+def trained(tx):
+    """Takes three steps."""
+    state = jaxcomp.stack_replicas(tx.init(PARAMS), REPLICAS)
     for k in range(3):
-        _, state = step(gradients(k), state)
+        state = stepped(tx, state, gradients(k))
     return state
 
 
@@ -52,7 +57,8 @@ def expected(residual, q):
     """Computes share, norms and singular values in float64, from one residual a replica."""
     mean = np.asarray(residual, np.float64).mean(0)
     q = np.asarray(q, np.float64)
-    output, rest = (q**2).sum(), (mean**2).sum()
+    output = (q**2).sum()
+    rest = (mean**2).sum()
     values = np.linalg.svd(q, compute_uv=False)
     return output / (output + rest), np.sqrt(output), np.sqrt(rest), values
 
@@ -87,24 +93,19 @@ def test_of_every_way_a_state_lies(jitted):
     state = trained(powersgd(3))
     measure = jax.jit(jaxcomp.diagnostics) if jitted else jaxcomp.diagnostics
     check(measure(jaxcomp.consolidate(state)), state)
-    for kind in AxisType.Auto, AxisType.Explicit:
-        mesh = jax.make_mesh((REPLICAS,), (AXIS,), (kind,), devices=jax.devices()[:REPLICAS])
-        check(measure(jaxcomp.shard_state(state, mesh, AXIS)), state)
-    everything = state._replace(
-        count=np.repeat(state.count, REPLICAS),
-        q=jax.tree.map(lambda x: np.stack([x] * REPLICAS), state.q),
-    )
-    check(measure(everything), state)  # as jax.pmap returns it
+    for kind in KINDS:
+        check(measure(jaxcomp.shard_state(state, grid(REPLICAS, kind), AXIS)), state)
+    count, q = stack((state.count, state.q), REPLICAS)
+    check(measure(state._replace(count=count, q=q)), state)  # as jax.pmap returns it
 
 
 def test_beside_weights_that_are_sharded():
     state = trained(powersgd(3))
-    for kind in AxisType.Auto, AxisType.Explicit:
-        mesh = jax.make_mesh((2, 2), (AXIS, "model"), (kind,) * 2, devices=jax.devices()[:4])
+    for kind in KINDS:
+        mesh = grid(2, kind, model=2)
         whole = jaxcomp.consolidate(state)
-        rows = jax.NamedSharding(mesh, jax.P("model"))
-        whole.residual["wide"] = jax.device_put(whole.residual["wide"], rows)
-        whole.q["wide"] = jax.device_put(whole.q["wide"], rows)
+        for tree in (whole.residual, whole.q):
+            tree["wide"] = placed(mesh, tree["wide"], jax.P("model"))
         spread = jaxcomp.shard_state(whole, mesh, AXIS)
         check(jaxcomp.diagnostics(spread), state)
         check(jax.jit(jaxcomp.diagnostics)(spread), state)
@@ -157,28 +158,26 @@ def test_of_error_feedback_around_a_reducer_and_of_one_matrix():
 
 
 def test_what_cannot_be_told_is_refused():
-    for tx in powersgd(3, warm_start=False), jaxcomp.error_feedback(
-        jaxcomp.quantized_allreduce(axis_name=AXIS)
-    ), optax.sgd(0.1), jaxcomp.powersgd(3, axis_name=AXIS, min_compression_rate=1e9):  # fmt: skip
+    integers = jaxcomp.quantized_allreduce(axis_name=AXIS)
+    for tx in (
+        powersgd(3, warm_start=False),
+        jaxcomp.error_feedback(integers),
+        optax.sgd(0.1),
+        jaxcomp.powersgd(3, axis_name=AXIS, min_compression_rate=1e9),
+    ):
         with pytest.raises(ValueError, match="must hold a state"):
             jaxcomp.diagnostics(tx.init(PARAMS))
 
 
 def test_scales_do_not_matter_and_nothing_is_a_share_of_one():
     state = trained(powersgd(3))
-    for scale in 1e-30, 1e30:
-        scaled = state._replace(
-            residual=jax.tree.map(lambda x: x * scale, state.residual),  # noqa: B023
-            q=jax.tree.map(lambda x: x * scale, state.q),  # noqa: B023
-        )
-        np.testing.assert_allclose(
-            jaxcomp.diagnostics(scaled).share, jaxcomp.diagnostics(state).share, rtol=1e-4
-        )
-    nothing = state._replace(
-        residual=jax.tree.map(jnp.zeros_like, state.residual),
-        q=jax.tree.map(jnp.zeros_like, state.q),
-    )
-    assert jaxcomp.diagnostics(nothing).share == 1
+
+    def share(scale):
+        residual, q = jax.tree.map(lambda x: scale * x, (state.residual, state.q))
+        return jaxcomp.diagnostics(state._replace(residual=residual, q=q)).share
+
+    np.testing.assert_allclose([share(1e-30), share(1e30)], share(1), rtol=1e-4)
+    assert share(0) == 1
 
 
 def test_no_collective_but_where_the_state_is_spread():
@@ -192,18 +191,15 @@ def test_no_collective_but_where_the_state_is_spread():
 
 def test_the_table_says_which_ranks_are_off():
     rng = np.random.default_rng(0)
-    left, right = rng.normal(size=(24, 1)), rng.normal(size=(1, 40))
+    left = rng.normal(size=(24, 1))
+    right = rng.normal(size=(1, 40))
     fixed = {
         "one": jnp.asarray(np.stack([left @ right] * REPLICAS), jnp.float32),  # rank 1
         "all": jnp.asarray(rng.normal(size=(1, 24, 40)).repeat(REPLICAS, 0), jnp.float32),
     }
     tx = powersgd(4, matrix_dims=None)
-    state = jaxcomp.stack_replicas(tx.init(jax.tree.map(lambda x: x[0], fixed)), REPLICAS)
-    axes = jaxcomp.state_axes(state)
-    _, state = jax.vmap(tx.update, in_axes=(0, axes), out_axes=(None, axes), axis_name=AXIS)(
-        fixed, state
-    )
-    lines = str(jaxcomp.diagnostics(state)).splitlines()
+    state = jaxcomp.stack_replicas(tx.init(first(fixed)), REPLICAS)
+    lines = str(jaxcomp.diagnostics(stepped(tx, state, fixed))).splitlines()
     assert [line.split()[0] for line in lines] == ["leaf", "['all']", "['one']", "all"]
     assert lines[1].endswith("4  too low: more is left than was sent")
     assert lines[2].endswith("4  higher than it need be: 1 carry 99% of the output")

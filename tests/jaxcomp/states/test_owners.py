@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 import jaxcomp
+from tests.helpers.classifier import close
 from tests.helpers.leaves import random_grads, zeros_of_one
 from tests.helpers.reducers import feedback, powersgd, quantized
 from tests.helpers.runners import AXIS, first, mesh_of, over_replicas, sharded, simulate, steps_of
 
 P = jax.P
-N, STEPS = 4, 5
+N = 4
+STEPS = 5
 GRADS = random_grads({"w": (16, 12)}, N, STEPS + 1)
 REDUCERS = {
     "powersgd": powersgd(1, start_step=1),
@@ -25,7 +27,7 @@ ONE = "residual of one replica only"
 
 
 def as_in_flax_imagenet(tx):
-    """pmap with the state in and out as if it were replicated."""
+    """Maps by pmap with the state in and out as if it were replicated."""
     update = jax.pmap(
         tx.update, axis_name=AXIS, in_axes=(0, None), out_axes=None, devices=jax.devices()[:N]
     )
@@ -33,31 +35,35 @@ def as_in_flax_imagenet(tx):
 
 
 def without_checks(tx):
-    """shard_map(check_vma=False) whose specifications say that the state is replicated."""
-    update = lambda g, s: tx.update(first(g), s)[1]  # noqa: E731
+    """Maps by shard_map(check_vma=False) with specifications of a replicated state."""
+
+    def update(g, s):
+        return tx.update(first(g), s)[1]
+
     return sharded(N, update, (P(AXIS), P()), P(), check_vma=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "mapping"),
-    [*((name, as_in_flax_imagenet) for name in REDUCERS), ("powersgd", without_checks)],
-)
+IN_NAME_ONLY = [(name, as_in_flax_imagenet) for name in REDUCERS]
+IN_NAME_ONLY += [("powersgd", without_checks)]
+
+
+@pytest.mark.parametrize(("name", "mapping"), IN_NAME_ONLY)
 def test_a_residual_replicated_in_name_only_is_refused(name, mapping):
     tx = REDUCERS[name]
-    step, state = mapping(tx), tx.init(zeros_of_one(GRADS))
+    step = mapping(tx)
+    state = tx.init(zeros_of_one(GRADS))
     for grads in steps_of(GRADS):
         state = step(grads, state)
     residuals = [np.asarray(x.data) for x in state.residual["w"].addressable_shards]
     assert state.residual["w"].is_fully_replicated
     assert np.abs(residuals[0] - residuals[1]).max() > 1e-3
+    with pytest.raises(ValueError, match=ONE):
+        jaxcomp.consolidate(state)
     saved = jax.device_get(state)  # the first device's
-    for attempt in (
-        lambda: jaxcomp.consolidate(state),
-        lambda: jaxcomp.shard_state(saved, mesh_of(N), AXIS),
-        lambda: jaxcomp.stack_replicas(saved, N),
-    ):
-        with pytest.raises(ValueError, match=ONE):
-            attempt()
+    with pytest.raises(ValueError, match=ONE):
+        jaxcomp.shard_state(saved, mesh_of(N), AXIS)
+    with pytest.raises(ValueError, match=ONE):
+        jaxcomp.stack_replicas(saved, N)
 
 
 @pytest.mark.parametrize("name", REDUCERS)
@@ -71,8 +77,7 @@ def test_pmap_states_consolidate_outside_and_their_first_copy_does_not(name):
     inside = jax.pmap(lambda s: jaxcomp.consolidate(s, AXIS), axis_name=AXIS, devices=devices)
     expected = flax.jax_utils.unreplicate(inside(state))
     found = jaxcomp.consolidate(state)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    close(found, expected)
     jax.tree.map(np.testing.assert_array_equal, jaxcomp.consolidate(found), found)
     first = flax.jax_utils.unreplicate(state)
     again = flax.jax_utils.replicate(first, devices)
@@ -91,7 +96,7 @@ def test_pmap_states_consolidate_outside_and_their_first_copy_does_not(name):
 
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_one_replicas_row_is_never_taken_for_everybodys(replicas):
-    """Nor that of the middle one of an odd number."""
+    """Refuses also that of the middle one of an odd number."""
     tx = REDUCERS["powersgd"]
     _, state = simulate("vmap", tx, {"w": np.ones((replicas, STEPS, 16, 12), np.float32)})
     axes = jaxcomp.state_axes(state)
@@ -123,13 +128,15 @@ def test_what_cannot_be_consolidated_outside_is_refused():
 @pytest.mark.parametrize("mapping", ["vmap", "pmap", "shard_map"])
 def test_inside_a_mapped_function_consolidate_wants_the_axis(mapping):
     fresh = REDUCERS["powersgd"].init({"w": jnp.zeros((16, 12))})
-    state, axes = jaxcomp.stack_replicas(fresh, N), jaxcomp.state_axes(fresh)
+    state = jaxcomp.stack_replicas(fresh, N)
+    axes = jaxcomp.state_axes(fresh)
     specs = jaxcomp.state_specs(fresh, AXIS)
-    mapped = {
-        "vmap": jax.vmap(jaxcomp.consolidate, in_axes=(axes,), axis_name=AXIS),
-        "pmap": jax.pmap(jaxcomp.consolidate, AXIS, in_axes=(axes,), devices=jax.devices()[:N]),
-        "shard_map": sharded(N, jaxcomp.consolidate, (specs,), specs),
-    }[mapping]
+    if mapping == "vmap":
+        mapped = jax.vmap(jaxcomp.consolidate, in_axes=(axes,), axis_name=AXIS)
+    elif mapping == "pmap":
+        mapped = jax.pmap(jaxcomp.consolidate, AXIS, in_axes=(axes,), devices=jax.devices()[:N])
+    else:
+        mapped = sharded(N, jaxcomp.consolidate, (specs,), specs)
     with pytest.raises(ValueError, match="needs the axis of the replicas"):
         mapped(state)
 
@@ -137,16 +144,17 @@ def test_inside_a_mapped_function_consolidate_wants_the_axis(mapping):
 @pytest.mark.parametrize("name", REDUCERS)
 @pytest.mark.parametrize("after", [1, 2, 8])
 def test_one_call_places_any_state_on_any_number_of_replicas(name, after):
-    """Consolidated before or taken as it stood, nothing is lost: the next step accounts for all."""
+    """Loses nothing, consolidated before or not: the next step accounts for all."""
     tx = REDUCERS[name]
     _, state = simulate("vmap", tx, jax.tree.map(lambda g: g[:, :STEPS], GRADS))
-    one, mesh = jaxcomp.consolidate(state), mesh_of(after)
+    one = jaxcomp.consolidate(state)
+    mesh = mesh_of(after)
     mean = jax.tree.map(lambda g: jnp.stack([g[:, -1].mean(0)] * after), GRADS)
-    placed = [jaxcomp.shard_state(s, mesh, AXIS) for s in (state, one)]
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(*map(jax.device_get, (a, b))), *placed)
-    assert placed[0].residual["w"].shape == (after, 16, 12)
+    placed = jaxcomp.shard_state(state, mesh, AXIS)
+    jax.tree.map(np.testing.assert_array_equal, placed, jaxcomp.shard_state(one, mesh, AXIS))
+    assert placed.residual["w"].shape == (after, 16, 12)
     step = over_replicas("shard_map", tx.update, after, jaxcomp.state_specs(one, AXIS))
-    output, new = step(mean, placed[0])
+    output, new = step(mean, placed)
     assert new.owner.tolist() == [i - after for i in range(after)]
     accounted = output["w"] + new.residual["w"].mean(0)
     np.testing.assert_allclose(accounted, mean["w"][0] + one.residual["w"], atol=1e-5)

@@ -18,7 +18,7 @@ PARAMS = {"kernel": jnp.zeros((24, 16)), "bias": jnp.zeros(16)}
 
 
 class Own(NamedTuple):
-    """A user's reducer state."""
+    """Holds a user's reducer state."""
 
     inner: Any
     memory: Any
@@ -55,7 +55,8 @@ def test_shard_state_keeps_a_sharding_over_other_axes():
     )
     state = jaxcomp.PowerSGDState(jnp.array(0, jnp.int32), params, params)
     placed = jaxcomp.shard_state(state, mesh, AXIS)
-    residual, q = placed.residual["kernel"], placed.q["kernel"]
+    residual = placed.residual["kernel"]
+    q = placed.q["kernel"]
     assert residual.sharding.spec == jax.P(AXIS, "fsdp", None)
     assert q.sharding.spec == jax.P("fsdp", None)
     assert placed.count.sharding.is_fully_replicated
