@@ -11,7 +11,9 @@ from tests.helpers.classifier import KINDS, grid, placed
 from tests.helpers.local_runs import NESTEROV, rounds
 from tests.helpers.runners import types_of
 
-N, EVERY, ROUNDS = 4, 3, 3
+N = 4
+EVERY = 3
+ROUNDS = 3
 INNER = optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 2)  # flags and counts have no mean
 OPTIONS = {
     "at once": {"reducer": jaxcomp.powersgd(1, axis_name="data", start_step=1)},
@@ -106,7 +108,8 @@ def test_within_a_mapped_function_a_mesh_changes_nothing(name):
 
 
 def test_what_does_not_fit_the_mesh_is_refused():
-    run, params = make("at once", grid(N)), {"w": jnp.zeros((16, 12)), "steps": 0}
+    run = make("at once", grid(N))
+    params = {"w": jnp.zeros((16, 12)), "steps": 0}
     with pytest.raises(ValueError, match="no axis 'data'"):
         make("at once", jax.make_mesh((8,), ("x",)))
     with pytest.raises(ValueError, match="cannot split between 4 replicas"):

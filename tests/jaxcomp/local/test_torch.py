@@ -17,7 +17,8 @@ from tests.helpers.script import python
 
 pytestmark = pytest.mark.torch
 
-STEPS, BATCH = 40, 4
+STEPS = 40
+BATCH = 4
 SHAPES = {"w1": (6, 8), "b1": (8,), "w2": (8, 3), "b2": (3,)}
 AXES = ("node", "device")
 

@@ -81,7 +81,8 @@ def twice(targets):
 @pytest.mark.parametrize("on_mesh", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_round_is_weighted(name, on_mesh):
-    params, batches = jnp.zeros(8), twice(TARGETS)
+    params = jnp.zeros(8)
+    batches = twice(TARGETS)
     if on_mesh:
         run = make_round(optax.sgd(0.5), mesh=mesh_of(4), **OPTIONS[name])
         call = jax.jit(functools.partial(run, weight=WEIGHTS))
