@@ -66,13 +66,11 @@ def test_the_budget_is_kept_and_nearly_used_up(seed, ratio, adaptive):
 def test_no_other_ranks_of_that_many_bytes_carry_more(seed, adaptive):
     grads = decaying(seed)
     chosen, found = ranks(grads, ranks_by_spectrum(grads, ratio=4.0, adaptive=adaptive))
-    best = 0.0
-    for others in itertools.product(range(1, 5), range(1, 7), range(1, 6)):
-        other = dict(zip(("a", "b", "embedding"), others, strict=True))
-        got, ratio = ranks(grads, lambda path, leaf, r=other: r.get(path[-1].key))
-        if ratio >= found:
-            best = max(best, gain(grads, got, adaptive))
-    assert gain(grads, chosen, adaptive) >= best * (1 - 1e-6)
+    carried = gain(grads, chosen, adaptive) * (1 + 1e-6)
+    for a, b, embedding in itertools.product(range(1, 5), range(1, 7), range(1, 6)):
+        other = {"['a']": a, "['b']": b, "['embedding']": embedding}
+        got, ratio = ranks(grads, jaxcomp.Ranks(other | {"['bias']": None}))
+        assert ratio < found or gain(grads, got, adaptive) <= carried
 
 
 def test_a_leaf_that_wants_everything_is_left_alone():
@@ -94,10 +92,10 @@ def test_stacked_layers_are_batches_and_cost_as_many():
 def test_narrow_gradients_and_leaves_that_are_no_matrices(dtype):
     grads = jax.tree.map(lambda x: x.astype(dtype), decaying()) | {"steps": jnp.arange(3)}
     rank = ranks_by_spectrum(grads, ratio=3.0)
-    floating = {k: v for k, v in grads.items() if k != "steps"}
-    chosen, _ = ranks(floating, rank)
-    assert chosen["bias"] == 0
-    assert min(v for k, v in chosen.items() if k != "bias") >= 1
+    del grads["steps"]
+    chosen, _ = ranks(grads, rank)
+    assert chosen.pop("bias") == 0
+    assert min(chosen.values()) >= 1
 
 
 @pytest.mark.parametrize(("wire", "ratio"), [(jnp.int8, 14.0), ("float16", 5.0), ("float32", 3.0)])
