@@ -47,11 +47,15 @@ def _generators():
     words = torch.zeros(624, dtype=torch.int64)
     good = {"key": words, "pos": 624, "has_gauss": 0, "cached_gaussian": 0.0}
     wrong = {
+        "a position behind the last word": {"pos": 5_000},
         "a position one behind the last": {"pos": 625},
         "a negative position": {"pos": -1},
+        "a position of 2**70": {"pos": 2**70},
         "a position in text": {"pos": "x"},
+        "a position that is no count": {"pos": 3.5},
         "a position in a tensor": {"pos": torch.tensor([3])},
         "two words": {"key": words[:2]},
+        "words in a list": {"key": [0] * 624},
         "words that are no numbers": {"key": words.float()},
         "two samples kept back": {"has_gauss": 2},
         "a sample in text": {"cached_gaussian": "x"},
@@ -91,6 +95,7 @@ def foreign():
     own = files.own_format
     documents = {
         "a number": (3, "a int"),
+        "text": ("state_dict", "a str"),
         "numbers": ({"epoch": 3, "loss": 0.5}, "no state_dict"),
         "a hook state that is none": ({"w": MODEL, "comm_hook_state": [3]}, "no PowerSGDState"),
         "a hook state without Q": (
@@ -99,6 +104,7 @@ def foreign():
         ),
         "text for iter": ({"comm_hook_state": {**hook, "iter": "twelve"}}, "`iter`"),
         "rank zero": ({"comm_hook_state": {**hook, "matrix_approximation_rank": 0}}, "rank"),
+        "errors of numbers": ({"comm_hook_state": {**hook, "error_dict": {0: 1.5}}}, "error_dict"),
         "an error that is expanded": (
             files.slots(error_dict={0: torch.zeros(1).expand(1 << 20)}), "flat tensors",
         ),
@@ -109,6 +115,7 @@ def foreign():
         "True iterations": (files.slots(iter=True), "`iter` must be a number of its kind"),
         "a rate of 10**400": (files.slots(min_compression_rate=10**400), "min_compression_rate"),
         "a rate that is none": (files.slots(min_compression_rate=np.nan), "min_compression_rate"),
+        "a version in a list": (own(version=[1]), "format version a list"),
         "a later version": (own(version=2), "format version 2,"),
         "an optimizer of a number": (own(optimizer=5), "optimizer"),
         "no rank": (own(errors=[]), "`errors`"),
@@ -131,6 +138,7 @@ def foreign():
     found = {name: (files.saved(value), said) for name, (value, said) in documents.items()}
     kinds = {
         "empty": (b"", "empty"),
+        "one byte": (b"\x80", "torch.save"),
         "a sentence": (b"hello, this is no checkpoint\n", "no zip archive"),
         "gzip": (gzip.compress(files.saved(MODEL), mtime=0), "gunzip"),
         "tar": (tar.getvalue(), "a tar archive"),
@@ -138,11 +146,13 @@ def foreign():
         "safetensors": (struct.pack("<Q", 20) + b'{"w":{"dtype":"F32"}}', "safetensors"),
         "torchscript": (archive(whole(b"}"), {"constants.pkl": b"x"}), "TorchScript"),
         "another zip": (other.getvalue(), "data.pkl"),
+        "the end of a zip": (b"PK\x05\x06" + bytes(18), "data.pkl"),
         "the start of a zip": (b"PK\x03\x04" + bytes(40), "damaged"),
         "a pickle": (pickle.dumps({"state_dict": {}}, 4), "as torch wrote before 1.6"),
         "a call in a pickle": (whole(SYSTEM), "as torch wrote before 1.6"),
         "torch before 1.6": (old, "weights_only=True"),
         "protocol 99": (archive(b"\x80\x63."), "protocol"),
+        "no storages": (archive(files.pickle_of_tensor()), "data/0"),
         "big-endian": (big, "big-endian"),
         "encrypted": (flipped(empty, empty.index(b"PK\x01\x02") + 8, 0), "data.pkl"),
         "another name in the local header": (

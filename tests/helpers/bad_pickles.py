@@ -84,27 +84,43 @@ def unsafe():
 def tricks():
     """Lists what an unpickler could be made to do with harmless objects."""
     tensor = files.tensor_call()
+    plain = glob("collections", "OrderedDict")
     bodies = {
         "attributes of a function": REBUILD + tup(b"}", dictionary(__code__=text("x"))) + b"b",
+        "attributes of a class": plain + dictionary(update=text("x")) + b"b",
+        "attributes of a call's result": call(glob("torch", "device"), text("cpu")) + b"}b",
         "attributes of a tensor": tensor + dictionary(data=text("x")) + b"b",
+        "attributes of text": text("a") + dictionary(b=text("c")) + b"b",
+        "attributes by slots": REBUILD + b"N}\x86b",
         "attributes without names": call(glob("argparse", "Namespace"))
         + b"}" + integer(7) + b"Ns}\x86b",
         "a call of a call's result": files.EMPTY + b")R",
         "a new object of a call's result": files.EMPTY + b")\x81",
+        "a call of a tensor": tensor + b")R",
         "entries of a tensor": tensor + b"K\x00K\x01s",
+        "entries of a function": REBUILD + b"K\x00K\x01s",
         "a member of a dictionary": b"}(K\x01\x90",
         "arguments in a list": REBUILD + b"]R",
         "a buffer from elsewhere": b"\x97",
         "a frame of 2**60": b"\x95" + struct.pack("<Q", 2**60),
+        "a persistent id of text": b"Pd\n",
         "a persistent id on the stack": text("e") + b"Q",
         "a storage of no type": files.tensor_call(
             source=files.storage(kind=("torch", "float32"))
         ),
+        "a storage made of a storage": files.tensor_call(
+            source=tup(text("storage"), files.storage(), text("0"), text("cpu"), integer(6)) + b"Q"
+        ),
         "a number for a storage": files.tensor_call(source=b"K\x07"),
+        "an array in a persistent id": tup(
+            tensor, glob("torch", "FloatStorage"), text("0"), text("cpu"), b"K\x06"
+        ) + b"Q",
         "an array as an encoding": call(glob("_codecs", "encode"), text("a"), tensor),
         "an array as a device's number": call(glob("torch", "device"), text("cuda"), tensor),
         "a memo index of four billion": b"N" + b"r\xff\xff\xff\xff",
         "text of four gigabytes": b"X\xff\xff\xff\xff",
+        "bytes of 2**63": b"\x8e" + struct.pack("<Q", 2**63),
+        "a bytearray of 2**60": b"\x96" + struct.pack("<Q", 2**60),
         "a memo that is not there": get(7),
         "a list that holds itself": b"]" + put(0) + get(0) + b"a",
         "a list that is filled after it was shown": b"]" + put(0) + b"]" + get(0) + b"aK\x01"
@@ -114,15 +130,19 @@ def tricks():
     }  # fmt: skip
     views = {
         "an offset past the end": {"offset": 6},
+        "a huge offset": {"offset": 2**61},
         "a negative offset": {"offset": -1},
+        "a size past the end": {"size": (3, 3)},
         "a huge size": {"size": (2**40, 2**40)},
         "strides past the end": {"stride": (100, 1)},
         "a negative stride": {"stride": (-3, 1)},
         "sizes without strides": {"stride": (3,)},
         "a terabyte by strides of 0": {"size": (2**20, 2**20), "stride": (0, 0)},
+        "an overflowing product": {"size": (2**32, 2**32), "stride": (2**32, 2**32)},
         "100 axes": {"size": (1,) * 100, "stride": (1,) * 100},
         "a storage of another size": {"source": files.storage(numel=2**40)},
         "a storage outside the archive": {"source": files.storage(key="../../etc/passwd")},
+        "a storage with a path": {"source": files.storage(key="/etc/passwd")},
     }
     bodies |= {name: files.tensor_call(**options) for name, options in views.items()}
     return {name: (files.beside(body), "xpected") for name, body in bodies.items()}
@@ -169,6 +189,7 @@ def _keys():
     return {
         "tuples of one hash": b"}(" + b"".join(tuples) + b"u",
         "number keys": b"}(" + b"N".join(numbers) + b"Nu",
+        "numbers in a set": call(glob("builtins", "set"), listed),
         "numbers that ADDITEMS adds": b"\x8f" + listed[:-1] + b"\x90",
         "number keys of a mapping": call(glob("collections", "OrderedDict"), pairs),
         "one huge integer as a key": huge + b"}" + (get(0) + b"Ns") * 50_000,
@@ -190,6 +211,7 @@ def _copied():
                b"C\x04abcd")  # fmt: skip
     return {
         "a size made of an expanded array": call(glob("torch", "Size"), expanded),
+        "a mapping of an expanded array": call(glob("collections", "OrderedDict"), expanded),
         "sizes made of an expanded array": call(
             REBUILD, files.storage(), b"K\x00", expanded, expanded, b"\x89", files.EMPTY
         ),
@@ -203,6 +225,7 @@ def _copied():
         "an array of terabytes": array + huge + b"b",
         "tuples in each other": b"]" + b"\x85" * 200_000,
         "bytes by number": call(glob("builtins", "bytes"), integer(10**12)),
+        "a bytearray by number": call(glob("builtins", "bytearray"), integer(10**12)),
     }  # fmt: skip
 
 
@@ -213,6 +236,8 @@ def _long():
     again = (get(0) + get(1) + b"\x93" + POP) * 3_000
     # Equal, and not one object, so that each look-up compares them.
     equal = _kept(text(letters), text(letters))
+    megabyte = b"B" + struct.pack("<I", 1 << 20) + bytes(1 << 20)
+    raw = _kept(megabyte, megabyte)
     tuples = _kept(tup(text(letters)), tup(text(letters)))
     numbers = _kept(b"\x8b" + struct.pack("<i", 1 << 20) + b"\x7f" * (1 << 20))
     filled = b"}" + get(0) + b"Ns" + (get(1) + b"Ns") * 50_000
@@ -220,6 +245,7 @@ def _long():
         "a long name": name + again + b"N",
         "a long module": _kept(text(letters), text("x")) + (get(0) + get(1) + b"\x93") + b"N",
         "equal long keys": equal + filled,
+        "equal bytes as keys": raw + filled,
         "tuples of equal text as keys": tuples + filled,
         "equal long members": equal + b"\x8f(" + get(0) + get(1) * 50_000 + b"\x90",
         "a long number again": numbers + b"](" + get(0) * 50_000 + b"e",
@@ -246,8 +272,11 @@ def packed():
     layout = f'{{"format":"torch_bridge.BucketLayout","version":1,"buckets":[[{"[0]," * 2**17}0]]}}'
     bodies = {
         "nothing": b"N" * 250_000,
+        "nothing, popped": b"N0" * 250_000,
         "wide strings": b"X\x04\x00\x00\x00\xf0\x9f\x98\x80" * 50_000,
         "tuples": (b"K\x01" * 3 + b"\x87") * 50_000,
+        "marks": b"(" * 250_000,
+        "sets": b"\x8f" * 250_000,
         "dictionaries": b"}\x94" * 150_000,
         "generators": _kept(GENERATOR, state) + b"](" + (get(0) + b")R" + get(1) + b"b") * 4_000
         + b"e",

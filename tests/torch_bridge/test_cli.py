@@ -1,6 +1,7 @@
 """``python -m torch_bridge``: what it prints, what it converts, how it fails."""
 
 import json
+import os
 import pathlib
 import tracemalloc
 import zipfile
@@ -20,6 +21,7 @@ import torch_bridge
 from tests.helpers import cli_model
 from tests.helpers import torch_files as files
 from tests.helpers.cli_model import PARAMS, document
+from tests.helpers.script import python
 from torch_bridge.__main__ import OK, UNSAFE, UNUSABLE, USAGE
 
 FC1, FC2 = "fc1.weight", "fc2.weight"
@@ -199,6 +201,22 @@ def test_back_from_what_a_training_script_saved(call, of_nnx):
         equal(getattr(one.powersgd[0], name), getattr(other.powersgd[0], name))
 
 
+def test_before_compression_began_there_and_back(call):
+    value = document()
+    del value["layout"]
+    state = value["comm_hook_state"]
+    state.iter, state.error_dict, state.p_memory_dict, state.q_memory_dict = 3, {}, {}, {}
+    torch.save(value, "early.pt")
+    assert call("to-flax", "early.pt", *PARAMS, "--out", "run")[0] == OK
+    assert call("to-torch", "run", "--like", "early.pt", "--out", "back.pt")[0] == OK
+    record = torch_bridge.load("back.pt").powersgd[0]
+    assert (record.iter, record.buckets) == (3, ())
+    state.iter = 2  # JAX has gone on since: now a layout is needed
+    torch.save(value, "earlier.pt")
+    code, _, err = call("to-torch", "run", "--like", "earlier.pt", "--out", "other.pt")
+    assert (code, "--layout" in err) == (UNUSABLE, True)
+
+
 # --- failures ---------------------------------------------------------------------------------
 
 TO_FLAX = ("to-flax", "checkpoint.pt", *PARAMS, "--out", "x")
@@ -210,6 +228,7 @@ FAILURES = [
     (("inspect", "hostile.pt"), UNSAFE, "os.system"),
     (("inspect", "checkpoint.pt", "--max-bytes", "10"), UNUSABLE, "--max-bytes"),
     (("inspect", "checkpoint.pt", "--layout", "text.pt"), UNUSABLE, "text.pt: A bucket"),
+    (("inspect", "checkpoint.pt", "--layout", "pipe"), UNUSABLE, "a pipe"),
     (("inspect", "checkpoint.pt", "--layout", "big.json"), UNUSABLE, "--max-bytes"),
     (("explode",), USAGE, "invalid choice"),
     (
@@ -217,14 +236,20 @@ FAILURES = [
         USAGE,
         "MODULE:NAME",
     ),
+    (("to-flax", "checkpoint.pt", "--params", "broken:params", "--out", "x"), USAGE, "KeyError"),
     (("to-flax", "checkpoint.pt", "--params", "os:getcwd", "--out", "x"), USAGE, "is a str"),
     ((*TO_FLAX, "--rule", "x"), USAGE, "REGEX=PATH"),
     ((*TO_FLAX, "--rule", "((=x"), USAGE, "not a regular expression"),
     ((*TO_FLAX, "--flatten", "a=b"), USAGE, "C,H,W"),
+    ((*TO_FLAX, "--unflatten", "a=b"), USAGE, "--unflatten"),
+    ((*TO_FLAX, "--ignore", "*"), USAGE, "'*'"),
     ((*TO_FLAX, "--flatten", "fc9=2,2,2"), UNUSABLE, "flatten: fc9"),
     ((*TO_FLAX, "--param-names", "names.json"), UNUSABLE, "--param-names must be"),
+    ((*TO_FLAX, "--param-names", "big.json"), UNUSABLE, "--max-bytes"),
     (("to-flax", "rank0.pt", *OTHER), UNUSABLE, "--missing-ranks"),
+    (("to-flax", "mixed.pt", *OTHER), UNUSABLE, "Only torch.optim.SGD"),
     (("to-flax", "names.pt", *OTHER), UNUSABLE, "layout names parameters"),
+    (("to-torch", "none", *BACK), UNUSABLE, "does not exist"),
     (("to-torch", "empty", *BACK), UNUSABLE, "no orbax checkpoint"),
     (("to-torch", "other", *BACK), UNUSABLE, "must have the entries params and opt_state"),
     # Before anything is read:
@@ -236,8 +261,11 @@ FAILURES = [
 
 
 def test_failures_are_one_message_and_a_code(call):
+    group = {"params": [0, 1, 2, 3], "lr": 0.1, "betas": (0.9, 0.9), 3: 4}
+    mixed = {"state": {0: {"exp_avg": 1, 2: 3}, "x": {}}, "param_groups": [group]}
     documents = {
         "rank0.pt": {k: v for k, v in document().items() if k != "world_size"},
+        "mixed.pt": document() | {"optimizer": mixed},
         "names.pt": document() | {"layout": document()["layout"].replace("fc2", "fc9")},
     }
     for name, value in documents.items():
@@ -246,6 +274,7 @@ def test_failures_are_one_message_and_a_code(call):
     pathlib.Path("hostile.pt").write_bytes(raw)
     for name, text in {
         "text.pt": "hello",
+        "broken.py": "def params():\n    raise KeyError('x')\n",
         "names.json": '["fc1.weight", 2]',
         "big.json": "[" + "[]," * (5 << 20) + "[]]",
     }.items():
@@ -254,6 +283,7 @@ def test_failures_are_one_message_and_a_code(call):
     with ocp.CheckpointManager(pathlib.Path("other").absolute()) as manager:
         manager.save(0, args=ocp.args.StandardSave({"params": cli_model.params()}))
     pathlib.Path("link").symlink_to("nowhere")
+    os.mkfifo("pipe")
     wrong = {}
     for arguments, code, message in FAILURES:
         got, _, err = call(*arguments)
@@ -261,6 +291,10 @@ def test_failures_are_one_message_and_a_code(call):
             wrong[arguments] = got, err
     assert not wrong
     assert pathlib.Path("text.pt").read_text() == "hello"
+
+
+def test_as_a_module(call):
+    assert FC2 in python("-m", "torch_bridge", "inspect", "checkpoint.pt", COLUMNS="100")
 
 
 def test_inspect_says_the_loss_scale_and_the_example(call):

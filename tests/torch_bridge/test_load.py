@@ -1,7 +1,11 @@
 """Reading torch files: everything that torch writes, and what lies beside it."""
 
+import argparse
+import collections
 import functools
+import pathlib
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -25,9 +29,10 @@ def put(tmp_path):
 same = functools.partial(np.testing.assert_array_equal, strict=True)  # shapes and dtypes, too
 
 
-def test_documented_form(put):
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_documented_form(put, protocol):
     document = files.documented()
-    checkpoint = load(put(files.saved(document)))
+    checkpoint = load(put(files.saved(document, pickle_protocol=protocol)))
     assert list(checkpoint.model) == list(files.model().state_dict())
     for name, tensor in files.model().state_dict().items():
         same(checkpoint.model[name], tensor.numpy())
@@ -52,13 +57,66 @@ def test_slots_of_older_releases(put):
     assert record.batch_tensors_with_same_shape is False
 
 
-def test_strides_and_ties_stay(put):
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_what_people_put_beside_it(put, protocol):
+    arrays = {
+        "history": np.asfortranarray(np.arange(6).reshape(2, 3)),
+        "none": np.zeros((0, 3)),
+        "rng": torch.get_rng_state().numpy(),
+    }
+    arrays["words"] = np.random.RandomState(4).get_state()[1]
+    extra = {
+        "args": argparse.Namespace(lr=0.1, out=pathlib.Path("/runs/a")),
+        "best": np.float64(0.5),
+        "milestones": collections.Counter([3, 3, 5]),
+        "device": torch.device("cuda", 1),
+        "size": torch.Size([2, 3]),
+        "nested": collections.defaultdict(list, {"a": [1, (2, None)], "b": {True, 1.5}}),
+        "frozen": frozenset({1, "a"}),
+        "bytes": b"\x00\xff",
+    }
+    whole = files.documented() | arrays | extra | {"rng": torch.get_rng_state()}
+    got = load(put(files.saved(whole, pickle_protocol=protocol))).extra
+    for name, array in arrays.items():
+        same(got[name], array)
+    shown = {"args": {"lr": 0.1, "out": "/runs/a"}, "device": "cuda:1", "size": (2, 3)}
+    shown |= {"milestones": {3: 2, 5: 1}}
+    assert {name: got[name] for name in extra} == extra | shown
+
+
+DTYPES = (
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    *("complex64", "int64", "uint8", "uint16", "bool"),
+)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_dtypes(put, name):
+    tensor = torch.arange(6).reshape(2, 3).to(getattr(torch, name))
+    array = load(put(files.saved({"w": tensor}))).model["w"]
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    same(array, np.arange(6).reshape(2, 3).astype(dtype))
+
+
+def test_strides_views_and_ties(put):
+    base = torch.arange(24.0).reshape(2, 3, 4)
     conv = torch.arange(72.0).reshape(2, 3, 3, 4).to(memory_format=torch.channels_last)
     weight = torch.nn.Parameter(torch.ones(3, 2))
-    model = load(put(files.saved({"conv": conv, "embed": weight, "head": weight}))).model
-    same(model["conv"], conv.numpy())
-    assert model["conv"].strides == tuple(4 * step for step in conv.stride())
-    assert tied(model) == {"head": "embed"}
+    model = {
+        "view": base[:, 1:, ::2],
+        "transposed": base.transpose(0, 2),
+        "expanded": torch.ones(1).expand(5, 4),
+        "scalar": torch.tensor(3.0),
+        "none": torch.zeros(0, 3),
+        "conv": conv,
+        "embed.weight": weight,
+        "head.weight": weight,
+    }
+    checkpoint = load(put(files.saved(model)))
+    for name, tensor in model.items():
+        same(checkpoint.model[name], tensor.detach().numpy())
+    assert checkpoint.model["conv"].strides == tuple(4 * s for s in conv.stride())
+    assert tied(checkpoint.model) == {"head.weight": "embed.weight"}
 
 
 def test_wrapper_prefixes(put):
@@ -91,31 +149,36 @@ MODEL = torch.ones(1)
 # --- several ranks ----------------------------------------------------------------------------
 
 
-def test_files_that_are_not_the_ranks_of_one_run_are_refused_together(put):
-    def rank(name, error=3, world_size=None, **changes):
-        state = files.slots(error_dict={0: torch.zeros(error)}, **changes)
-        return put(files.saved({"comm_hook_state": state, "world_size": world_size}), name)
-
-    first = rank("0.pt")
-    others = [
-        rank("1.pt", iter=4, min_compression_rate=3.0),
-        rank("2.pt", 4, q_memory_dict={0: torch.zeros(8)}),
-        first.parent / "." / "0.pt",
-    ]
+def test_files_of_different_runs_are_refused_together(put):
+    one, other, third = files.documented(), files.documented(), files.documented()
+    other["comm_hook_state"].iter = 13
+    other["comm_hook_state"].min_compression_rate = 3
+    third["comm_hook_state"].q_memory_dict[0] = torch.zeros(8)
+    paths = [put(files.saved(d), f"{i}.pt") for i, d in enumerate((one, other, third))]
     with pytest.raises(CheckpointMismatch) as error:
-        load([first, *others])
-    said = (
-        *("1.pt: iteration 4, not 3", "1.pt: min_compression_rate 3.0, not 2.0"),
-        *("2.pt: other Q factors", "2.pt: errors of other buckets", "0.pt: given 2 times"),
-    )
-    for part in said:
+        load(paths)
+    for part in ("1.pt: iteration 13, not 12", "min_compression_rate 3", "2.pt: other Q factors"):
         assert part in str(error.value)
-    two = [rank("3.pt", world_size=1), rank("4.pt", world_size=1)]
-    with pytest.raises(CheckpointMismatch, match="2 files of a run of 1 ranks"):
-        load(two)
     with pytest.raises(CheckpointMismatch, match="at least one file"):
         load([])
-    assert len(load([first, rank("5.pt")]).powersgd) == 2
+
+
+def test_files_that_cannot_be_the_ranks_of_one_run(tmp_path):
+    def write(name, size, **more):
+        path = tmp_path / name
+        state = files.slots(error_dict={0: torch.zeros(size)})
+        path.write_bytes(files.saved({"comm_hook_state": state, **more}))
+        return path
+
+    one, two, three = write("0", 3), write("1", 4), write("2", 3, world_size=1)
+    for paths, said in (
+        ([one, tmp_path / "." / "0"], "given 2 times"),
+        ([one, two], "errors of other buckets"),
+        ([three, write("3", 3, world_size=1)], "2 files of a run of 1 ranks"),
+    ):
+        with pytest.raises(CheckpointMismatch, match=said):
+            load(paths)
+    np.testing.assert_array_equal(load([one, three]).powersgd[1].error_dict[0], 0)
 
 
 def test_the_mean_of_errors_counts_every_rank():

@@ -256,14 +256,22 @@ def test_what_has_no_equal_is_refused(make, keywords, group, kept, said):
 
 BROKEN = [
     (SGD, {"lr": "fast"}, {}, "`lr` must be a number, got a str"),
+    (SGD, {"momentum": [0.9]}, {}, "`momentum` must be a number, got a list"),
+    (SGD, {"weight_decay": np.zeros(3)}, {}, "`weight_decay` must be a number"),
     (SGD, {"momentum": 0.9}, {"momentum_buffer": np.zeros(7)}, "does not belong to this model"),
     (Adam, {}, {"step": float("inf")}, "`step` must be a count"),
+    (Adam, {}, {"step": "many"}, "`step` must be a number"),
     (SGD, {"params": [[0]]}, {}, "no optimizer state"),
+    (SGD, {"params": 0}, {}, "no optimizer state"),
     (SGD, {"param_names": [b"w"]}, {}, "no optimizer state"),
+    (SGD, {"param_names": "w"}, {}, "no optimizer state"),
 ]
 NO_STATES = [
     {},
+    {"state": {}},
     {"state": [], "param_groups": []},
+    {"state": {}, "param_groups": 5},
+    {"state": {}, "param_groups": [5]},
     {"state": {}, "param_groups": {"lr": 0.1}},
     {"state": {0: 1}, "param_groups": [{"lr": 0.1, "params": [0]}]},
 ]

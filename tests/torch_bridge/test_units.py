@@ -1,7 +1,6 @@
 """Files that mean something else than they seem to say: converted right, or said by name."""
 
 import dataclasses
-import functools
 import warnings
 
 import jax
@@ -13,7 +12,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powe
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers import torch_files as files
-from tests.helpers.bridge import kernels, linears
 from torch_bridge import (
     BucketLayout,
     Checkpoint,
@@ -43,11 +41,11 @@ def converted(checkpoint, like=LIKE, **options):
 # --- errors in units of a scaled loss -----------------------------------------------------------
 
 
-def job(module=None, scale=1, **hook):
+def scaled_job(scale):
     """Four steps of a job whose hook compresses gradients of a loss times `scale`."""
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(module or torch.nn.Linear(24, 16))
-    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2, **hook)
+    ddp = DistributedDataParallel(torch.nn.Linear(24, 16))
+    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1)
@@ -61,7 +59,7 @@ def job(module=None, scale=1, **hook):
 
 @pytest.fixture
 def plain(alone):
-    ddp, state, optimizer, _ = job()
+    ddp, state, optimizer, _ = scaled_job(1)
     document = {"state_dict": ddp.state_dict(), "comm_hook_state": state, "world_size": 1}
     return document | {"optimizer": optimizer.state_dict()}
 
@@ -75,7 +73,7 @@ def written(path, document):
 def test_a_loss_scale_is_taken_out_and_put_in_again(plain, tmp_path, place):
     path = tmp_path / "c.pt"
     unscaled, _ = converted(written(path, plain))
-    ddp, state, optimizer, scaler = job(scale=4096.0)
+    ddp, state, optimizer, scaler = scaled_job(4096.0)
     if place == "save_checkpoint":
         save_checkpoint(path, ddp, state, optimizer=optimizer, scaler=scaler)
         assert torch.load(path, weights_only=True)["extra"]["scaler"] == scaler.state_dict()
@@ -89,8 +87,14 @@ def test_a_loss_scale_is_taken_out_and_put_in_again(plain, tmp_path, place):
     checkpoint = load(path)
     run, said = converted(checkpoint)
     assert not said
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-    jax.tree.map(close, run.reducer_state, unscaled.reducer_state)
+    for what in ("residual", "q"):
+        pairs = zip(
+            jax.tree.leaves(getattr(run.reducer_state, what)),
+            jax.tree.leaves(getattr(unscaled.reducer_state, what)),
+            strict=True,
+        )
+        for ours, theirs in pairs:
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
     back = tmp_path / "back.pt"
     to_torch(run.params, run.opt_state, checkpoint, path=back)
     returned = state_from_record(load(back).record(0))
@@ -117,6 +121,20 @@ def test_scalers_that_disagree_need_an_answer(plain, tmp_path):
     np.testing.assert_array_equal(2 * ours, theirs)
 
 
+def test_a_scaler_that_is_not_enabled_changes_nothing(plain, tmp_path):
+    before, _ = converted(written(tmp_path / "c.pt", plain))
+    plain["scaler"] = torch.amp.GradScaler("cpu", enabled=False).state_dict()
+    after, _ = converted(written(tmp_path / "c.pt", plain))
+    same = jax.tree.map(np.array_equal, before.reducer_state, after.reducer_state)
+    assert all(jax.tree.leaves(same))
+
+
+def test_save_checkpoint_wants_the_scaler_itself(alone, tmp_path):
+    ddp, state, _, scaler = scaled_job(1024.0)
+    with pytest.raises(TypeError, match="`scaler` must be the GradScaler itself"):
+        save_checkpoint(tmp_path / "c.pt", ddp, state, scaler=scaler.state_dict())
+
+
 @pytest.mark.parametrize("scale", [0, -1.0, "many", float("nan")])
 def test_a_loss_scale_that_is_none(tmp_path, scale):
     path = tmp_path / "c.pt"
@@ -133,7 +151,7 @@ def square_layers(bias=False):
     return torch.nn.Sequential(*[torch.nn.Linear(6, 6, bias=bias) for _ in range(3)])
 
 
-SQUARES = kernels(layers_0=(6, 6), layers_1=(6, 6), layers_2=(6, 6))
+SQUARES = {f"layers_{index}": {"kernel": np.zeros((6, 6), np.float32)} for index in range(3)}
 
 
 def stepped(optimizer, module, schedule=None, steps=3):
@@ -193,13 +211,23 @@ def test_an_optimizer_without_names_says_what_could_be_exchanged(tmp_path):
     np.testing.assert_array_equal(moved, buffer.numpy().T)
 
 
+def test_a_name_that_is_given_twice_is_refused(tmp_path):
+    module = square_layers()
+    optimizer = stepped(torch.optim.SGD(module.parameters(), 0.1, momentum=0.9), module)
+    checkpoint = saved(tmp_path, module, optimizer)
+    with pytest.raises(ValueError, match="names a parameter twice"):
+        converted(checkpoint, SQUARES, plain=True, param_names=["0.weight", "1.weight", "0.weight"])
+
+
 def test_sorted_names_do_not_tell_the_order_of_an_optimizer(tmp_path):
     module = torch.nn.Sequential(*[torch.nn.Linear(6, 6) for _ in range(11)])
     optimizer = stepped(torch.optim.Adam(module.parameters()), module)
     document = {"optimizer": optimizer.state_dict()}
     document["state_dict"] = dict(sorted(module.state_dict().items()))  # as safetensors does
     checkpoint = written(tmp_path / "c.pt", document)
-    like = linears(**{f"layers_{index}": (6, 6) for index in range(11)})
+    like = {
+        f"layers_{index}": {"kernel": np.zeros((6, 6)), "bias": np.zeros(6)} for index in range(11)
+    }
     with pytest.raises(ValueError, match="names of the model are sorted, as safetensors"):
         converted(checkpoint, like, plain=True)
     names = [name for name, _ in module.named_parameters()]
@@ -207,6 +235,15 @@ def test_sorted_names_do_not_tell_the_order_of_an_optimizer(tmp_path):
     assert not said
     kept = run.optimizer_state[0].mu["layers_10"]["bias"]
     np.testing.assert_array_equal(kept, optimizer.state_dict()["state"][21]["exp_avg"].numpy())
+
+
+def test_names_that_only_count_up_are_in_order(tmp_path):
+    module = square_layers()
+    optimizer = stepped(torch.optim.SGD(module.parameters(), 0.1, momentum=0.9), module)
+    checkpoint = saved(tmp_path, module, optimizer)
+    assert list(checkpoint.model) == sorted(checkpoint.model)
+    run, _ = converted(checkpoint, SQUARES, plain=True)
+    assert run.optimizer is not None
 
 
 def test_moments_take_the_dtype_of_their_parameters(tmp_path):
@@ -224,6 +261,13 @@ def test_moments_take_the_dtype_of_their_parameters(tmp_path):
     assert all(jax.tree.leaves(dtypes))
 
 
+def test_a_file_without_an_optimizer_says_that_nothing_goes_downhill(tmp_path):
+    module = square_layers()
+    checkpoint = written(tmp_path / "c.pt", {"state_dict": module.state_dict()})
+    _, said = converted(checkpoint, SQUARES, plain=True)
+    assert ["they lead uphill" in text for text in said] == [True]
+
+
 def test_an_optimizers_own_file_is_read(tmp_path):
     module = square_layers()
     optimizer = stepped(torch.optim.AdamW(module.named_parameters(), 0.1), module)
@@ -237,7 +281,12 @@ def test_an_optimizers_own_file_is_read(tmp_path):
 
 
 def test_a_hook_that_draws_q_anew_is_equal_in_kind_alone(alone, tmp_path):
-    ddp, state, _, _ = job(warm_start=False)
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(torch.nn.Linear(24, 16))
+    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2, warm_start=False)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for _ in range(4):
+        (ddp(torch.randn(8, 24)) ** 2).mean().backward()
     save_checkpoint(tmp_path / "c.pt", ddp, state)
     checkpoint = load(tmp_path / "c.pt")
     run, said = converted(checkpoint)
@@ -294,11 +343,19 @@ def test_a_state_of_post_local_sgd_is_named(alone, tmp_path):
 
 def test_activation_checkpointing_changes_no_name(alone, tmp_path):
     net = torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(24, 16)), torch.nn.Linear(16, 24))
-    ddp, state, optimizer, _ = job(net)
+    ddp = DistributedDataParallel(net)
+    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
+    for _ in range(4):
+        optimizer.zero_grad()
+        (ddp(torch.randn(8, 24)) ** 2).mean().backward()
+        optimizer.step()
     save_checkpoint(tmp_path / "c.pt", ddp, state, optimizer=optimizer)
     checkpoint = load(tmp_path / "c.pt")
     assert set(checkpoint.layout.names) == set(net.state_dict())
-    like = linears(layers_0=(24, 16), layers_1=(16, 24))
+    like = {f"layers_{k}": {"kernel": np.zeros(s), "bias": np.zeros(s[1])}
+            for k, s in enumerate([(24, 16), (16, 24)])}  # fmt: skip
     run, said = converted(checkpoint, like)
     assert (run.step, said) == (4, [])
     buffer = optimizer.state_dict()["state"][0]["momentum_buffer"]
@@ -307,6 +364,12 @@ def test_activation_checkpointing_changes_no_name(alone, tmp_path):
     )
     document = to_torch(run.params, run.opt_state, checkpoint)
     net.load_state_dict(document["state_dict"])
+
+
+def test_one_name_with_and_without_a_wrappers_word(tmp_path):
+    both = {"0._checkpoint_wrapped_module.w": torch.ones(2), "0.w": torch.ones(2)}
+    with pytest.raises(CheckpointMismatch, match="once with a wrapper's words"):
+        written(tmp_path / "c.pt", both)
 
 
 DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",

@@ -238,6 +238,16 @@ def test_frozen_or_never_used_is_asked_about_where_no_layout_says_it():
     assert not np.any(updates["stem"]["kernel"])
 
 
+def test_tied_weights_stay_one_tensor():
+    weight = np.random.default_rng(0).standard_normal((48, 24)).astype("f4")
+    like = Checkpoint({"embed.weight": weight, "head.weight": weight})
+    params = {"embed": {"embedding": np.zeros((48, 24), np.float32)}}
+    document = torch_bridge.to_torch(params, (), like)
+    one, other = document["state_dict"].values()
+    assert one.data_ptr() == other.data_ptr()
+    assert not one.any()
+
+
 def test_an_nnx_model_with_statistics():
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -299,6 +309,14 @@ def test_torchs_cut_is_used_where_jaxcomps_is_another():
     document = torch_bridge.to_torch(run.params, run.opt_state, source)
     q = document["powersgd"]["q_memory_dict"][0]
     np.testing.assert_array_equal(q, factors["a.weight"][1].ravel().astype("f4"))
+
+
+def test_a_file_serves_any_number_of_ranks():
+    source = checkpoint(ranks=2)
+    for world in (1, 2, 3, 4):
+        records = [source.record(rank, world) for rank in range(world)]
+        means = np.mean([record.error_dict[1] for record in records], axis=0)
+        np.testing.assert_allclose(means, source.mean.error_dict[1], atol=1e-6)
 
 
 # --- runs of which all is trained -------------------------------------------------------------
