@@ -27,7 +27,7 @@ TXS = {
 
 
 def run_optax(mapping, tx, targets):
-    """`run` for optax's own MultiSteps, which relies on implicit promotion."""
+    """Runs optax's own MultiSteps, which relies on implicit promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return run(mapping, tx, PARAMS, targets)
 

@@ -28,35 +28,34 @@ from tests.helpers.classifier import (
 )
 from tests.helpers.leaves import by_layer
 from tests.helpers.reducers import powersgd, reducer
-from tests.helpers.runners import MAPPINGS, over_replicas, start
+from tests.helpers.runners import MAPPINGS, over_replicas, sharded, start
 
 P = jax.P
+PARAMS = new_params()
+DATA = batch()
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_auxiliary_outputs_are_those_of_the_loop_without_replicas(replicas, kind):
-    mesh, params, data = grid(replicas, kind), new_params(), batch()
-    expected = jax.value_and_grad(loss_fn, has_aux=True)(params, *data)
+    mesh = grid(replicas, kind)
+    expected = jax.value_and_grad(loss_fn, has_aux=True)(PARAMS, *DATA)
     run = jaxcomp.value_and_grad(loss_fn, reducer("allreduce"), mesh=mesh, has_aux=True, aux=AUX)
-    found = stepped(run, placed(mesh, params), *placed(mesh, data, P("data")))
+    found = stepped(run, placed(mesh, PARAMS), *placed(mesh, DATA, P("data")))
     close(found, expected)
     assert found[0][1]["hits"].dtype == jnp.bool_
 
 
 def test_value_auxiliary_and_gradients_may_also_come_as_three():
-    mesh, params, data = grid(2), new_params(), batch()
+    mesh = grid(2)
     pair = jax.value_and_grad(loss_fn, has_aux=True)
 
     def three(params, *data):
         (value, aux), grads = pair(params, *data)
         return value, aux, grads
 
-    def outputs(grad_fn):
-        run = jaxcomp.data_parallel(grad_fn, reducer("allreduce"), mesh=mesh, aux=AUX)
-        return stepped(run, params, *data)
-
-    close(outputs(pair), outputs(three))
+    run = jaxcomp.data_parallel(three, reducer("allreduce"), mesh=mesh, aux=AUX)
+    close(stepped(run, PARAMS, *DATA), pair(PARAMS, *DATA))
 
 
 @pytest.mark.parametrize(
@@ -64,24 +63,23 @@ def test_value_auxiliary_and_gradients_may_also_come_as_three():
     [("mask", "auto"), ("counts", "auto"), ("replicas", "auto"), ("mask", "explicit")],
 )
 def test_weights_may_be_a_mask_or_counts_of_the_batch(weighted, kind):
-    """Equal to one process with the examples that there are, as in the last batch of an epoch."""
-    mesh, (x, y) = grid(4, kind), batch()
-    params = placed(mesh, new_params())
+    """Equals one process with the examples that there are, as in the last batch of an epoch."""
+    mesh = grid(4, kind)
+    x, y = DATA
+    params = placed(mesh, PARAMS)
     mask = np.random.default_rng(3).integers(0, 2, size=y.shape)
     mask[:4] = 0  # the first replica sits out
     mask = mask.astype(np.float32)
 
     def fun(params, x, y, mask):
-        losses = optax.softmax_cross_entropy_with_integer_labels(
-            jnp.tanh(x @ params["up"]) @ params["down"], y
-        )
+        losses = loss_fn(params, x, y)[1]["time_first"].T
         mean = (losses * mask).sum() / jnp.maximum(mask.sum(), 1)
         return mean, {"loss": mean}
 
     weight = {"mask": mask, "counts": mask.sum(1), "replicas": mask.reshape(4, -1).sum(1)}
     run = jaxcomp.value_and_grad(fun, reducer("allreduce"), mesh=mesh, has_aux=True, aux="mean")
     found = stepped(run, params, x, y, mask, weight=weight[weighted])
-    close(found, jax.value_and_grad(fun, has_aux=True)(new_params(), x, y, mask))
+    close(found, jax.value_and_grad(fun, has_aux=True)(PARAMS, x, y, mask))
     with pytest.raises(ValueError, match=r"must have shape \(4,\), .* or 16 along axis 0 as the b"):
         stepped(run, params, x, y, mask, weight=np.ones(7))
 
@@ -89,7 +87,8 @@ def test_weights_may_be_a_mask_or_counts_of_the_batch(weighted, kind):
 @pytest.mark.parametrize("known", ["explicit", "outside of jit", "batch_specs"])
 def test_a_batch_is_split_as_its_sharding_says(known):
     mesh = grid(4, "explicit" if known == "explicit" else "auto")
-    params, (x, y) = placed(mesh, new_params()), batch()
+    params = placed(mesh, PARAMS)
+    x, y = DATA
     x, y = (placed(mesh, jnp.swapaxes(a, 0, 1), P(None, "data")) for a in (x, y))
     specs = P(None, "data") if known == "batch_specs" else None
     # Time lies first, and "flat" has the rows of one time after the other: of no one axis.
@@ -108,9 +107,14 @@ def test_a_batch_is_split_as_its_sharding_says(known):
 
 
 def test_two_labels_are_not_taken_for_a_key():
-    mesh, params = grid(2), {"w": jnp.ones(2)}
-    fun = lambda p, x, y: jnp.mean((p["w"] * x).sum(-1) * y.astype(jnp.float32))  # noqa: E731
-    x, y = np.ones((2, 2), np.float32), np.array([1, 3], np.uint32)
+    mesh = grid(2)
+    params = {"w": jnp.ones(2)}
+
+    def fun(p, x, y):
+        return jnp.mean((p["w"] * x).sum(-1) * y.astype(jnp.float32))
+
+    x = np.ones((2, 2), np.float32)
+    y = np.array([1, 3], np.uint32)
     make = functools.partial(jaxcomp.value_and_grad, reducer=reducer("allreduce"), mesh=mesh)
     with pytest.raises(ValueError, match=r"argument 2 is uint32 of shape \(2,\): a key of .*, or"):
         stepped(make(fun), params, x, y)
@@ -118,12 +122,15 @@ def test_two_labels_are_not_taken_for_a_key():
     close(told, jax.value_and_grad(fun)(params, x, y))
     # With four examples two numbers can only be a key.
     four = np.ones((4, 2), np.float32)
-    key = lambda p, x, key: jnp.mean(p["w"] * x) * key[0].astype(jnp.float32)  # noqa: E731
+
+    def key(p, x, key):
+        return jnp.mean(p["w"] * x) * key[0].astype(jnp.float32)
+
     close(stepped(make(key), params, four, y), jax.value_and_grad(key)(params, four, y))
 
 
 def accumulated(params, x, y, steps=4):
-    """Mean gradients of micro-batches, one after the other."""
+    """Averages gradients of micro-batches, one after the other."""
 
     def one(carry, batch):
         return jax.tree.map(jnp.add, carry, jax.value_and_grad(bare_loss)(params, *batch)), None
@@ -144,28 +151,29 @@ def clipped(params, x, y):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("grad_fn", [accumulated, clipped])
 def test_any_gradient_function(grad_fn, kind):
-    """Compares with the mean over the replicas of what each makes of its part."""
-    mesh, params, data = grid(4, kind), new_params(), batch()
-    each = [grad_fn(params, *(a[i : i + 4] for a in data)) for i in range(0, 16, 4)]
-    expected = jax.tree.map(lambda *xs: sum(xs) / 4, *each)
+    """Averages over the replicas what each makes of its part."""
+    mesh = grid(4, kind)
+    rows = jax.tree.map(lambda a: a.reshape(4, 4, *a.shape[1:]), DATA)
+    each = jax.vmap(grad_fn, (None, 0, 0))(PARAMS, *rows)
+    expected = jax.tree.map(lambda x: x.mean(0), each)
     run = jaxcomp.data_parallel(grad_fn, reducer("allreduce"), mesh=mesh)
-    found = stepped(run, placed(mesh, params), *placed(mesh, data, P("data")))
+    found = stepped(run, placed(mesh, PARAMS), *placed(mesh, DATA, P("data")))
     close(found, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_inside_a_mapped_function_it_needs_no_mesh(mapping):
-    params, data, tx = new_params(), batch(), reducer("powersgd")
+    tx = reducer("powersgd")
     run = jaxcomp.value_and_grad(loss_fn, tx, has_aux=True, aux=AUX)
     outside = jaxcomp.value_and_grad(loss_fn, tx, has_aux=True, aux=AUX, mesh=grid(4))
-    expected, after = jax.jit(outside)(outside.init(params), params, *data)
+    expected, after = jax.jit(outside)(outside.init(PARAMS), PARAMS, *DATA)
 
     def step(rows, state):
-        ((value, aux), grads), state = run(state, params, *rows)
+        ((value, aux), grads), state = run(state, PARAMS, *rows)
         return ((value, grads), aux["logits"]), state
 
-    rows = jax.tree.map(lambda a: a.reshape(4, 4, *a.shape[1:]), data)
-    state, specs = start(mapping, tx.init(params), 4)
+    rows = jax.tree.map(lambda a: a.reshape(4, 4, *a.shape[1:]), DATA)
+    state, specs = start(mapping, tx.init(PARAMS), 4)
     mapped = over_replicas(mapping, step, 4, specs, out=(P(), P("data")))
     (found, logits), state = mapped(rows, state)
     close(np.reshape(logits, (16, LENGTH, CLASSES)), expected[0][1]["logits"])
@@ -176,11 +184,10 @@ def test_inside_a_mapped_function_it_needs_no_mesh(mapping):
 
 
 def test_accumulation_takes_the_memory_of_a_scan_written_by_hand():
-    """Sixteen micro-batches: temporary memory at most 1.2 times, flops equal."""
-    mesh, wide = grid(4), 1024
-    params = placed(
-        mesh, {"up": np.ones((WIDTH, wide), "f4"), "down": np.ones((wide, CLASSES), "f4")}
-    )
+    """Takes for sixteen micro-batches at most 1.2 times the temporary memory, and equal flops."""
+    mesh = grid(4)
+    wide = {"up": np.ones((WIDTH, 1024), "f4"), "down": np.ones((1024, CLASSES), "f4")}
+    params = placed(mesh, wide)
     data = placed(mesh, batch(size=16 * 4 * 4), P("data"))
     grad_fn = functools.partial(accumulated, steps=16)
     run = jaxcomp.data_parallel(grad_fn, reducer("powersgd"), mesh=mesh)
@@ -192,15 +199,16 @@ def test_accumulation_takes_the_memory_of_a_scan_written_by_hand():
         grads, state = reducer("powersgd").update(grads, state)
         return (jax.lax.pmean(value, "data"), grads), state
 
-    hand = jax.shard_map(
-        by_hand, mesh=mesh, in_specs=(specs, P(), P("data"), P("data")), out_specs=(P(), specs)
+    def cost(step):
+        program = jax.jit(step, donate_argnums=0).lower(state, params, *data).compile()
+        return program.memory_analysis().temp_size_in_bytes, program.cost_analysis()["flops"]
+
+    memory, flops = cost(run)
+    hand_memory, hand_flops = cost(
+        sharded(mesh, by_hand, (specs, P(), P("data"), P("data")), (P(), specs))
     )
-    ours, theirs = (
-        jax.jit(f, donate_argnums=0).lower(state, params, *data).compile() for f in (run, hand)
-    )
-    temporary = [c.memory_analysis().temp_size_in_bytes for c in (ours, theirs)]
-    assert temporary[0] <= 1.2 * temporary[1]
-    assert ours.cost_analysis()["flops"] <= 1.001 * theirs.cost_analysis()["flops"]
+    assert memory <= 1.2 * hand_memory
+    assert flops <= 1.001 * hand_flops
 
 
 def test_stacked_layers_are_noticed_once_with_the_line_to_write():
@@ -214,8 +222,11 @@ def test_stacked_layers_are_noticed_once_with_the_line_to_write():
     run.init({"dense": {"kernel": jnp.zeros((32, 32)), "bias": jnp.zeros(32)}})
     layer_by_layer = powersgd(2, matrix_dims=by_layer)
     jaxcomp.data_parallel(accumulated, layer_by_layer, mesh=mesh).init({"blocks": layers})
+
     # Without norms or biases the shapes alone do not tell, but flax's metadata may.
-    boxed = lambda *names: {"blocks": [nn.Partitioned(layers["kernel"], names)]}  # noqa: E731
+    def boxed(*names):
+        return {"blocks": [nn.Partitioned(layers["kernel"], names)]}
+
     with pytest.warns(UserWarning, match=r"of 6, called 'layers', .*jaxcomp\.stacked\('blocks'\)"):
         run.init(boxed("layers", "embed", "mlp"))
     run.init(boxed("experts", "embed", "mlp"))
@@ -240,19 +251,25 @@ def squares(params, x):
     return jnp.mean((x @ params["w"]) ** 2)
 
 
-def chain_of(rank):
-    slow = jaxcomp.powersgd(rank, axis_name="slow", start_step=0, min_compression_rate=0.1)
-    return optax.chain(jaxcomp.allreduce(axis_name="fast"), slow)
+EXACT = jaxcomp.allreduce(axis_name="fast")
+
+
+def slow_powersgd(rank):
+    return jaxcomp.powersgd(rank, axis_name="slow", start_step=0, min_compression_rate=0.1)
+
+
+def on_two_levels(mesh, *links):
+    chain = optax.chain(*links)
+    return jaxcomp.value_and_grad(squares, chain, mesh=mesh, axis_name=("slow", "fast"))
 
 
 @pytest.mark.parametrize("context", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exact_average_within_hosts_and_a_compressed_one_between_them(kind, context):
-    """As two replicas of twice the batch each; there is one residual for each host."""
+    """Equals two replicas of twice the batch each; there is one residual for each host."""
     mesh, params, x = two_level(kind)
-    given = None if context else mesh
     with jax.set_mesh(mesh) if context else contextlib.nullcontext():
-        run = jaxcomp.value_and_grad(squares, chain_of(2), mesh=given, axis_name=("slow", "fast"))
+        run = on_two_levels(None if context else mesh, EXACT, slow_powersgd(2))
         step = jax.jit(run)
         state = run.init(params)
         assert state[1].residual["w"].shape == (2, 24, 16)
@@ -260,7 +277,8 @@ def test_an_exact_average_within_hosts_and_a_compressed_one_between_them(kind, c
             found, state = step(state, params, x)
         found = jax.device_get(found)
         restored = run.restore(jax.device_get(jaxcomp.consolidate(state)), params)
-        there, here = restored[1].residual["w"], state[1].residual["w"]
+        there = restored[1].residual["w"]
+        here = state[1].residual["w"]
         assert there.sharding.is_equivalent_to(here.sharding, here.ndim)
     hosts = jaxcomp.powersgd(2, axis_name="data", start_step=0, min_compression_rate=0.1)
     other = jaxcomp.value_and_grad(squares, hosts, mesh=grid(2))
@@ -273,9 +291,9 @@ def test_an_exact_average_within_hosts_and_a_compressed_one_between_them(kind, c
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_chain_of_two_levels_weighs_along_both(kind):
-    """At full rank the weighted mean of all eight replicas."""
+    """Gives at full rank the weighted mean of all eight replicas."""
     mesh, params, x = two_level(kind)
-    run = jaxcomp.value_and_grad(squares, chain_of(16), mesh=mesh, axis_name=("slow", "fast"))
+    run = on_two_levels(mesh, EXACT, slow_powersgd(16))
     weight = np.arange(8.0, dtype=np.float32)
     (_, grads), _ = jax.jit(lambda s: run(s, params, x, weight=weight))(run.init(params))
     each = jax.vmap(jax.grad(squares), (None, 0))(params, x.reshape(8, 4, 24))
@@ -285,12 +303,11 @@ def test_a_chain_of_two_levels_weighs_along_both(kind):
 
 def test_a_chain_of_two_levels_accumulates_behind_the_exact_one():
     mesh, params, x = two_level("auto")
-    exact, slow = jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd(2, axis_name="slow")
-    make = functools.partial(jaxcomp.value_and_grad, squares, mesh=mesh, axis_name=("slow", "fast"))
-    around = make(jaxcomp.accumulate(optax.chain(exact, slow), 2))
+    slow = jaxcomp.powersgd(2, axis_name="slow")
+    around = on_two_levels(mesh, jaxcomp.accumulate(optax.chain(EXACT, slow), 2))
     with pytest.raises(ValueError, match="Average along the fast axis before what accumulates"):
         around.init(params)
-    run = make(optax.chain(exact, jaxcomp.accumulate(slow, 2)))
+    run = on_two_levels(mesh, EXACT, jaxcomp.accumulate(slow, 2))
     state = run.init(params)
     assert state[1].acc_grads["w"].shape == (2, 24, 16)
     (_, first), state = jax.jit(run)(state, params, x)
@@ -302,10 +319,7 @@ def test_a_chain_of_two_levels_accumulates_behind_the_exact_one():
 def test_chains_that_compress_before_they_have_averaged_are_refused():
     mesh, params, _ = two_level("auto")
     fast = jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name="fast"))
-    slow = jaxcomp.powersgd(2, axis_name="slow", start_step=0)
-    for links in (fast, slow), (slow, jaxcomp.allreduce(axis_name="fast")):
-        run = jaxcomp.value_and_grad(
-            squares, optax.chain(*links), mesh=mesh, axis_name=("slow", "fast")
-        )
+    slow = slow_powersgd(2)
+    for links in ((fast, slow), (slow, EXACT)):
         with pytest.raises(ValueError, match="Average exactly along the fast axis first"):
-            run.init(params)
+            on_two_levels(mesh, *links).init(params)

@@ -20,8 +20,11 @@ BATCH = jnp.arange(24.0).reshape(2, 4, 3)
 
 
 def shard_map(step, *, check_vma):
-    """As vmap: batch and results have an axis of replicas in front."""
-    mapped = lambda p, x: jax.tree.map(lambda y: y[None], step(p, x[0]))  # noqa: E731
+    """Maps as vmap does: batch and results have an axis of replicas in front."""
+
+    def mapped(p, x):
+        return jax.tree.map(lambda y: y[None], step(p, x[0]))
+
     return sharded(2, mapped, (jax.P(), jax.P(AXIS)), jax.P(AXIS), check_vma=check_vma)
 
 
@@ -53,7 +56,9 @@ def test_keywords_of_value_and_grad_are_passed_on_and_the_axes_may_be_two():
         return jax.tree.map(lambda x: x[None], of(*arguments))
 
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    both, a, x = jax.P(("x", "y")), jnp.arange(3.0), jnp.arange(12.0)
+    both = jax.P(("x", "y"))
+    a = jnp.arange(3.0)
+    x = jnp.arange(12.0)
     mapped = sharded(mesh, step, (jax.P(), both, jax.P()), both)
     (values, aux), grads = mapped(a, x, a)
     parts = x.reshape(4, 3)
