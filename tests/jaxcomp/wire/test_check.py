@@ -1,6 +1,7 @@
 """check passes right programs, and refuses what a reducer should have saved."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from tests.helpers.runners import mesh_of, sharded
 P = jax.P
 
 parameters = functools.partial(autoencoder.parameters, width=256)
+MESH = mesh_of(4)
+PARAMS = parameters(MESH)
 X = np.ones((8, 256), np.float32)
 
 
@@ -52,12 +55,14 @@ def test_every_collective_with_its_axes():
     program = compiled(run, x)
     listed = jaxcomp.collectives(program)
     assert results_of(listed) == oracle_of(program)
-    by_kind = {(collective.kind, collective.axes): collective for collective in listed}
-    assert by_kind["all-reduce", ("slow",)].bytes == 200
-    assert by_kind["all-reduce", ("slow", "fast")].bytes == 200
-    assert by_kind["collective-permute", ("fast",)].bytes == 200
-    gathered = by_kind["all-gather", ("fast",)]
-    assert gathered.bytes == 800
+    sent = {(collective.kind, collective.axes): collective.bytes for collective in listed}
+    assert sent == {
+        ("all-reduce", ("slow",)): 200,
+        ("all-reduce", ("slow", "fast")): 200,
+        ("collective-permute", ("fast",)): 200,
+        ("all-gather", ("fast",)): 800,
+    }
+    (gathered,) = [collective for collective in listed if collective.kind == "all-gather"]
     assert gathered.as_all_reduce == 400
     assert str(gathered).startswith("all-gather of 800 bytes of f32 over ('fast',), for jit(")
     with pytest.raises(ValueError, match=r"jax.jit\(step\).lower"):
@@ -67,7 +72,7 @@ def test_every_collective_with_its_axes():
 def test_a_program_without_a_mesh():
     assert jaxcomp.collectives(compiled(jnp.sin, 1.0)) == ()
     with pytest.raises(ValueError, match="`mesh` is missing"):
-        jaxcomp.check(compiled(jnp.sin, 1.0), REDUCERS["now"], new_params(256))
+        jaxcomp.check(compiled(jnp.sin, 1.0), NOW, new_params(256))
 
 
 POWERSGD = functools.partial(jaxcomp.powersgd, axis_name="data")
@@ -82,6 +87,7 @@ REDUCERS = {
     "bfloat16": jaxcomp.allreduce(axis_name="data", comm_dtype=jnp.bfloat16),
     "factors in bfloat16": POWERSGD(1, start_step=0, comm_dtype=jnp.bfloat16),
 }
+NOW = REDUCERS["now"]
 TOO_MUCH = r"sends [\d,]+ bytes over data, .* besides are allowed \(allow=\)"
 
 
@@ -100,31 +106,18 @@ IN_FLOATS = [name for name in REDUCERS if not name.startswith("int")]
 
 @pytest.mark.parametrize("name", IN_FLOATS)
 def test_what_a_reducer_sends_passes_and_twice_as_much_does_not(name):
-    mesh = mesh_of(4)
     reducer = REDUCERS[name]
-    params = parameters(mesh)
-    checked(reducer, mesh, params, X)
+    checked(reducer, MESH, PARAMS, X)
     local = optax.stateless(lambda grads, params: jaxcomp.as_local(grads, "data"))
     again = optax.chain(reducer, local, reducer)
-    run = jaxcomp.value_and_grad(loss, again, mesh=mesh, axis_name="data")
+    run = jaxcomp.value_and_grad(loss, again, mesh=MESH, axis_name="data")
     with pytest.raises(ValueError, match=TOO_MUCH):
-        jaxcomp.check(compiled(run, run.init(params), params, X), reducer, params)
+        jaxcomp.check(compiled(run, run.init(PARAMS), PARAMS, X), reducer, PARAMS)
 
 
 # Factors in integers take longest to compile: once in every step and once in a branch.
-BESIDE = [
-    ("later", "tensor"),
-    ("later", "fsdp"),
-    ("later", "replicated"),
-    ("quantized", "tensor"),
-    ("quantized", "fsdp"),
-    ("quantized", "replicated"),
-    ("bfloat16", "tensor"),
-    ("bfloat16", "fsdp"),
-    ("bfloat16", "replicated"),
-    ("int8", "fsdp"),
-    ("int6 later", "tensor"),
-]
+BESIDE = [*itertools.product(("later", "quantized", "bfloat16"), LAYOUTS)]
+BESIDE += [("int8", "fsdp"), ("int6 later", "tensor")]
 
 
 @pytest.mark.parametrize(("name", "layout"), BESIDE)
@@ -164,17 +157,15 @@ def test_a_pmean_beside_another_axis_is_refused(name, layout, dtype):
 def test_shapes_alone_do_beside_explicit_axes_too():
     mesh = grid(2, "explicit", model=2)
     shapes = jax.eval_shape(lambda: new_params(256))
-    checked(REDUCERS["now"], mesh, parameters(mesh), X, like=shapes)
+    checked(NOW, mesh, parameters(mesh), X, like=shapes)
 
 
 @pytest.mark.parametrize(("name", "behind"), [("now", False), ("later", False), ("now", True)])
 def test_what_is_averaged_before_the_reducer_is_refused(name, behind):
     """By a pmean within the step, or by the compiler, in a jit loop as it was."""
-    mesh = mesh_of(4)
     reducer = REDUCERS[name]
-    params = parameters(mesh)
-    x = placed(mesh, X, P("data"))
-    state = jaxcomp.shard_state(reducer.init(params), mesh, "data")
+    x = placed(MESH, X, P("data"))
+    state = jaxcomp.shard_state(reducer.init(PARAMS), MESH, "data")
     specs = jaxcomp.state_specs(state, "data")
 
     def update(grads, state):
@@ -184,26 +175,27 @@ def test_what_is_averaged_before_the_reducer_is_refused(name, behind):
         grads = jaxcomp.local_value_and_grad(loss, "data")(params, x)[1]
         return update(jax.lax.pmean(grads, "data"), state)
 
-    step = sharded(mesh, left_in, (P(), specs, P("data")), (P(), specs))
+    step = sharded(MESH, left_in, (P(), specs, P("data")), (P(), specs))
     if behind:
-        mapped = sharded(mesh, update, (P(), specs), (P(), specs))
-        step = lambda params, state, x: mapped(jax.grad(loss)(params, x), state)  # noqa: E731
+        mapped = sharded(MESH, update, (P(), specs), (P(), specs))
+
+        def step(params, state, x):
+            return mapped(jax.grad(loss)(params, x), state)
+
     with pytest.raises(ValueError, match=TOO_MUCH) as error:
-        jaxcomp.check(compiled(step, params, state, x), reducer, params)
+        jaxcomp.check(compiled(step, PARAMS, state, x), reducer, PARAMS)
     message = str(error.value)
     assert "\n  all-reduce of 1,050,624 bytes of f32 over ('data',), for jit(" in message
     assert "steps=" not in message  # it is not the same collectives several times
 
 
 def test_a_step_without_its_reducer_is_refused():
-    mesh = mesh_of(4)
-    params = parameters(mesh)
-    x = placed(mesh, X, P("data"))
-    local = compiled(lambda params, x: jnp.tanh(x @ params["up"]), params, x)
+    x = placed(MESH, X, P("data"))
+    local = compiled(lambda params, x: jnp.tanh(x @ params["up"]), PARAMS, x)
     with pytest.raises(ValueError, match=r"sends 0 bytes over data, .* with powersgd\(.*\) sends "):
-        jaxcomp.check(local, REDUCERS["now"], params)
+        jaxcomp.check(local, NOW, PARAMS)
     with pytest.raises(ValueError, match=r"`reducer` must be a jaxcomp reducer, got Gradient"):
-        jaxcomp.check(local, optax.chain(REDUCERS["now"]), params)
+        jaxcomp.check(local, optax.chain(NOW), PARAMS)
 
 
 # Several steps or several networks in one program.
@@ -291,33 +283,28 @@ LOOPS = {
 def test_steps_are_counted_also_beside_constants_as_large_as_a_parameter(name):
     """As FedProx' start, a target network or a batch are."""
     loop, steps, reducer = LOOPS[name]
-    mesh = mesh_of(4)
     reducer = REDUCERS[reducer]
-    params = parameters(mesh)
 
     def distance(params, x, aside):
         return loss(params, x) + jnp.mean((params["up"] - aside["up"]) ** 2)
 
     if "checkpointed" in name:
         distance = jax.checkpoint(distance)
-    run = jaxcomp.value_and_grad(distance, reducer, mesh=mesh, batch_specs=(P("data"), P()))
+    run = jaxcomp.value_and_grad(distance, reducer, mesh=MESH, batch_specs=(P("data"), P()))
     batch = np.ones((256, 256), np.float32)  # as large as a parameter, too
-    arguments = (run.init(params), params, batch, parameters(mesh))
+    arguments = (run.init(PARAMS), PARAMS, batch, parameters(MESH))
     program = compiled(functools.partial(loop, run), *arguments)
-    for said in (None, steps):
-        jaxcomp.check(program, reducer, params, steps=said)
+    jaxcomp.check(program, reducer, PARAMS)
+    jaxcomp.check(program, reducer, PARAMS, steps=steps)
     with pytest.raises(ValueError, match=TOO_MUCH):
-        jaxcomp.check(program, reducer, params, steps=steps // 2)
+        jaxcomp.check(program, reducer, PARAMS, steps=steps // 2)
     with pytest.raises(ValueError, match="bytes over data, "):
-        jaxcomp.check(program, reducer, params, steps=3 * steps)
+        jaxcomp.check(program, reducer, PARAMS, steps=3 * steps)
 
 
 def test_steps_in_a_loop_within_the_mapped_function_are_counted():
-    mesh = mesh_of(4)
-    reducer = REDUCERS["now"]
-    params = parameters(mesh)
-    tx = optax.chain(reducer, optax.sgd(0.1, momentum=0.9))
-    state = jaxcomp.shard_state(tx.init(params), mesh, "data")
+    tx = optax.chain(NOW, optax.sgd(0.1, momentum=0.9))
+    state = jaxcomp.shard_state(tx.init(PARAMS), MESH, "data")
     specs = jaxcomp.state_specs(state, "data")
 
     def epoch(params, state, batches):
@@ -330,44 +317,35 @@ def test_steps_in_a_loop_within_the_mapped_function_are_counted():
         return jax.lax.scan(one, (params, state), batches)[0]
 
     batched = P(None, "data")
-    run = sharded(mesh, epoch, (P(), specs, batched), (P(), specs))
-    batches = placed(mesh, np.ones((5, 8, 256), np.float32), batched)
-    jaxcomp.check(compiled(run, params, state, batches), reducer, params)
+    run = sharded(MESH, epoch, (P(), specs, batched), (P(), specs))
+    batches = placed(MESH, np.ones((5, 8, 256), np.float32), batched)
+    jaxcomp.check(compiled(run, PARAMS, state, batches), NOW, PARAMS)
 
 
 def test_a_round_of_local_steps_sends_what_its_reducer_does():
-    mesh = mesh_of(4)
-    reducer = REDUCERS["now"]
-    params = parameters(mesh)
 
     def step(params, state, x):
         return descended(params, jax.grad(loss)(params, x)), state, None
 
-    run = jaxcomp.local_sgd_round(step, sync_every=4, axis_name="data", mesh=mesh, reducer=reducer)
-    program = compiled(run, params, run.init(params, ()), np.ones((4, 8, 256), np.float32))
-    jaxcomp.check(program, reducer, params)
+    run = jaxcomp.local_sgd_round(step, sync_every=4, axis_name="data", mesh=MESH, reducer=NOW)
+    program = compiled(run, PARAMS, run.init(PARAMS, ()), np.ones((4, 8, 256), np.float32))
+    jaxcomp.check(program, NOW, PARAMS)
 
 
 def test_a_pmean_in_a_loop_of_steps_is_refused():
-    mesh = mesh_of(4)
-    reducer = REDUCERS["now"]
-    params = parameters(mesh)
-    run = jaxcomp.value_and_grad(loss, optax.chain(reducer), mesh=mesh, axis_name="data")
+    run = jaxcomp.value_and_grad(loss, optax.chain(NOW), mesh=MESH, axis_name="data")
 
     def averaged(state, params, x):
         value, state = run(state, params, x)
-        mean = sharded(mesh, lambda g: jax.lax.pmean(jaxcomp.as_local(g, "data"), "data"), P(), P())
+        mean = sharded(MESH, lambda g: jax.lax.pmean(jaxcomp.as_local(g, "data"), "data"), P(), P())
         return (value[0], mean(value[1])), state
 
-    program = compiled(steps_in_a_scan(averaged, 10), run.init(params), params, X)
+    program = compiled(steps_in_a_scan(averaged, 10), run.init(PARAMS), PARAMS, X)
     with pytest.raises(ValueError, match=TOO_MUCH):
-        jaxcomp.check(program, reducer, params)
+        jaxcomp.check(program, NOW, PARAMS)
 
 
 def test_micro_batches_whose_mean_is_reduced_pass_in_a_loop_of_steps():
-    mesh = mesh_of(4)
-    reducer = REDUCERS["now"]
-    params = parameters(mesh)
 
     def accumulated(params, x):
         def one(total, rows):
@@ -377,9 +355,9 @@ def test_micro_batches_whose_mean_is_reduced_pass_in_a_loop_of_steps():
         total, _ = jax.lax.scan(one, zeros, x)
         return loss(params, x), total
 
-    run = jaxcomp.data_parallel(accumulated, reducer, mesh=mesh)
-    program = compiled(steps_in_a_scan(run, 4), run.init(params), params, X)
-    jaxcomp.check(program, reducer, params)
+    run = jaxcomp.data_parallel(accumulated, NOW, mesh=MESH)
+    program = compiled(steps_in_a_scan(run, 4), run.init(PARAMS), PARAMS, X)
+    jaxcomp.check(program, NOW, PARAMS)
 
 
 def test_steps_are_counted_beside_another_axis():
@@ -392,26 +370,21 @@ def test_steps_are_counted_beside_another_axis():
 
 
 def test_steps_with_gradients_by_hand_are_the_turns_of_a_loop():
-    mesh = mesh_of(4)
-    reducer = REDUCERS["now"]
-    params = {"w": parameters(mesh)["up"]}
+    params = {"w": parameters(MESH)["up"]}
 
     def by_hand(params, x):
         y = x @ params["w"]
         return jnp.mean(y**2), {"w": 2.0 / y.size * (x.T @ y)}
 
-    run = jaxcomp.data_parallel(by_hand, reducer, mesh=mesh)
+    run = jaxcomp.data_parallel(by_hand, NOW, mesh=MESH)
     program = compiled(steps_in_a_scan(run, 5), run.init(params), params, X)
-    jaxcomp.check(program, reducer, params)
+    jaxcomp.check(program, NOW, params)
 
 
 @pytest.mark.parametrize("unroll", [1, True])
 def test_micro_batches_are_no_steps_unrolled_or_not(unroll):
     """Nor where the loop around them makes steps."""
-    mesh = mesh_of(4)
-    reducer = REDUCERS["now"]
-    params = parameters(mesh)
-    run = jaxcomp.value_and_grad(loss, reducer, mesh=mesh)
+    run = jaxcomp.value_and_grad(loss, NOW, mesh=MESH)
 
     def micro_batches(state, params, x):
         def one(carry, scale):
@@ -424,18 +397,19 @@ def test_micro_batches_are_no_steps_unrolled_or_not(unroll):
         (state, total), _ = jax.lax.scan(one, (state, zeros), scales, unroll=unroll)
         return (0.0, total), state
 
-    state = run.init(params)
+    state = run.init(PARAMS)
     with pytest.raises(ValueError, match=r"3 times as much. .* micro-batch.* pass steps=3"):
-        jaxcomp.check(compiled(micro_batches, state, params, X), reducer, params)
-    nested = compiled(steps_in_a_scan(micro_batches, 5), state, params, X)
+        jaxcomp.check(compiled(micro_batches, state, PARAMS, X), NOW, PARAMS)
+    nested = compiled(steps_in_a_scan(micro_batches, 5), state, PARAMS, X)
     with pytest.raises(ValueError, match="one call takes 15 training steps, pass steps=15"):
-        jaxcomp.check(nested, reducer, params)
-    jaxcomp.check(nested, reducer, params, steps=15)
+        jaxcomp.check(nested, NOW, PARAMS)
+    jaxcomp.check(nested, NOW, PARAMS, steps=15)
 
 
 def gan(mesh, reducers, critic_steps=1):
     """Makes a program of two networks, the first of several steps for one of the second."""
-    critic, generator = parameters(mesh), autoencoder.parameters(mesh, width=128)
+    critic = parameters(mesh)
+    generator = autoencoder.parameters(mesh, width=128)
     first = jaxcomp.value_and_grad(loss, reducers[0], mesh=mesh)
     second = jaxcomp.value_and_grad(loss, reducers[1], mesh=mesh)
 
@@ -454,9 +428,8 @@ NETWORKS = [(("now", "now"), 1), (("now", "allreduce"), 5)]
 
 @pytest.mark.parametrize(("names", "critic_steps"), NETWORKS)
 def test_several_networks_in_one_program(names, critic_steps):
-    mesh = mesh_of(4)
     reducers = [REDUCERS[name] for name in names]
-    step, states, networks = gan(mesh, reducers, critic_steps)
+    step, states, networks = gan(MESH, reducers, critic_steps)
     program = compiled(step, states, networks, X)
     jaxcomp.check(program, tuple(reducers), list(networks), steps=(critic_steps, 1))
     with pytest.raises(ValueError, match="pass lists of reducers and parameters"):
@@ -473,13 +446,12 @@ def test_several_networks_in_one_program(names, critic_steps):
 
 def test_lists_that_do_not_belong_together_are_refused():
     program = compiled(jnp.sin, 1.0)
-    reducer = REDUCERS["now"]
     with pytest.raises(ValueError, match=r"is a list of 2, .* params of type dict"):
-        jaxcomp.check(program, [reducer, reducer], new_params())
+        jaxcomp.check(program, [NOW, NOW], new_params())
     with pytest.raises(ValueError, match="is a list of 2, so `params` must be one"):
-        jaxcomp.check(program, [reducer, reducer], [new_params()])
+        jaxcomp.check(program, [NOW, NOW], [new_params()])
     with pytest.raises(ValueError, match=r"is a list of 2, .* steps=\[1\]"):
-        jaxcomp.check(program, [reducer, reducer], [new_params(), new_params()], steps=[1])
+        jaxcomp.check(program, [NOW, NOW], [new_params(), new_params()], steps=[1])
     for steps in (0, 2.0, [2.0]):
         with pytest.raises(ValueError, match="`steps` must be a positive integer"):
-            jaxcomp.check(program, reducer, new_params(), steps=steps)
+            jaxcomp.check(program, NOW, new_params(), steps=steps)
