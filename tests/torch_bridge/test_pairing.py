@@ -386,6 +386,15 @@ def test_one_question_for_all_square_matrices():
         np.testing.assert_array_equal(params[name]["kernel"], weight.T if turned else weight)
 
 
+@pytest.mark.parametrize(
+    ("option", "shape"), [("conv1d", (4, 4)), ("conv_transpose", (4, 4, 3, 3))]
+)
+def test_an_empty_pattern_names_no_layer_and_not_the_one_without_a_name(option, shape):
+    model = {"weight": np.zeros(shape)}
+    like = {"kernel": np.zeros((*shape[2:], 4, 4))}
+    assert pair(model, like, **{option: ""}) == pair(model, like, plain=True)
+
+
 # --- a flatten --------------------------------------------------------------------------------
 
 

@@ -96,11 +96,15 @@ class Options:
     def form_of(self, option: str, layer: Layer) -> str | None:
         """Returns the form that an option says a weight has, "" for the usual one; None if open."""
         said = getattr(self, option)
-        patterns = {said: IN_OUT} if isinstance(said, str) else said or {}
-        for pattern, form in patterns.items():
+        if said is None:
+            return "" if self.plain else None
+        if isinstance(said, str):
+            # "" names none, not the layer without a name.
+            return IN_OUT if said and re.fullmatch(said, layer.name) else ""
+        for pattern, order in said.items():
             if re.fullmatch(pattern, layer.name):
-                return form if isinstance(form, str) else axes_name(form)
-        return "" if said is not None or self.plain else None
+                return axes_name(order)
+        return ""
 
 
 def refuse_idle_patterns(
@@ -141,7 +145,9 @@ def refuse_idle_patterns(
 def _rules(value: Any) -> tuple[tuple[str, str], ...]:
     with contextlib.suppress(TypeError, ValueError):
         pairs: list[tuple[str, str]] = []
-        for pattern, path in value.items() if isinstance(value, Mapping) else value:
+        if isinstance(value, Mapping):
+            value = value.items()
+        for pattern, path in value:
             pairs.append((pattern, path))
         return tuple(pairs)
     raise ValueError(
@@ -172,7 +178,9 @@ def _maps(name: str, value: Any) -> dict[str, Flattened | None] | None:
     maps: dict[str, Flattened | None] = {}
     with contextlib.suppress(TypeError, AttributeError, ValueError):
         for pattern, said in value.items():
-            maps[pattern] = None if said is None else _parts(said)
+            maps[pattern] = None
+            if said is not None:
+                maps[pattern] = _parts(said)
         return maps
     raise ValueError(
         f"`{name}` must map regular expressions to shapes (C, H, W), to lists of shapes and "
