@@ -133,7 +133,9 @@ def _tables_of_indices(tensors: Mapping[str, Any]) -> set[str]:
         dtype = str(getattr(value, "dtype", "float32")).removeprefix("torch.")
         if re.match(r"u?int|bool", dtype):
             integers.add(name)
-    return integers if len(integers) < len(tensors) else set()
+    if len(integers) == len(tensors):
+        return set()
+    return integers
 
 
 def refuse_lost_statistics(tensors: Mapping[str, Any], tree: Tree, options: Options) -> None:
@@ -246,20 +248,17 @@ def _refuse_problems(match: Match, questions: Questions, options: Options) -> No
 
 def _packs(torch: Collection[Layer], flax: Collection[Layer]) -> bool:
     """Tells a Flax kernel that would hold several of these torch weights, all of one shape."""
-    counts = collections.Counter(layer.shape("weight") for layer in torch)
-    for target in flax:
-        size = math.prod(target.shape("kernel"))
-        for shape, count in counts.items():
-            if shape and count > 1 and size == count * math.prod(shape):
-                return True
-    return False
+    sizes: set[int] = set()
+    for shape, count in collections.Counter(layer.shape("weight") for layer in torch).items():
+        if shape and count > 1:
+            sizes.add(count * math.prod(shape))
+    return any(math.prod(target.shape("kernel")) in sizes for target in flax)
 
 
 def known_forms(model: Any) -> dict[str, str]:
     """Reads from the classes of a torch module how their weights are stored; {} of a state dict."""
     forms: dict[str, str] = {}
-    modules = getattr(model, "named_modules", None)
-    for name, module in modules() if modules else ():
+    for name, module in getattr(model, "named_modules", tuple)():
         kinds = [kind.__name__ for kind in type(module).__mro__]
         for kind in kinds:
             if kind in _FORMS and "_ConvTransposeNd" not in kinds:

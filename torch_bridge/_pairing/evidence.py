@@ -112,8 +112,10 @@ class Evidence:
             choices.append([array])
             if array.ndim >= _MAP_AXES and array.dtype.kind not in "iub":
                 moved = np.ascontiguousarray(np.moveaxis(array, 1, -1))
-                # Pictures have their channels last in Flax; a sequence is the same in both.
-                choices[-1].insert(0 if array.ndim > _MAP_AXES else 1, moved)
+                choices[-1].append(moved)
+                if array.ndim > _MAP_AXES:
+                    # Pictures have their channels last in Flax; a sequence is the same in both.
+                    choices[-1].reverse()
         layouts: list[Layout] = []
         errors: list[str] = []
         params = self._tree.with_leaves(self._leaves)

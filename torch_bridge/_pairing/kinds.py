@@ -238,7 +238,9 @@ class Recurrent:
             if leaves[1] in flax.parts:
                 leaves.reverse()
                 tensors.reverse()
-            of_n = (2 * hidden, 3 * hidden) if count == 3 and share is None else None
+            of_n = None
+            if count == 3 and share is None:
+                of_n = (2 * hidden, 3 * hidden)
             first = _gate(torch, flax, tensors[0], leaves[0], share)
             second = _gate(torch, flax, tensors[1], leaves[0], share)
             yield first._replace(terms=2)
@@ -262,7 +264,9 @@ class Bare:
         goal = without_ones(target)
         same = tuple(range(len(wide)))
         if len(wide) < 2:
-            maps = "flatten" if torch.sort == "bare" else ""
+            maps = ""
+            if torch.sort == "bare":
+                maps = "flatten"
             yield Link(tensor, leaf, _vector(shape, target, None, maps))
             return
         orders = [same, _kernel_order(len(wide))]
@@ -275,7 +279,7 @@ class Bare:
         elif len(orders) == 2:
             orders += [(*same[2:], *same[:2]), (same[0], *same[2:], same[1])]
         # Without axes of one place, the first of those that stay may be torch's columns.
-        row_axes = 1 if shape[0] > 1 else 0
+        row_axes = int(shape[0] > 1)
         views = _orders(wide, goal, orders, row_axes)
         if not views and len(wide) <= _BARE_AXES:
             views = _orders(wide, goal, itertools.permutations(same), row_axes)
@@ -318,7 +322,9 @@ def links_of(torch: Layer, flax: Layer) -> list[Link]:
 def forms_of(torch: Layer, flax: Layer) -> list[str]:
     """Lists the forms in which the weight of two layers fits, the usual one first."""
     links = links_of(torch, flax)
-    return list(links[0].views) if links else []
+    if not links:
+        return []
+    return list(links[0].views)
 
 
 class Built(NamedTuple):
@@ -399,15 +405,22 @@ def _gate(torch: Layer, flax: Layer, tensor: str, leaf: str, share: Share | None
     target = flax.shape(leaf)
     if len(shape) < 2:
         return Link(tensor, leaf, _vector(shape, target, share), share)
+    views: dict[str, View] = {}
     cut = _cut(target, shape[1], _height(shape, share))
-    return Link(tensor, leaf, {OUT_IN: _turned(target, cut)} if cut else {}, share)
+    if cut:
+        views[OUT_IN] = _turned(target, cut)
+    return Link(tensor, leaf, views, share)
 
 
 def _height(shape: Shape, share: Share | None) -> int:
     """Returns the rows of a tensor or of a share of it; 0 if it has no equal shares."""
     rows = math.prod(shape[:1])
-    count = share[1] if share else 1
-    return 0 if rows % count else rows // count
+    if share is None:
+        return rows
+    height, rest = divmod(rows, share[1])
+    if rest:
+        return 0
+    return height
 
 
 def _vector(shape: Shape, target: Shape, share: Share | None = None, maps: str = "") -> Views:

@@ -104,8 +104,9 @@ class Layer:
     def line(self, part: str) -> str:
         """Shows one part as errors do."""
         name, shape = self.parts[part]
-        text = name if isinstance(name, str) else "/".join(name)
-        return f"{text} {shape}"
+        if not isinstance(name, str):
+            name = "/".join(name)
+        return f"{name} {shape}"
 
     def shares(self, count: int) -> list[Layer]:
         """Takes the layer apart into equal parts of its rows; into one, it stays as it is."""
@@ -228,7 +229,7 @@ def _of_torch(module: str, parts: Parts) -> Iterator[Layer]:
         known = _NORM_PARTS
     elif len(weight) > 1:
         known = ("weight", "bias")
-    segments = tuple(module.split(".")) if module else ()
+    segments = tuple(filter(None, module.split(".")))
     return _divided(segments, sort, parts, known, ".")
 
 
@@ -247,8 +248,10 @@ def _of_flax(module: tuple[str, ...], parts: Parts, bare: set[Any]) -> Iterator[
     sort: Sort = "kernel"
     known: Collection[str] = ()
     if inner:
-        sort = "recurrent" if _ATTENTION.isdisjoint(inner.values()) else "attention"
         known = inner
+        sort = "attention"
+        if _ATTENTION.isdisjoint(inner.values()):
+            sort = "recurrent"
     elif "kernel" in parts and len(parts["kernel"][1]) > 1:
         known = ("kernel", "bias")
     elif alone <= bare:

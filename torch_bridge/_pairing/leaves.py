@@ -110,7 +110,9 @@ def trained(tree: Any) -> Any:
 
         state = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
         return nnx.filter_state(state, nnx.Param)
-    return tree["params"] if flatten(tree).collections else tree
+    if flatten(tree).collections:
+        return tree["params"]
+    return tree
 
 
 def flatten(tree: Any) -> Tree:
@@ -171,7 +173,10 @@ def _natural_key(words: tuple[str, ...]) -> tuple[Any, ...]:
     for word in words:
         pieces: list[tuple[int, str]] = []
         for piece in re.split(r"(\d+)", word):
-            pieces.append((int(piece), "") if piece.isdigit() else (-1, piece))
+            number = (-1, piece)
+            if piece.isdigit():
+                number = (int(piece), "")
+            pieces.append(number)
         key.append(tuple(pieces))
     return tuple(key)
 
@@ -215,7 +220,7 @@ def torch_matrix_dims(path: Any, leaf: Any) -> MatrixDims | None:
     ndim = len(np.shape(leaf))
     if ndim < 2:
         return None
-    module = names[-2] if len(names) > 1 else ""
+    module = "".join(names[-2:-1])
     rows: tuple[int, ...] = (0,)  # an embedding or a bare parameter keeps torch's shape
     if names[-1:] == ("kernel",):
         rows = (ndim - 1,)
@@ -251,6 +256,8 @@ def matrix_dims_of(pairs: Sequence[Pair]) -> MatrixDimsFn:
         if pair is None or len(np.shape(leaf)) < 2:
             return torch_matrix_dims(path, leaf)
         rows, cols = pair.matrix_axes()
-        return MatrixDims(rows=rows, cols=cols) if rows and cols else None
+        if rows and cols:
+            return MatrixDims(rows=rows, cols=cols)
+        return None
 
     return matrix_dims

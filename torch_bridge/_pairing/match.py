@@ -91,9 +91,10 @@ class Match:
         if key not in self._fits:
             strength = 0
             if build(layer, target).fits:
+                strength = FITS
                 is_matrix = len(layer.shape("weight")) == 2
-                unusual = is_matrix and forms_of(layer, target)[:1] == [IN_OUT]
-                strength = UNUSUAL if unusual else FITS
+                if is_matrix and forms_of(layer, target)[:1] == [IN_OUT]:
+                    strength = UNUSUAL
             self._fits[key] = strength
         return self._fits[key]
 
@@ -114,7 +115,7 @@ class Match:
                 pattern, paths = _first_rule(rules, [names[name], layer.name])
                 if not paths:
                     continue
-                targets = tuple(owners.get(path) for path in paths)
+                targets = tuple(map(owners.get, paths))
                 if len(paths) == 1 and paths[0] in leaves:
                     target = owners[paths[0]]
                     leaf = leaves[paths[0]]
@@ -132,8 +133,10 @@ class Match:
         other = target.single(leaf)
         del layer.parts[part]
         del target.parts[leaf]
-        exchange(self.torch, layer, [one, layer] if layer.parts else [one])
-        exchange(self.flax, target, [other, target] if target.parts else [other])
+        for side, single, whole in ((self.torch, one, layer), (self.flax, other, target)):
+            side.insert(side.index(whole), single)
+            if not whole.parts:
+                side.remove(whole)
         self.partners[one] = other
         return other
 
@@ -209,9 +212,11 @@ class Match:
     def match_shapes(self) -> None:
         """Pairs every layer that has one place only, or is the only one for a place."""
         for region in self._regions():
-            while forced := _forced(self._alike(region)):
+            forced = _forced(self._alike(region))
+            while forced:
                 self.partners.update(forced)
                 region = region.without(forced)
+                forced = _forced(self._alike(region))
 
     def groups(self) -> list[Group]:
         """Lists the groups of layers that are open among each other."""
@@ -225,7 +230,9 @@ class Match:
                         apart.append(other)
                     else:
                         alike = alike.joined(other)
-                joined = [*apart, alike] if alike.flax else apart
+                joined = apart
+                if alike.flax:
+                    joined.append(alike)
             groups += joined
         return groups
 

@@ -22,7 +22,7 @@ from torch_bridge._pairing.kinds import IN_OUT, USUAL, forms_of
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.leaves import words_of
 from torch_bridge._pairing.maps import VERBS, Answers, Flow, Reading
-from torch_bridge._pairing.match import FITS, Match, Partners, grouped
+from torch_bridge._pairing.match import FITS, Group, Match, Partners, grouped
 from torch_bridge._pairing.pairs import Maps, Pair, leaves_from_torch
 
 TRIES = 500  # runs of the Flax model at most
@@ -128,7 +128,9 @@ class Search:
             if change is None:
                 continue
             parent.tried += 1
-            heapq.heappush(waiting, (cost if parent is first else parent.cost(), number, parent))
+            if parent is not first:
+                cost = parent.cost()
+            heapq.heappush(waiting, (cost, number, parent))
             key = change.reading.key()
             if key in seen:
                 continue
@@ -256,9 +258,11 @@ class Search:
         back = {target: layer for layer, target in reading.partners.items()}
         for ones, others in _exchangeable(list(reading.partners)):
             yield from self._exchanged(reading, ones, others)
-        for ones, others in _exchangeable([one for one in self._match.flax if one in back]):
-            layers = [back[target] for target in ones]
-            yield from self._exchanged(reading, layers, [back[target] for target in others])
+        targets = [target for target in self._match.flax if target in back]
+        for ones, others in _exchangeable(targets):
+            first = [back[target] for target in ones]
+            second = [back[target] for target in others]
+            yield from self._exchanged(reading, first, second)
 
     def _exchanged(
         self, reading: Reading, ones: Sequence[Layer], others: Sequence[Layer]
@@ -333,7 +337,7 @@ class Search:
 
 
 def assign(
-    match: Match, decided: Mapping[Layer, Layer], torch: Sequence[Layer], flax: Sequence[Layer]
+    match: Match, decided: Mapping[Layer, Layer], torch: list[Layer], flax: list[Layer]
 ) -> Partners:
     """Pairs as many layers as can be, those at the same place of two orders, where they fit.
 
@@ -343,9 +347,7 @@ def assign(
       torch: The torch layers in an order.
       flax: The Flax layers in an order.
     """
-    taken = set(decided.values())
-    ones = [layer for layer in torch if layer not in decided]
-    others = [target for target in flax if target not in taken]
+    ones, others = Group(torch, flax).without(decided)
     strengths = np.zeros((len(ones), len(others)))
     rows = grouped(range(len(ones)), lambda place: ones[place].signature)
     columns = grouped(range(len(others)), lambda place: others[place].signature)
