@@ -76,11 +76,12 @@ class Evidence:
         first_dtype = None
         self.tolerance = TOLERANCE
         for tensor in tensors:
-            array = to_numpy(tensor)
-            if not hasattr(tensor, "dtype") or not _is_real(array):
+            dtype = to_numpy(tensor).dtype if hasattr(tensor, "dtype") else None
+            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
                 continue
-            first_dtype = first_dtype or array.dtype
-            unit = float(jnp.finfo(array.dtype).eps)
+            if first_dtype is None:
+                first_dtype = dtype
+            unit = float(jnp.finfo(dtype).eps)
             if unit > float(jnp.finfo(jnp.float32).eps):
                 self.tolerance = max(self.tolerance, _UNITS * unit)
         self._leaves: dict[tuple[str, ...], Any] = {}

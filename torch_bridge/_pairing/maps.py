@@ -120,7 +120,7 @@ class Flow:
         for other in self.layers:
             sizes = self.sizes[other]
             if self._places[other] < place and sizes.get("unflatten") == values:
-                return None  # as an earlier layer gives them
+                return None  # an earlier layer gives as many
             is_read |= sizes.get("flatten") == values
             if option == "flatten" and self.is_table(other):
                 beside.append(sizes["unflatten"])
