@@ -1,5 +1,6 @@
 """docs/adopt.md: every program runs, its diff is true, its checkpoint moves to other devices."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -26,7 +27,8 @@ SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
 PRELUDE = re.search(r"```python\n(.*?)```", PAGE, re.S)[1]
 LOOPS = [title for title, body in SECTIONS.items() if "```diff" in body]
 EXPLICIT = "jit, Explicit axes"
-STEPS, MORE = 100, 10
+STEPS = 100
+MORE = 10
 NOISE = float(re.search(r"\+ ([\d.]+) \* rng\.normal", PRELUDE)[1]) ** 2
 
 
@@ -45,16 +47,16 @@ def program(title, *, compressed=True):
     return "\n".join(lines)
 
 
-def run(text, count, steps, checkpoint=None, prelude=PRELUDE, others=None):
-    """(losses, checkpoint) of a program on so many devices, with other names for it besides."""
+def run(text, count, steps, checkpoint=None, prelude=PRELUDE, others=()):
+    """Returns (losses, checkpoint) of a program on so many devices, with other names besides."""
     losses = []
     names = {
         "devices": jax.devices()[:count],
         "steps": steps,
         "losses": losses,
         "checkpoint": checkpoint,
-        **(others or {}),
     }
+    names.update(others)
     with jax.numpy_dtype_promotion("standard"):  # what a user has
         exec(compile(prelude, "docs/adopt.md", "exec"), names)
         # For this program, and no longer.
@@ -69,8 +71,8 @@ def run(text, count, steps, checkpoint=None, prelude=PRELUDE, others=None):
 
 def test_all_loops_are_there():
     assert len(LOOPS) == 13
+    anchors = [re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in SECTIONS]
     for title in re.findall(r"\]\(#([\w-]+)\)", PAGE):
-        anchors = [re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-") for name in SECTIONS]
         assert title in anchors
 
 
@@ -79,7 +81,8 @@ def test_a_loop_learns_as_without_compression_and_goes_on_elsewhere(title, monke
     monkeypatch.setitem(os.environ, "KERAS_BACKEND", "jax")
     prelude = PRELUDE
     if title == EXPLICIT:
-        title, prelude = "jit", PRELUDE.replace(", axis_types=(AxisType.Auto,)", "")
+        title = "jit"
+        prelude = PRELUDE.replace(", axis_types=(AxisType.Auto,)", "")
         assert prelude != PRELUDE
     train = functools.partial(run, prelude=prelude)
     exact, _ = train(program(title, compressed=False), 4, range(STEPS))
@@ -152,7 +155,9 @@ def test_a_loop_of_others_learns_as_its_table_says(name):
     removed, added, ratio = re.search(
         rf"{name}.*?(\d+), (\d+) .* ([\d.]+) \|$", PAGE, re.M
     ).groups()
-    assert [sum(row[:1] == sign for row in lines) for sign in "-+"] == [int(removed), int(added)]
+    changed = collections.Counter(row[:1] for row in lines)
+    assert changed["-"] == int(removed)
+    assert changed["+"] == int(added)
     learnt = {sign: np.mean(values[-10:]) for sign, values in losses.items()}
     assert learnt["-"] < 0.95 * losses["-"][0]
     assert learnt["+"] / learnt["-"] == pytest.approx(float(ratio), abs=0.03)
@@ -214,7 +219,8 @@ def test_a_loss_scale_in_a_jit_loop_leaves_one_step_out():
     mesh = mesh_of(2)
     with jax.set_mesh(mesh):
         exec(second, names)
-        params, scale = SCALED["params"], names["scale"]
+        params = SCALED["params"]
+        scale = names["scale"]
         state = names["optimizer"].init(params)
         reduced = names["value_and_grad"].init(params)
         seen = []
@@ -237,7 +243,8 @@ def test_a_state_that_is_laid_out_by_rule_is_noticed_and_the_way_out_works():
     params = {"w": jnp.ones((64, 64))}
     reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
     run = jaxcomp.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2), reducer, mesh=mesh)
-    state, x = run.init(params), np.ones((8, 64), np.float32)
+    state = run.init(params)
+    x = np.ones((8, 64), np.float32)
     whole = jax.NamedSharding(mesh, jax.P())
     by_rule = jax.tree.map(lambda _: whole, state)
     specs = jaxcomp.state_specs(state, "data")
