@@ -121,6 +121,15 @@ def test_states_of_the_trained_parameters_alone():
 
 
 @pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
+def test_a_part_of_the_paired_tree_is_refused_on_the_way_back():
+    source = checkpoint()
+    run = torch_bridge.to_flax(source, variables())
+    with pytest.raises(CheckpointMismatch, match="'batch_stats'") as error:
+        torch_bridge.to_torch(run.params["params"], run.opt_state, source, pairs=run.pairs)
+    assert error.value.missing == ("norm/mean", "norm/var")
+
+
+@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
 def test_an_optimizer_of_the_trained_parameters_without_their_names():
     named = checkpoint()
     group = dict(named.optimizer["param_groups"][0])

@@ -74,6 +74,7 @@ def to_torch(
       matrix_dims: As for `to_flax`.
       param_names: As for `to_flax`.
       pairs: What `pair` gave, or the `pairs` of the run that `to_flax` made, in place of `options`.
+        Every leaf that they name must be in `params`.
       **options: ``rules``, ``flatten`` and the other arguments of `pair`.
 
     Returns:
@@ -104,6 +105,8 @@ def to_torch(
             f"`opt_state` must hold one jaxcomp.PowerSGDState, as the checkpoint does; it holds "
             f"{len(reducers)}. Pass the whole state of the optax.chain."
         )
+    if pairs is not None:
+        _refuse_part_of_tree(params, pairs)
     example = like.example if apply else None
     pairs = paired_for(like.model, params, pairs, options, apply, example).pairs
     layout = layout or layout_of(like, None, pairs)
@@ -146,6 +149,27 @@ def to_torch(
     if path is not None:
         write_document(pathlib.Path(path), document)
     return document
+
+
+def _refuse_part_of_tree(params: Any, pairs: Pairs) -> None:
+    """Refuses a tree without some of the paired leaves: torch's would be the old ones of `like`.
+
+    Raises:
+      CheckpointMismatch: With the paths of all of them.
+    """
+    leaves = flatten(params).leaves
+    missing: list[str] = []
+    for path in dict.fromkeys(one.path for one in pairs):
+        if path not in leaves:
+            missing.append("/".join(path))
+    if missing:
+        raise CheckpointMismatch(
+            "`params` lacks leaves that `pairs` names, and torch would keep their old values. Pass "
+            "the whole tree that the pairs were made for: of linen variables {'params': ..., "
+            "'batch_stats': ...}, of an nnx module its whole state.",
+            missing=missing,
+            parameters=("pairs",),
+        )
 
 
 def _refuse_other_outputs(
