@@ -241,6 +241,15 @@ def test_no_order_or_several_that_fit_are_refused_with_the_candidates():
     assert infer_layout(checkpoint).names[:1] == ("a.bias",)
 
 
+@pytest.mark.parametrize("world_size", [None, 2])
+def test_missing_ranks_are_named_where_their_errors_would_decide(world_size):
+    layout, checkpoint = checkpoint_of(ORDERS["ready"])
+    assert infer_layout(checkpoint) == layout
+    alone = dataclasses.replace(checkpoint, powersgd=checkpoint.powersgd[:1], world_size=world_size)
+    with pytest.raises(CheckpointMismatch, match=r"errors of 1 rank\(s\).* one file per rank"):
+        infer_layout(alone)
+
+
 def test_frozen_parameters_buffers_and_ties():
     layout, checkpoint = checkpoint_of(ORDERS["ready"])
 

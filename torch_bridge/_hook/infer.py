@@ -79,8 +79,17 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
         _, layout = next(iter(fitting.values()))
         return layout
     if fitting:
+        ranks = ""
+        if checkpoint.missing_ranks and record.error_dict:
+            size = checkpoint.world_size
+            ranks = f" of {size}" if size else ", and nothing says that these are all"
+            ranks = (
+                f"The errors of {len(checkpoint.powersgd)} rank(s) are here{ranks}. Load one file "
+                "per rank: by all errors together the order can be inferred. "
+            )
         raise CheckpointMismatch(
-            f"The file does not record the bucket layout, and several orders fit it. {_HOW_TO}",
+            f"{ranks}The file does not record the bucket layout, and several orders fit it. "
+            f"{_HOW_TO}",
             ambiguous=_first_difference(dict(fitting.values())),
         )
     raise CheckpointMismatch(
