@@ -181,6 +181,14 @@ def test_files_that_cannot_be_the_ranks_of_one_run(tmp_path):
     np.testing.assert_array_equal(load([one, three]).powersgd[1].error_dict[0], 0)
 
 
+def test_hook_states_under_a_key_of_ones_own_are_named(put):
+    value = files.documented()
+    value["my_state"] = value.pop("comm_hook_state")
+    paths = [put(files.saved(value), f"{rank}.pt") for rank in range(2)]
+    with pytest.raises(CheckpointMismatch, match=r"extra\['my_state'\] .* as 'comm_hook_state'"):
+        load(paths)
+
+
 def test_the_mean_of_errors_counts_every_rank():
     def mean(*errors):
         records = tuple(PowerSGDRecord(1, 9, e, {}, {}) for e in errors)

@@ -249,7 +249,10 @@ def _differences(lead: Checkpoint, first: Checkpoint, part: Checkpoint) -> list[
       part: Of the file in question.
     """
     if len(part.powersgd) != 1 or len(lead.powersgd) != 1:
-        return [f"{len(part.powersgd)} hook states where one per rank was expected"]
+        lines = [f"{len(part.powersgd)} hook states where one per rank was expected"]
+        for name in part.unread_states:
+            lines.append(f"extra[{name!r}] looks like one: save it as 'comm_hook_state'")
+        return lines
     known, record = lead.powersgd[0], part.powersgd[0]
     lines = []
     if record.iter != known.iter:
