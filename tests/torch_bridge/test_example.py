@@ -1,5 +1,7 @@
 """One example through both models: it finds out, proves or refuses."""
 
+import collections
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -134,6 +136,39 @@ def torch_picture():
 
 
 PICTURES = values(2, 3, 4, 4)
+
+
+class Pooled(nn.Module):
+    """Has a hidden layer of as many outputs as the flattened map has values."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Conv(8, (3, 3), name="conv")(x))
+        x = nn.relu(nn.Dense(32, name="fc1")(nn.max_pool(x, (2, 2), (2, 2)).reshape(len(x), -1)))
+        return nn.Dense(10, name="fc2")(x)
+
+
+def torch_pooled():
+    layers = {"conv": tnn.Conv2d(3, 8, 3, padding=1), "relu": tnn.ReLU(), "pool": tnn.MaxPool2d(2)}
+    layers |= {"flat": tnn.Flatten(), "fc1": tnn.Linear(32, 32), "last": tnn.ReLU()}
+    return tnn.Sequential(collections.OrderedDict(layers, fc2=tnn.Linear(32, 10)))
+
+
+@pytest.mark.parametrize("said", [{}, {"flatten": {"fc1": (8, 2, 2)}}, {"unflatten": {}}])
+def test_hidden_units_are_not_permuted_beside_a_flattened_map(said):
+    state, example = proof(torch_pooled(), PICTURES)
+    like = abstract(Pooled(), np.moveaxis(PICTURES, 1, -1))
+    params = params_from_torch(state, like, apply=Pooled().apply, example=example, **said)
+    layers = params["params"]
+    np.testing.assert_array_equal(layers["fc1"]["bias"], state["fc1.bias"])
+    np.testing.assert_array_equal(layers["fc2"]["kernel"].T, state["fc2.weight"])
+
+
+def test_an_answer_that_names_no_map_is_not_searched_around():
+    state, example = proof(torch_pooled(), PICTURES)
+    like = abstract(Pooled(), np.moveaxis(PICTURES, 1, -1))
+    with pytest.raises(CheckpointMismatch, match="does not give torch's outputs"):
+        params_from_torch(state, like, apply=Pooled().apply, example=example, flatten={})
 
 
 def test_states_and_modules_of_nnx_and_an_apply_that_moves_the_axes_itself():

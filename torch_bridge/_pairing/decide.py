@@ -199,7 +199,7 @@ def _proved(
     if questions.wrong or len(assign(match, {}, match.torch, match.flax)) < len(match.flax):
         match.match_shapes()
         _refuse_problems(match, questions, options)
-    reading, difference = Search(match, questions.answers, evidence, tensors).prove()
+    reading, difference = Search(match, questions.answers, options, evidence, tensors).prove()
     unused: list[str] = []
     for layer in match.torch:
         if layer not in reading.partners:

@@ -23,6 +23,7 @@ from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.leaves import words_of
 from torch_bridge._pairing.maps import VERBS, Answers, Flow, Reading
 from torch_bridge._pairing.match import FITS, Group, Match, Partners, grouped
+from torch_bridge._pairing.options import Options
 from torch_bridge._pairing.pairs import Maps, Pair, leaves_from_torch
 
 TRIES = 500  # runs of the Flax model at most
@@ -73,18 +74,25 @@ class Search:
     """The search for one reading among those that the layers of two models allow."""
 
     def __init__(
-        self, match: Match, answers: Answers, evidence: Evidence, tensors: Mapping[str, Any]
+        self,
+        match: Match,
+        answers: Answers,
+        options: Options,
+        evidence: Evidence,
+        tensors: Mapping[str, Any],
     ) -> None:
         """Prepares a search.
 
         Args:
           match: The layers, with what rules say.
-          answers: What the user says, which is not searched for.
+          answers: What the user says of single layers, which is not searched for.
+          options: What the user says: `flatten` and `unflatten` name all layers with a map.
           evidence: The example.
           tensors: The torch tensors by name.
         """
         self._match = match
         self._said = answers
+        self._options = options
         self._evidence = evidence
         self._tensors = tensors
         self._leaves: dict[tuple[str, ...], tuple[list[Pair], np.ndarray]] = {}
@@ -159,9 +167,8 @@ class Search:
     def _first_readings(self) -> Iterator[Change]:
         """Lists likely readings: by names or without, in the order of use or of names."""
         match = self._match
-        order = self._evidence.order
         by_rule = {layer: match.partners[layer] for layer in match.by_rule}
-        used = sorted(match.flax, key=lambda target: min(map(order.__getitem__, target.tensors())))
+        used = sorted(match.flax, key=self._place)
         torch_orders = (match.torch, _in_turn(match.torch))
         choices = itertools.product((match.partners, by_rule), (used, match.flax), torch_orders)
         for decided, flax, torch in choices:
@@ -171,6 +178,10 @@ class Search:
                 if self._is_upward(target) and IN_OUT in forms_of(layer, target):
                     answers.setdefault(layer, USUAL._replace(form=IN_OUT))
             yield Change("", Reading(partners, answers))
+
+    def _place(self, target: Layer) -> float:
+        """Returns the place of a layer in the order in which the Flax model uses them."""
+        return min(map(self._evidence.order.__getitem__, target.tensors()))
 
     def _is_upward(self, target: Layer) -> bool:
         """Tells whether the Flax model uses a kernel as a ConvTranspose with a stride does."""
@@ -237,6 +248,9 @@ class Search:
         choices: list[tuple[Any, Choice]] = []
         for option in VERBS:
             for layers, values in flow.movable(option):
+                is_norm = layers[0].is_vector
+                if getattr(self._options, option) is not None and not is_norm:
+                    continue
                 if any(getattr(self._said.get(layer, USUAL), option) for layer in layers):
                     continue
                 maps: list[Maps] = [()]
@@ -245,10 +259,15 @@ class Search:
                     places = size // channels
                     if size == values:
                         maps.append(((0, channels, places),))
-                    elif size < values and not layers[0].is_vector:
+                    elif size < values and not is_norm:
                         beside.append(((0, channels, places),))
                         beside.append(((values - size, channels, places),))
-                unlikely = (layers[0].is_vector, len(maps) == 1)
+                unlikely = (is_norm, len(maps) == 1)
+                if len(layers) > 1 and not any(unlikely):
+                    # A map is read by the first of several Linears, and given by the last.
+                    end = min if option == "flatten" else max
+                    nearest = end(layers, key=lambda layer: self._place(reading.partners[layer]))
+                    choices.append((unlikely, Choice((nearest,), option, tuple(maps))))
                 choices.append((unlikely, Choice(tuple(layers), option, tuple(maps + beside))))
         choices.sort(key=lambda one: one[0])
         return [choice for _, choice in choices]
