@@ -177,6 +177,11 @@ def test_the_model_is_run_on_the_example_of_the_file(call):
     got = call(*back)
     assert got[::2] == (OK, ""), got[2]
     equal(torch_bridge.load("back.pt").model, torch_bridge.load("source.pt").model)
+    lacking = call("to-flax", "checkpoint.pt", *PARAMS, *cli_model.APPLY, "--out", "other")
+    assert lacking[0] == UNUSABLE
+    assert "no example for --apply" in lacking[2]
+    assert "on the command line: --plain, --rule" in lacking[2]
+    assert "example=(" not in lacking[2]  # which is for Python
     wrong = ("to-flax", "source.pt", *PARAMS, "--apply", "math:pi", "--out", "other")
     assert call(*wrong)[0] == USAGE
 

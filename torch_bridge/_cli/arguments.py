@@ -39,8 +39,14 @@ _EPILOGS = {
 {"params": ..., "batch_stats": ...}, where the model has BatchNorm. --out becomes {step, params,
 batch_stats, opt_state} as a Flax TrainState has them, in an orbax directory with SHA256SUMS.
 
-example: python -m torch_bridge to-flax rank0.pt rank1.pt --params my_model:variables \\
-    --flatten fc1=64,7,7 --rule 'backbone\\.(\\d+)=block_\\1' --ignore 'aux\\..*' --out checkpoints/
+examples:
+  a file of save_checkpoint(..., example=inputs), proved by a run of the Flax model:
+    python -m torch_bridge to-flax checkpoint.pt --params my_model:variables \\
+        --apply my_model:apply --out checkpoints/
+  one file per rank, without an example:
+    python -m torch_bridge to-flax rank0.pt rank1.pt --params my_model:variables \\
+        --flatten fc1=64,7,7 --rule 'backbone\\.(\\d+)=block_\\1' --ignore 'aux\\..*' \\
+        --out checkpoints/
 """,
     "to-torch": """\
 Names, hyperparameters and whatever else Flax has no use for come from --like.
@@ -48,7 +54,10 @@ Names, hyperparameters and whatever else Flax has no use for come from --like.
 CHECKPOINT is an orbax directory, of `to-flax` or of a training script that saves params and
 opt_state, consolidated, with StandardSave.
 
-example: python -m torch_bridge to-torch checkpoints/ --like checkpoint.pt --out continued.pt
+Whatever to-flax was told (--apply, or --flatten, --rule, ...) is needed here, too.
+
+example: python -m torch_bridge to-torch checkpoints/ --like checkpoint.pt \\
+    --apply my_model:apply --out continued.pt
 """,
 }
 

@@ -24,6 +24,7 @@ from torch_bridge._convert.to_flax import to_flax
 from torch_bridge._convert.to_torch import to_torch
 from torch_bridge._convert.torch_updates import UnusedState
 from torch_bridge._hook.arguments import powersgd_kwargs_from_torch
+from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 from torch_bridge._job.save import write_document
@@ -42,6 +43,7 @@ def convert_to_flax(options: argparse.Namespace) -> None:
     with steps(3) as begin:
         begin(f"reading {len(options.files)} file(s)")
         checkpoint = load(options.files, max_bytes=options.max_bytes)
+        _check_example(options, checkpoint)
         config = {}  # the arguments with which jaxcomp.powersgd goes on
         for record in checkpoint.powersgd[:1]:
             kwargs = powersgd_kwargs_from_torch(record, hook=checkpoint.hook)
@@ -78,6 +80,7 @@ def convert_to_torch(options: argparse.Namespace) -> None:
     with steps(3) as begin:
         begin("reading")
         like = load(options.like, max_bytes=options.max_bytes)
+        _check_example(options, like)
         file = FlaxFile(options.checkpoint)
         variables = _parts(file.shapes)[-1]
         example = None
@@ -105,6 +108,17 @@ def convert_to_torch(options: argparse.Namespace) -> None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_document(options.out, document)
     print(f"{printable(str(options.out))}: {len(document['state_dict'])} tensors")
+
+
+def _check_example(options: argparse.Namespace, checkpoint: Checkpoint) -> None:
+    """Refuses --apply where the file has nothing to run it on."""
+    if options.apply is not None and checkpoint.example is None:
+        raise CheckpointMismatch(
+            "The file has no example for --apply to be run on. Save it again with "
+            "torch_bridge.save_checkpoint(..., example=inputs), or leave --apply out and say what "
+            "names and shapes leave open.",
+            parameters=("plain", "rules", "flatten", "unflatten", "conv1d", "conv_transpose"),
+        )
 
 
 def _apply_to_variables(apply: Callable[..., Any], variables: Any, *inputs: Any) -> Any:
