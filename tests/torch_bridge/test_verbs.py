@@ -355,6 +355,19 @@ def test_clipping_is_named_and_has_a_place():
     assert jax.tree.structure(there.opt_state) == jax.tree.structure(plain)
 
 
+def test_a_run_prints_in_one_line():
+    there = torch_bridge.to_flax(run(), LIKE)
+    text = "2 leaves of 1,920 values, with optimizer, difference=None)"
+    assert repr(there) == f"FlaxRun(step={there.step}, {text}"
+
+
+def test_parameters_of_16_bits_are_named_where_like_has_more():
+    source = Checkpoint({"fc.weight": values(24, 32, dtype=np.float16)})
+    with pytest.warns(UserWarning, match="fc/kernel: in 16 bits, as in the file"):
+        there = torch_bridge.to_flax(source, kernels(fc=(32, 24)))
+    assert there.params["fc"]["kernel"].dtype == np.float16
+
+
 @pytest.mark.parametrize("name", ["opt", "optimizers", "optimizer_states"])
 def test_an_optimizer_elsewhere_in_the_file_is_named(name):
     found = run()
@@ -375,7 +388,8 @@ def test_an_optimizer_elsewhere_in_the_file_is_named(name):
 )
 def test_what_a_dtype_keeps_of_a_run_with_several_buckets(dtype, bits, ranks):
     source = run(ranks, dtype)
-    params, _, opt_state, _ = torch_bridge.to_flax(source, LIKE)
+    like = jax.tree.map(lambda leaf: leaf.astype(dtype), LIKE)
+    params, _, opt_state, _ = torch_bridge.to_flax(source, like)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(dtype)}
     assert opt_state[0].q["fc"]["kernel"].dtype == jnp.float32
     document = torch_bridge.to_torch(params, opt_state, source)

@@ -7,6 +7,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Unpack
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 import jaxcomp
@@ -25,7 +28,7 @@ from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
 from torch_bridge._pairing.pairs import Pair, leaves_from_torch
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class FlaxRun:
     """A training run as `to_flax` hands it over.
 
@@ -49,6 +52,8 @@ class FlaxRun:
     Example:
       >>> run = FlaxRun({}, optax.identity(), optax.EmptyState(), None, None, 20)
       >>> params, transformation, opt_state, step = run
+      >>> run
+      FlaxRun(step=20, 0 leaves of 0 values, without optimizer, difference=None)
     """
 
     params: Any
@@ -76,6 +81,16 @@ class FlaxRun:
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.params, self.transformation, self.opt_state, self.step))
+
+    def __repr__(self) -> str:
+        """Sums the run up in a line, since its arrays would fill thousands."""
+        leaves = jax.tree.leaves(self.params)
+        values = sum(map(np.size, leaves))
+        optimizer = "without" if self.optimizer is None else "with"
+        return (
+            f"FlaxRun(step={self.step}, {len(leaves)} leaves of {values:,} values, {optimizer} "
+            f"optimizer, difference={self.difference})"
+        )
 
 
 def to_flax(
@@ -136,6 +151,7 @@ def to_flax(
     Warns:
       UserWarning: Whatever `powersgd_from_torch` warns of. The state of PowerSGD seems to be
         elsewhere in the file, or is not in it. No file tells of ``clip_grad_norm_``.
+        Parameters have 16 bits in the file and more in `like`; they stay as in the file.
         The optimizer seems to be elsewhere in the file, in `Checkpoint.extra`. The optimizer has
         leaves that are in no bucket of DDP, with state, which are frozen; or leaves without state
         where others have some, and no layout says whether they are frozen. A schedule goes on at
@@ -179,7 +195,8 @@ def to_flax(
         calls = counted
         state = reducer.init(trained_params)
     rates = learning_rate if step is None else None
-    doubts = list(_doubts(checkpoint, layout, plan, calls, rates))
+    doubts = _narrowed(params, like)
+    doubts.extend(_doubts(checkpoint, layout, plan, calls, rates))
     if plan:
         doubts.extend(plan.notes(scheduled=learning_rate is not None))
     for text in doubts:
@@ -219,6 +236,25 @@ def refuse_other_than_checkpoint(value: Any, name: str) -> None:
             f"`{name}` must be a torch_bridge.Checkpoint, got a {type(value).__name__}. Pass what "
             "torch_bridge.load returned."
         )
+
+
+def _narrowed(params: Any, like: Any) -> list[str]:
+    """Says which leaves have 16 bits from the file where `like` has more."""
+    wanted = flatten(like).leaves
+    narrow: list[str] = []
+    for path, leaf in flatten(params).leaves.items():
+        dtypes = [getattr(tree_leaf, "dtype", None) for tree_leaf in (leaf, wanted[path])]
+        if all(dtype is not None and jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+            bits, wanted_bits = (jnp.finfo(dtype).bits for dtype in dtypes)
+            if bits < 32 <= wanted_bits:
+                narrow.append("/".join(path))
+    if not narrow:
+        return []
+    return [
+        f"{some(narrow)}: in 16 bits, as in the file, where `like` has more. To train in float32 "
+        "convert dataclasses.replace(checkpoint, model={name: value.astype('float32') for name, "
+        "value in checkpoint.model.items()})."
+    ]
 
 
 def _reducer(
