@@ -5,6 +5,7 @@ import copy
 import re
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -73,7 +74,7 @@ def run_that_stays(seed):
 def test_the_programs_of_the_page_move_a_run_and_bring_it_back(alone, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    save, go_on, hand_back, return_, _ = (compile(x, PAGE.name, "exec") for x in programs)
+    save, go_on, _, hand_back, return_, _ = (compile(x, PAGE.name, "exec") for x in programs)
 
     _, ddp_model, optimizer, state = job_of_ten_steps()
     names = {"ddp_model": ddp_model, "state": state, "optimizer": optimizer}
@@ -110,6 +111,50 @@ def test_the_programs_of_the_page_move_a_run_and_bring_it_back(alone, tmp_path, 
     moved += torch_steps(ddp_model, optimizer, BATCHES[25:])
     assert_no_further(np.array(moved), np.array(stayed), *controls)
     assert moved[-1] < 0.9 * moved[0]
+
+
+class Normalised(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9, name="norm")(x)
+        return nn.Dense(16, name="out")(jnp.tanh(nn.Dense(48, name="hidden")(x)))
+
+
+def test_the_loop_with_statistics_follows_torch(alone, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(1)
+    layers = collections.OrderedDict(norm=torch.nn.BatchNorm1d(24), hidden=torch.nn.Linear(24, 48))
+    layers |= {"tanh": torch.nn.Tanh(), "out": torch.nn.Linear(48, 16)}
+    module = torch.nn.Sequential(layers)
+    ddp_model = torch.nn.parallel.DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    state = hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=4)
+    ddp_model.register_comm_hook(state, hook.powerSGD_hook)
+    torch_steps(ddp_model, optimizer, BATCHES[:10])
+    example = torch.from_numpy(BATCHES[0, :3])
+    torch_bridge.save_checkpoint(
+        "checkpoint.pt", ddp_model, state, optimizer=optimizer, example=example
+    )
+    stayed = torch_steps(ddp_model, optimizer, BATCHES[10:20])
+
+    model = Normalised()
+    losses = []
+    names = {
+        "model": model,
+        "abstract_variables": jax.eval_shape(model.init, jax.random.key(0), BATCHES[0]),
+        "mesh": jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]),
+        "loss": lambda outputs, y: jnp.mean((outputs - y) ** 2),
+        "batches": [(x, np.sin(x[:, :16])) for x in BATCHES[10:20]],
+        "losses": losses,
+    }
+    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(compile(programs[2], PAGE.name, "exec"), names)
+    np.testing.assert_allclose(losses, stayed, rtol=1e-4)
+    back = torch.load("continued.pt", weights_only=True)["state_dict"]
+    # Flax's variance is over n, torch's over n - 1.
+    for name, tolerance in (("norm.running_mean", 1e-5), ("norm.running_var", 0.1)):
+        np.testing.assert_allclose(back[name], module.state_dict()[name], atol=tolerance)
+    assert back["norm.num_batches_tracked"] == 10
 
 
 def test_the_page_shows_a_flatten():
