@@ -190,6 +190,14 @@ def test_states_and_modules_of_nnx_and_an_apply_that_moves_the_axes_itself():
         np.testing.assert_allclose(outputs, example[1], atol=1e-5)
 
 
+def test_what_is_wrong_in_every_layout_is_said_once():
+    state, example = proof(torch_picture(), PICTURES)
+    model = Picture(nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"\(2, 4, 4, 3\) or \(2, 3, 4, 4\): ZeroDiv") as error:
+        params_from_torch(state, model, apply=lambda params, x: 1 / 0, example=example)
+    assert str(error.value).count("ZeroDivisionError") == 1
+
+
 class General(nn.Module):
     """Reads and gives a map without a reshape."""
 

@@ -118,33 +118,35 @@ class Evidence:
                     # Pictures have their channels last in Flax; a sequence is the same in both.
                     choices[-1].reverse()
         layouts: list[Layout] = []
-        errors: list[str] = []
+        errors: dict[str, list[str]] = {}  # what is wrong -> shapes of the inputs
         params = self._tree.with_leaves(self._leaves)
         for layout in itertools.product(*choices):
+            shapes = ", ".join(str(array.shape) for array in layout)
             try:
                 program, outputs = jax.make_jaxpr(apply, return_shape=True)(params, *layout)
             except jax.errors.ConcretizationTypeError:
                 layouts.append(Layout(layout, None))
                 continue
             except Exception as error:  # it is the user's code, so it may raise anything
-                shown = ", ".join(str(array.shape) for array in layout)
                 text = str(error).strip().partition("\n")[0]
-                errors.append(f"with inputs of {shown}: {type(error).__name__}: {text}")
+                errors.setdefault(f"{type(error).__name__}: {text}", []).append(shapes)
                 continue
             ours = list(filter(_is_real, jax.tree.leaves(outputs)))
             if _matched(ours, self._theirs):
                 layouts.append(Layout(layout, program.jaxpr))
             else:
                 shown = ", ".join(str(leaf.shape) for leaf in ours) or "nothing"
-                errors.append(f"the Flax model gives outputs of {shown}")
+                errors.setdefault(f"the Flax model gives outputs of {shown}", []).append(shapes)
         if layouts:
             return layouts
         torch_shapes = ", ".join(str(array.shape) for array in self._theirs)
-        tried = "; ".join(dict.fromkeys(errors))
+        tried: list[str] = []
+        for text, inputs_of in errors.items():
+            tried.append(f"with inputs of {' or '.join(inputs_of)}: {text}")
         raise ValueError(
             f"`apply` does not run on the example, neither with its inputs as they are nor with "
-            f"their channels last: {tried}. It must be apply(params, *inputs) and give what torch "
-            f"gives, here arrays of {torch_shapes}."
+            f"their channels last: {'; '.join(tried)}. It must be apply(params, *inputs) and give "
+            f"what torch gives, here arrays of {torch_shapes}."
         )
 
     def use(self, layout: Layout) -> None:
