@@ -4,6 +4,7 @@ import dataclasses
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -252,7 +253,8 @@ def test_moments_take_the_dtype_of_their_parameters(tmp_path):
     document = {"optimizer": optimizer.state_dict()}
     document["state_dict"] = module.bfloat16().state_dict()
     checkpoint = written(tmp_path / "c.pt", document)
-    run, said = converted(checkpoint, SQUARES, plain=True)
+    like = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), SQUARES)
+    run, said = converted(checkpoint, like, plain=True)
     assert ["exp_avg of 0.weight (float32 beside bfloat16)" in text for text in said] == [True]
     fresh = run.optimizer.init(run.params)
     dtypes = jax.tree.map(
