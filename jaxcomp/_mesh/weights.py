@@ -23,13 +23,14 @@ from jaxcomp._mesh.collectives import as_local, reduce_mean
 _LEAST = 1e-30
 # How much of a name has to be in common: two letters swapped, one missing or too many.
 _CLOSE = 0.75
-_OTHER_NAMES = ("w", "wt", "wts", "count", "counts", "examples")
+_OTHER_NAMES = ("w", "wt", "wts", "wgt", "wgts", "count", "counts", "examples")
+_OTHER_WORDS = ("height",)  # near the word, but one of their own
 
 
 def refuse_misspelt_weight(names: Iterable[str]) -> None:
     """Refuses extra arguments of an update that are meant as ``weight`` and would do nothing.
 
-    Others are for other links of a chain. The last word of ``example_weights`` tells.
+    Others are for other links of a chain. ``example_weights`` holds the word, ``weigth`` nearly.
 
     Raises:
       ValueError: With the right name.
@@ -37,11 +38,18 @@ def refuse_misspelt_weight(names: Iterable[str]) -> None:
     for name in names:
         last_word = name.lower().rpartition("_")[2]
         close = difflib.get_close_matches(last_word, ["weight"], cutoff=_CLOSE)
-        if close or last_word in _OTHER_NAMES:
+        near = bool(close) and last_word not in _OTHER_WORDS
+        if near or "weight" in name.lower() or last_word in _OTHER_NAMES:
             raise ValueError(
                 f"There is no argument `{name}`: it is `weight` that says how much a replica, or "
                 "each of its examples, counts."
             )
+
+
+def is_real(dtype: Any) -> bool:
+    """Tells whether values of a dtype can count something: real numbers and truth values."""
+    kinds = (jnp.floating, jnp.integer, jnp.bool_)
+    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def share_of_mean(weight: Any, axis_name: AxisName) -> tuple[Array, Array]:
@@ -60,12 +68,10 @@ def share_of_mean(weight: Any, axis_name: AxisName) -> tuple[Array, Array]:
     """
     if not hasattr(weight, "dtype"):
         weight = np.asarray(weight)
-    kind = weight.dtype
-    real = jnp.issubdtype(kind, jnp.floating) or jnp.issubdtype(kind, jnp.integer)
-    if np.size(weight) != 1 or not (real or kind == jnp.bool_):
+    if np.size(weight) != 1 or not is_real(weight.dtype):
         raise ValueError(
             f"`weight` must be one number for this replica, got shape {np.shape(weight)} of dtype "
-            f"{kind}. Map the array of all replicas' weights along the axis, as the batch."
+            f"{weight.dtype}. Map the array of all replicas' weights along the axis, as the batch."
         )
     scalar = jnp.asarray(weight).astype(jnp.float32).reshape(())
     scalar = as_local(scalar, axis_name)

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_tuple, mesh_axes
-from jaxcomp._mesh.weights import refuse_misspelt_weight
+from jaxcomp._mesh.weights import is_real, refuse_misspelt_weight
 from jaxcomp._states.place import known_spec
 
 
@@ -122,7 +122,9 @@ def split_specs(
             known = over_axes(known_spec(leaf, mesh), axes)
             spec = spec if split_axis(known) is None else known
         spec = split_spec(name, leaf, spec, axis_name, replicas)
-        examples[name] = np.shape(leaf)[split_axis(spec)]
+        axis = split_axis(spec)
+        if axis is not None:
+            examples[name] = np.shape(leaf)[axis]
         return spec
 
     each = _one_each(batch_specs, args, params_at, axis_name, mesh)
@@ -155,8 +157,9 @@ def _one_each(
                 f"`batch_specs` must be a PartitionSpec such as jax.P({axis_name!r}), or a tree of "
                 f"them, got a {type(spec).__name__}: {spec!r}."
             )
-        names = jax.tree.leaves(tuple(spec))
-        unknown = [name for name in names if mesh is not None and name not in mesh.axis_names]
+        if mesh is None:
+            continue
+        unknown = [name for name in jax.tree.leaves(tuple(spec)) if name not in mesh.axis_names]
         if unknown:
             raise ValueError(
                 f"`batch_specs` names the axis {unknown[0]!r}; the mesh has "
@@ -274,9 +277,11 @@ def weight_spec(
       replicas: How many there are.
 
     Raises:
-      ValueError: If it is neither.
+      ValueError: If it is neither, or not of real numbers.
     """
     shape = np.shape(weight)
+    if not is_real(weight.dtype):
+        raise ValueError(f"`weight` must hold real numbers, got dtype {weight.dtype}.")
     if shape == (replicas,):
         return PartitionSpec(axis_name)
     other = ""

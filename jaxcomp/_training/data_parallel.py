@@ -286,10 +286,13 @@ class DataParallel:
         def step(state: PyTree, arrays: PyTree, weight: Any) -> Any:
             outputs, gradients = explicit(gradients_of)(arrays)
             if weight is not None:
-                weight = jnp.sum(jnp.asarray(weight).astype(jnp.float32))
+                counts = jnp.asarray(weight).astype(jnp.float32)
+                # A negative one is refused as a step that is not finite, also beside larger ones.
+                weight = jnp.where(jnp.all(counts >= 0), jnp.sum(counts), jnp.nan)
             reducer = optax.with_extra_args_support(self.reducer)
             update = takes_rows(reducer.update, reducer.init)
             params = params_of(arrays[0], self.argnums)
+            check_shapes(gradients, params)
             if weight is None:
                 means, state = update(gradients, state, params)
             elif isinstance(self.reducer, Reducer):
@@ -304,6 +307,25 @@ class DataParallel:
             return whole, rows, means, state
 
         return step
+
+
+def check_shapes(gradients: PyTree, params: PyTree) -> None:
+    """Refuses gradients of other shapes than the parameters of their names.
+
+    Raises:
+      ValueError: With the first of them.
+    """
+    names = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    shapes = {names(path): np.shape(x) for path, x in jax.tree.leaves_with_path(params)}
+    for path, gradient in jax.tree.leaves_with_path(gradients):
+        name = names(path)
+        shape = np.shape(gradient)
+        if shapes.get(name, shape) != shape:
+            raise ValueError(
+                f"The gradient of {name or 'the parameters'} has shape {shape}, the parameter has "
+                f"{shapes[name]}. `grad_fn` must return gradients of the parameters, averaged over "
+                "this replica's examples."
+            )
 
 
 def data_parallel(

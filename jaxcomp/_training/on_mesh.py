@@ -11,7 +11,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
@@ -150,15 +150,13 @@ def call_on_replicas(
     mesh = boundary.outer
     axes = boundary.axes
     inputs = jax.tree.map(lambda x, spec: resharded(x, mesh, spec, axes), inputs, in_specs)
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    automatic = [name for name, kind in kinds.items() if kind == AxisType.Auto]
-    alone = all(mesh.shape[name] == 1 for name in axes)
-    if alone and any(mesh.shape[name] > 1 for name in automatic):
-        # XLA refuses an all-reduce of one replica where an array is laid out over such an axis
+    replicas = math.prod(mesh.shape[name] for name in axes)
+    if replicas == 1 and mesh.size > 1:
+        # XLA refuses an all-reduce of one replica where an array is laid out over another axis
         # ("Cross-partition allreduce must be in (partial) manual partitioning mode"). Under
         # `jax.vmap` an average over the replicas is a sum, and no collective.
         with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
-            return only_replica(function, axes)(*inputs)
+            return boundary.automatic(only_replica(function, axes), types)(*inputs)
     mapped = jax.shard_map(
         function,
         mesh=boundary.mesh,

@@ -37,9 +37,10 @@ def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
 
     That is the collection of linen variables, and the entry under which nnx keeps an array.
     """
-    last = path[-1] if len(path) > 1 else None
-    if isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value"):
-        path = path[:-1]
+    if len(path) > 1:
+        last = path[-1]
+        if isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value"):
+            path = path[:-1]
     names: list[str] = []
     for key in path:
         names.append(jax.tree_util.keystr((key,), simple=True))

@@ -207,7 +207,9 @@ def test_shardings_within_the_loss_name_the_other_axes_only():
     assert call(P(None, "model")).shape == ()
 
 
-@pytest.mark.parametrize("name", ["weights", "weigths", "wt", "count", "num_examples"])
+@pytest.mark.parametrize(
+    "name", ["weights", "weigths", "weight_", "sampleWeight", "wgt", "num_examples"]
+)
 def test_a_weight_under_another_name_is_not_lost_in_the_loss(name):
     """Calls also a loss that takes what it does not know."""
 
@@ -230,3 +232,36 @@ def test_a_weight_under_another_name_is_not_lost_in_the_loss(name):
     with_its_own.__signature__ = inspect.Signature(parameters)
     (value, _), _ = make(with_its_own)(state(), PARAMS, X, **named)
     np.testing.assert_allclose(value, 2 * loss(PARAMS, X), rtol=1e-6)
+
+
+def test_a_name_that_is_only_near_weight_goes_to_the_loss():
+    def loss_of_height(params, x, **named):
+        return loss(params, x) * named["height"]
+
+    (value, _), _ = make(loss_of_height)(state(), PARAMS, X, height=np.float32(2))
+    assert float(value) == pytest.approx(2 * float(loss(PARAMS, X)), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "weight", [np.ones(8, np.complex64), jax.random.split(jax.random.key(0), 8)]
+)
+def test_weights_that_are_no_real_numbers_are_refused(weight):
+    with pytest.raises(ValueError, match="`weight` must hold real numbers"):
+        make(loss)(state(), PARAMS, X, weight=weight)
+
+
+def test_a_negative_weight_is_not_lost_in_the_sum_of_others():
+    weight = np.ones(len(X), np.float32)
+    weight[1] = -0.5
+    (_, gradients), _ = make(loss)(state(), PARAMS, X, weight=weight)
+    assert all(np.isnan(leaf).all() or not leaf.any() for leaf in jax.tree.leaves(gradients))
+
+
+def test_gradients_of_other_shapes_than_the_parameters_are_refused():
+    def one_each(params, x):
+        gradient_of = jax.vmap(jax.grad(loss), in_axes=(None, 0))
+        return loss(params, x), gradient_of(params, x[:, None])
+
+    run = jaxcomp.data_parallel(one_each, jaxcomp.allreduce(axis_name="data"), mesh=MESH)
+    with pytest.raises(ValueError, match="averaged over this replica's examples"):
+        run(run.init(PARAMS), PARAMS, X)

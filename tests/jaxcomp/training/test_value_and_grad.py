@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import jaxcomp
 from tests.helpers.autoencoder import loss, new_params, parameters
@@ -271,3 +272,25 @@ def test_a_call_outside_of_jit_beside_an_explicit_axis_gives_the_same():
     assert value == pytest.approx(float(expected), rel=1e-6)
     close(grads, means)
     assert jax.tree.map(jax.typeof, grads) == jax.tree.map(jax.typeof, means)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("wire", [None, "bfloat16", "int6"])
+def test_one_replica_beside_another_axis_is_the_loop_without_replicas(kind, wire):
+    """XLA refuses an all-reduce of one replica there, so that none may be in the program."""
+    mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(kind,) * 2)
+    tx = jaxcomp.powersgd(2, axis_name="data", start_step=1, comm_dtype=wire)
+    params = {"w": jnp.arange(128.0).reshape(8, 16) / 64, "b": jnp.ones(16)}
+    x = jnp.linspace(0, 1, 32).reshape(4, 8)
+
+    def loss(params, x):
+        return jnp.mean((x @ params["w"] + params["b"]) ** 2)
+
+    with jax.set_mesh(mesh):
+        averaged = jaxcomp.value_and_grad(loss, tx, mesh=mesh)
+        (value, gradients), _ = jax.jit(averaged)(averaged.init(params), params, x)
+    wanted, wanted_gradients = jax.value_and_grad(loss)(params, x)
+    tolerance = 1e-2 if wire == "bfloat16" else 1e-5
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, wanted_gradients[name], rtol=tolerance)
