@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,7 +28,8 @@ _LARGE = 1 << 19
 _WORD = 4  # bytes; each array begins on a whole word of a row
 
 
-class _Shares:
+@dataclasses.dataclass(frozen=True)
+class _Layout:
     """How an array of `size` values is cut into as many shares as there are replicas."""
 
     size: int
@@ -40,29 +41,40 @@ class _Shares:
         raise NotImplementedError
 
     @property
-    def padded_size(self) -> int:
-        """Counts the values of all shares."""
-        return self.replicas * math.prod(self.share_shape)
+    def _payload(self) -> int:
+        """Bytes of one share, without padding."""
+        raise NotImplementedError
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one share, in whole words."""
+        return _WORD * _quotient_up(self._payload, _WORD)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of the whole array, in either of the two stages."""
+        return self.replicas * self.row_bytes
 
     def cut(self, x: Array) -> Array:
-        """Cuts an array of any shape into shares ``(replicas, *share)``, padded with zeros."""
-        values = _padded(x.reshape(-1), self.padded_size)
-        return values.reshape(self.replicas, *self.share_shape)
+        """Cuts arrays behind each other into shares ``(replicas, arrays, *share)``."""
+        arrays = x.reshape(-1, self.size)
+        padded = _padded(arrays, self.replicas * math.prod(self.share_shape))
+        shares = padded.reshape(len(arrays), self.replicas, *self.share_shape)
+        return shares.swapaxes(0, 1)
 
-    def join(self, shares: Array, like: Array) -> Array:
-        """Inverts `cut`: an array of the shape of `like`."""
-        return shares.reshape(-1)[: self.size].reshape(like.shape)
+    def join(self, shares: Array) -> Array:
+        """Inverts `cut`: the arrays, ``(arrays, size)``."""
+        together = shares.swapaxes(0, 1).reshape(shares.shape[1], -1)
+        return together[:, : self.size]
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockLayout(_Shares):
+class BlockLayout(_Layout):
     """How an array of `size` values is cut: ``(replicas, blocks, length)``, padded with zeros.
 
     Each block travels as integers and the float32 scale that they have in common.
     """
 
-    size: int
-    replicas: int
     blocks: int
     length: int
     bits: int = 8  # of an integer, or 6: four of these in three bytes
@@ -80,109 +92,75 @@ class BlockLayout(_Shares):
         return 2 ** (self.bits - 1) - 1
 
     @property
+    def share_shape(self) -> tuple[int, ...]:
+        """Returns the shape of one replica's share: blocks, and values in a block."""
+        return (self.blocks, self.length)
+
+    @property
     def _integer_bytes(self) -> int:
         count = self.blocks * self.length
         return count if self.bits == 8 else 3 * _quotient_up(count, 4)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one share with its scales."""
-        return _whole_words(self._integer_bytes + self.blocks * _SCALE_BYTES)
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of the whole array with its scales, in either of the two stages."""
-        return self.replicas * self.row_bytes
-
-    @property
-    def share_shape(self) -> tuple[int, ...]:
-        """Returns the shape of one replica's share: blocks, and values in a block."""
-        return (self.blocks, self.length)
+    def _payload(self) -> int:
+        return self._integer_bytes + self.blocks * _SCALE_BYTES
 
     def encode(self, shares: Array) -> Array:
         """Rounds shares ``(..., blocks, length)`` to nearest, as ``(..., row_bytes)`` int8."""
         integers, scales = _quantize(shares, self.levels)
-        integers = _last_axes_as_one(integers, 2)
+        integers = integers.reshape(*shares.shape[:-2], self.blocks * self.length)
         if self.bits == 6:
             integers = _packed(integers)
-        scale_bytes = lax.bitcast_convert_type(scales, jnp.int8)
-        return _row([integers, _last_axes_as_one(scale_bytes, 3)], self.row_bytes)
+        row = jnp.concatenate([integers, _as_bytes(scales)], axis=-1)
+        return _padded(row, self.row_bytes)
 
     def decode(self, rows: Array, dtype: Any) -> Array:
         """Inverts `encode`, in the floating dtype asked for."""
-        end = self._integer_bytes + self.blocks * _SCALE_BYTES
-        scale_bytes = rows[..., self._integer_bytes : end]
-        scale_bytes = scale_bytes.reshape(*rows.shape[:-1], self.blocks, 1, _SCALE_BYTES)
-        scales = lax.bitcast_convert_type(scale_bytes, jnp.float32)
         integers = rows[..., : self._integer_bytes]
         if self.bits == 6:
             integers = _unpacked(integers)[..., : self.blocks * self.length]
         integers = integers.reshape(*rows.shape[:-1], *self.share_shape)
-        return integers.astype(dtype) * scales.astype(dtype)
+        scales = _from_bytes(rows[..., self._integer_bytes : self._payload], jnp.float32)
+        return integers.astype(dtype) * scales.astype(dtype)[..., None]
 
 
 @dataclasses.dataclass(frozen=True)
-class ExactLayout(_Shares):
+class ExactLayout(_Layout):
     """An array of `size` values in shares ``(replicas, length)`` that travel as their own bits."""
 
-    size: int
-    replicas: int
     dtype: Any  # on the wire
-
-    @property
-    def length(self) -> int:
-        """Values in a share."""
-        return _quotient_up(self.size, self.replicas)
-
-    @property
-    def _value_bytes(self) -> int:
-        return self.length * jnp.dtype(self.dtype).itemsize
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one share."""
-        return _whole_words(self._value_bytes)
-
-    @property
-    def wire_bytes(self) -> int:
-        """Bytes of the whole array, in either of the two stages."""
-        return self.replicas * self.row_bytes
 
     @property
     def share_shape(self) -> tuple[int, ...]:
         """Returns the shape of one replica's share."""
-        return (self.length,)
+        return (_quotient_up(self.size, self.replicas),)
+
+    @property
+    def _payload(self) -> int:
+        return math.prod(self.share_shape) * jnp.dtype(self.dtype).itemsize
 
     def encode(self, shares: Array) -> Array:
         """Writes shares ``(..., length)`` as ``(..., row_bytes)`` int8."""
-        bits = lax.bitcast_convert_type(shares.astype(self.dtype), jnp.int8)
-        return _row([_last_axes_as_one(bits, 2)], self.row_bytes)
+        return _padded(_as_bytes(shares.astype(self.dtype)), self.row_bytes)
 
     def decode(self, rows: Array, dtype: Any) -> Array:
         """Inverts `encode`, in the floating dtype asked for."""
-        itemsize = jnp.dtype(self.dtype).itemsize
-        bits = rows[..., : self._value_bytes]
-        bits = bits.reshape(*rows.shape[:-1], self.length, itemsize)
-        return lax.bitcast_convert_type(bits, self.dtype).astype(dtype)
+        return _from_bytes(rows[..., : self._payload], self.dtype).astype(dtype)
 
 
 Layout = BlockLayout | ExactLayout
 
 
 def mean_by_shares(
-    parts: Sequence[Array],
-    layouts: Sequence[Layout],
-    axis_name: AxisName,
-    stacks: Collection[int] = (),
+    parts: Sequence[Array], layouts: Sequence[Layout], axis_name: AxisName
 ) -> Reduced:
     """Averages arrays over the replicas in an all-to-all and an all-gather of int8 rows.
 
     Args:
       parts: Arrays of any shapes, float32 or wider; means and sent have the same.
-      layouts: How each of them travels.
+      layouts: How each of them travels. A part may be many arrays along its first axis, with the
+        layout of one of them: they travel as they would in parts of their own.
       axis_name: The mapped axis or axes.
-      stacks: Positions of parts that are many arrays each, along their first axis. Such a part has
-        the layout of one of them: they travel as they would in parts of their own.
 
     Returns:
       The means, what this replica sent of them, and whether all means are finite. A value that is
@@ -198,122 +176,78 @@ def mean_by_shares(
       [2.0, -2.0]
     """
     replicas = axis_size(axis_name)
-    if sum(part.size for part in parts) == 0:
-        # Constants, which are replicated by their type under check_vma=True.
-        nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
-        return Reduced(nothing, list(parts), jnp.array(True))
-    groups = _alike(parts, layouts, stacks)
-    shares = [group.cut(parts) for group in groups]
-    wire = _encoded(groups, shares)
-    received = _decoded(groups, exchange(wire, axis_name))
-    means = [_mean_of_rows(x) for x in received]
-    wire_of_means = _encoded(groups, means)
-    outputs = _decoded(groups, gather(wire_of_means[0], axis_name))
+    # Of what is empty constants, which are replicated by their type under check_vma=True.
+    means = [jnp.zeros(x.shape, x.dtype) for x in parts]
+    sent = list(parts)
+    groups = _alike(parts, layouts)
+    if not groups:
+        return Reduced(means, sent, jnp.array(True))
+    kinds = [layouts[positions[0]] for positions in groups]
+    shares = []
+    for layout, positions in zip(kinds, groups, strict=True):
+        arrays = [parts[i].reshape(-1, layout.size) for i in positions]
+        shares.append(layout.cut(jnp.concatenate(arrays)))
+    wire = _encoded(kinds, shares)
+    averaged = [_mean_of_rows(x) for x in _decoded(kinds, exchange(wire, axis_name), shares)]
+    wire_of_means = _encoded(kinds, averaged)
+    outputs = _decoded(kinds, gather(wire_of_means[0], axis_name), shares)
     finite = jnp.stack([jnp.isfinite(x).all() for x in outputs]).all()
 
-    # The second rounding of a share is known only to the replica that summed it. There it counts as
-    # that replica's own, so that the mean of what was sent is the output.
     owner = lax.axis_index(axis_name)
-    sent = _decoded(groups, wire)
-    for i, rounded in enumerate(_decoded(groups, wire_of_means)):
-        once = lax.dynamic_index_in_dim(sent[i], owner)
-        twice = once + replicas * (rounded - means[i])
+    rounded = _decoded(kinds, wire_of_means, shares)
+    for k, local in enumerate(_decoded(kinds, wire, shares)):
+        # The second rounding of a share is known only to the replica that summed it. There it
+        # counts as that replica's own, so that the mean of what was sent is the output.
+        once = lax.dynamic_index_in_dim(local, owner)
+        twice = once + replicas * (rounded[k] - averaged[k])
         # As many times the rounding may be more than the float range has left.
         twice = jnp.where(jnp.isfinite(twice), twice, once)
-        sent[i] = lax.dynamic_update_index_in_dim(sent[i], twice, owner, axis=0)
-    return Reduced(_joined(groups, outputs, parts), _joined(groups, sent, parts), finite)
+        local = lax.dynamic_update_index_in_dim(local, twice, owner, axis=0)
+        _put(means, groups[k], kinds[k].join(outputs[k]))
+        _put(sent, groups[k], kinds[k].join(local))
+    return Reduced(means, sent, finite)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    """Parts of one layout, which are treated together: a GPU launches a kernel for each otherwise.
+def _alike(parts: Sequence[Array], layouts: Sequence[Layout]) -> list[list[int]]:
+    """Groups what is not empty by layout; a large part is a group of its own.
 
-    What belongs to a group is one array ``(replicas, arrays, *share)``.
+    A GPU would launch every kernel once for each of them.
     """
-
-    layout: Layout
-    dtype: Any
-    positions: list[int]  # of its parts
-    counts: list[int]  # how many arrays each part is
-
-    @property
-    def number(self) -> int:
-        """Counts the arrays in all parts."""
-        return sum(self.counts)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one replica's shares of all arrays."""
-        return self.number * self.layout.row_bytes
-
-    def cut(self, parts: Sequence[Array]) -> Array:
-        """Cuts all arrays of the group into shares."""
-        layout = self.layout
-        flat = []
-        for i, count in zip(self.positions, self.counts, strict=True):
-            values = parts[i].reshape(count, layout.size)
-            flat.append(_padded(values, layout.padded_size))
-        together = flat[0] if len(flat) == 1 else jnp.concatenate(flat)  # one needs no copy
-        shares = together.reshape(self.number, layout.replicas, *layout.share_shape)
-        return shares.swapaxes(0, 1)
-
-    def join(self, shares: Array, like: Sequence[Array]) -> list[Array]:
-        """Inverts `cut`: the parts of the group, in their order."""
-        layout = self.layout
-        together = shares.swapaxes(0, 1).reshape(self.number, layout.padded_size)
-        together = together[:, : layout.size]
-        parts = []
-        start = 0
-        for i, count in zip(self.positions, self.counts, strict=True):
-            part = together[start : start + count]
-            parts.append(part.reshape(like[i].shape))
-            start += count
-        return parts
-
-
-def _alike(
-    parts: Sequence[Array], layouts: Sequence[Layout], stacks: Collection[int]
-) -> list[_Group]:
-    """Groups the parts by layout; a large one is a group of its own."""
-    groups: dict[Any, _Group] = {}
+    groups: dict[Any, list[int]] = {}
     for i, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
         alone = i if part.size > _LARGE else None
-        group = groups.setdefault((layout, part.dtype, alone), _Group(layout, part.dtype, [], []))
-        group.positions.append(i)
-        group.counts.append(part.shape[0] if i in stacks else 1)
+        if part.size:
+            groups.setdefault((layout, part.dtype, alone), []).append(i)
     return list(groups.values())
 
 
-def _encoded(groups: Sequence[_Group], shares: Sequence[Array]) -> Array:
+def _put(parts: list[Array], positions: Sequence[int], arrays: Array) -> None:
+    """Takes parts out of their arrays ``(arrays, size)``, in the shapes of those they replace."""
+    start = 0
+    for i in positions:
+        end = start + parts[i].size // arrays.shape[1]
+        parts[i] = arrays[start:end].reshape(parts[i].shape)
+        start = end
+
+
+def _encoded(layouts: Sequence[Layout], shares: Sequence[Array]) -> Array:
     """Writes the rows of all groups side by side, ``(replicas, bytes)``."""
     rows = []
-    for group, x in zip(groups, shares, strict=True):
-        encoded = group.layout.encode(x)
-        rows.append(encoded.reshape(len(encoded), group.row_bytes))
+    for layout, x in zip(layouts, shares, strict=True):
+        rows.append(layout.encode(x).reshape(len(x), -1))
     return jnp.concatenate(rows, axis=1)
 
 
-def _decoded(groups: Sequence[_Group], rows: Array) -> list[Array]:
-    """Inverts `_encoded`."""
+def _decoded(layouts: Sequence[Layout], rows: Array, like: Sequence[Array]) -> list[Array]:
+    """Inverts `_encoded`, for as many arrays of each layout as `like` has, in their dtypes."""
     shares = []
     start = 0
-    for group in groups:
-        encoded = rows[:, start : start + group.row_bytes]
-        encoded = encoded.reshape(len(rows), group.number, group.layout.row_bytes)
-        shares.append(group.layout.decode(encoded, group.dtype))
-        start += group.row_bytes
+    for layout, x in zip(layouts, like, strict=True):
+        end = start + x.shape[1] * layout.row_bytes
+        encoded = rows[:, start:end].reshape(len(rows), x.shape[1], layout.row_bytes)
+        shares.append(layout.decode(encoded, x.dtype))
+        start = end
     return shares
-
-
-def _joined(
-    groups: Sequence[_Group], shares: Sequence[Array], like: Sequence[Array]
-) -> list[Array]:
-    """Returns the parts of all groups, in the order and the shapes of `like`."""
-    joined = list(like)
-    for group, x in zip(groups, shares, strict=True):
-        for i, part in zip(group.positions, group.join(x, like), strict=True):
-            joined[i] = part
-    return joined
 
 
 def _mean_of_rows(x: Array) -> Array:
@@ -322,10 +256,8 @@ def _mean_of_rows(x: Array) -> Array:
     Divided before it is summed, so that no sum overflows where the mean does not; and as a product,
     because XLA's CPU backend takes ten times as long for a sum over the first axis.
     """
-    number = x.shape[0]
-    weights = jnp.full(number, 1 / number, x.dtype)
-    mean = jnp.einsum("w,w...->...", weights, x, precision=lax.Precision.HIGHEST)
-    return mean[None]
+    weights = jnp.full(len(x), 1 / len(x), x.dtype)
+    return jnp.einsum("w,w...->...", weights, x, precision=lax.Precision.HIGHEST)[None]
 
 
 def _quantize(x: Array, levels: int) -> tuple[Array, Array]:
@@ -334,51 +266,46 @@ def _quantize(x: Array, levels: int) -> tuple[Array, Array]:
     A scale is NaN where a value of its block is not finite, and 0 where all are zero or so small
     that the scale would be subnormal.
     """
-    top = jnp.abs(x).max(axis=-1, keepdims=True, initial=0)
-    scale = (top / levels).astype(jnp.float32)
+    scale = (jnp.abs(x).max(axis=-1) / levels).astype(jnp.float32)
     # A maximum need not show a NaN: XLA's CPU backend drops it at some shapes (jaxlib 0.10.2). A
     # sum does; that of x - x is 0 or NaN.
-    zero_or_nan = jnp.sum(x - x, axis=-1, keepdims=True)
-    finite = jnp.isfinite(scale) & (zero_or_nan == 0)
-    usable = scale >= jnp.finfo(jnp.float32).tiny
-    divisor = jnp.where(usable, scale, 1).astype(x.dtype)
-    rounded = jnp.clip(jnp.round(x / divisor), -levels, levels)
-    integers = jnp.where(usable, rounded, 0).astype(jnp.int8)
-    scale = jnp.where(usable, scale, 0)
+    finite = jnp.isfinite(scale) & (jnp.sum(x - x, axis=-1) == 0)
+    scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, 0)
+    divisor = jnp.where(scale > 0, scale, jnp.inf).astype(x.dtype)
+    integers = jnp.clip(jnp.round(x / divisor[..., None]), -levels, levels).astype(jnp.int8)
     return integers, jnp.where(finite, scale, jnp.nan)
 
 
 def _packed(integers: Array) -> Array:
     """Packs 6-bit integers ``(..., count)`` as int8 ``(..., 3 * ceil(count / 4))``."""
-    fours = _quotient_up(integers.shape[-1], 4)
-    unsigned = lax.bitcast_convert_type(_padded(integers, 4 * fours), jnp.uint8) & 63
-    unsigned = unsigned.reshape(*integers.shape[:-1], fours, 4)
-    a, b, c, d = jnp.moveaxis(unsigned, -1, 0)
-    # Shifts of unsigned bytes drop what leaves them, and carry no sign.
-    first = a | (b << 6)
-    second = (b >> 2) | (c << 4)
-    third = (c >> 4) | (d << 2)
-    three = jnp.stack([first, second, third], axis=-1)
-    return _last_axes_as_one(lax.bitcast_convert_type(three, jnp.int8), 2)
+    count = integers.shape[-1]
+    whole = _padded(integers, 4 * _quotient_up(count, 4))
+    bits = lax.bitcast_convert_type(whole, jnp.uint8).astype(jnp.uint32) & 63
+    a, b, c, d = jnp.moveaxis(bits.reshape(*integers.shape[:-1], -1, 4), -1, 0)
+    words = a | (b << 6) | (c << 12) | (d << 18)
+    three = lax.bitcast_convert_type(words, jnp.int8)[..., :3]
+    return three.reshape(*integers.shape[:-1], -1)
 
 
 def _unpacked(packed: Array) -> Array:
     """Inverts `_packed`, with up to three zeros at the end."""
-    fours = packed.shape[-1] // 3
-    unsigned = lax.bitcast_convert_type(packed, jnp.uint8)
-    unsigned = unsigned.reshape(*packed.shape[:-1], fours, 3)
-    x, y, z = jnp.moveaxis(unsigned, -1, 0)
-    second = (x >> 6) | (y << 2)
-    third = (y >> 4) | (z << 4)
-    four = jnp.stack([x, second, third, z >> 2], axis=-1) & 63
+    three = packed.reshape(*packed.shape[:-1], -1, 3)
+    words = lax.bitcast_convert_type(_padded(three, 4), jnp.uint32)
+    four = jnp.stack([words, words >> 6, words >> 12, words >> 18], axis=-1) & 63
     # Six bits with a sign, as eight.
-    signed = lax.bitcast_convert_type(four ^ 32, jnp.int8) - 32
-    return _last_axes_as_one(signed, 2)
+    signed = (four.astype(jnp.int8) ^ 32) - 32
+    return signed.reshape(*packed.shape[:-1], -1)
 
 
-def _row(arrays: Sequence[Array], row_bytes: int) -> Array:
-    """Puts int8 arrays ``(..., n)`` one behind the other, padded with zeros to a row."""
-    return _padded(jnp.concatenate(arrays, axis=-1), row_bytes)
+def _as_bytes(x: Array) -> Array:
+    """Writes values ``(..., count)`` as int8 ``(..., count * itemsize)``."""
+    return lax.bitcast_convert_type(x, jnp.int8).reshape(*x.shape[:-1], -1)
+
+
+def _from_bytes(row: Array, dtype: Any) -> Array:
+    """Inverts `_as_bytes`."""
+    values = row.reshape(*row.shape[:-1], -1, jnp.dtype(dtype).itemsize)
+    return lax.bitcast_convert_type(values, dtype)
 
 
 def _padded(x: Array, size: int) -> Array:
@@ -388,14 +315,5 @@ def _padded(x: Array, size: int) -> Array:
     return jnp.pad(x, widths)
 
 
-def _last_axes_as_one(x: Array, number: int) -> Array:
-    kept = x.shape[:-number]
-    return x.reshape(*kept, math.prod(x.shape[-number:]))
-
-
 def _quotient_up(dividend: int, divisor: int) -> int:
     return -(-dividend // divisor)
-
-
-def _whole_words(count: int) -> int:
-    return _WORD * _quotient_up(count, _WORD)

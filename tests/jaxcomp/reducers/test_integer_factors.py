@@ -106,7 +106,7 @@ def test_arrays_travel_the_same_in_a_stack():
 
     def together(x):
         # Two stacks around a single one: they are encoded together, in the same order.
-        found = mean_by_shares([x[:2], x[2], x[3:]], [own] * 3, AXIS, {0, 2})
+        found = mean_by_shares([x[:2], x[2], x[3:]], [own] * 3, AXIS)
         join = lambda values: jnp.concatenate([values[0], values[1][None], values[2]])  # noqa: E731
         return join(found.means), join(found.sent)
 
