@@ -9,10 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 
-_WIRE = ("float32", "bfloat16", "float16")
+WIRE_DTYPES = ("float32", "bfloat16", "float16")
+FACTOR_DTYPES = (*WIRE_DTYPES, "int8", "int6")
+# A residual may exceed what float16 holds, and would then be infinite for ever.
+RESIDUAL_DTYPES = ("float32", "bfloat16")
 # A box is a node of the tree with one array inside and metadata about it: linen's `Partitioned` and
 # `LogicallyPartitioned`, nnx's `Variable`. They are known by their methods, so that nothing here
 # imports flax. Made with the structure of the parameters, a state would have boxes too, and with
@@ -30,9 +34,6 @@ class Integers:
     def name(self) -> str:
         """As users write it."""
         return f"int{self.bits}"
-
-
-_INTEGERS = {wire.name: wire for wire in (Integers(8), Integers(6))}
 
 
 def leaf_name(path: KeyPath) -> str:
@@ -76,65 +77,41 @@ def in_compute_dtype(tree: PyTree) -> PyTree:
     return jax.tree.map(shape, tree)
 
 
-def saturated(x: Array, dtype: Any) -> Array:
-    """Casts `x` to `dtype`; what is finite and beyond its range becomes its largest value.
+def clipped(x: Array, dtype: Any) -> Array:
+    """Returns `x` where `dtype` holds it; of what is finite and beyond its range the largest value.
 
     Of the 16-bit types only float16 ends before float32 does.
     """
     if jnp.finfo(dtype).nexp >= jnp.finfo(x.dtype).nexp:
-        return x.astype(dtype)
+        return x
     largest = float(jnp.finfo(dtype).max)
-    clipped = jnp.clip(x, -largest, largest)
-    return jnp.where(jnp.isinf(x), x, clipped).astype(dtype)
+    return jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
 
 
-def excess(x: Array, dtype: Any) -> Array:
-    """Returns what `saturated` leaves out of `x`, in the dtype of `x`; zeros inside the range."""
-    largest = float(jnp.finfo(dtype).max)
-    return x - jnp.clip(x, -largest, largest)
+def saturated(x: Array, dtype: Any) -> Array:
+    """Casts what is `clipped` to `dtype`."""
+    return clipped(x, dtype).astype(dtype)
 
 
-def checked_dtype(name: str, dtype: Any) -> Any:
-    """Returns `dtype` of an all-reduce, a NumPy dtype or None; refuses all but 32 and 16 bits."""
-    if _dtype_name(dtype) == "int8":
-        raise ValueError(
-            f"`{name}` must be one of {', '.join(_WIRE)} or None, got {dtype!r}: a sum of 8-bit "
-            "integers overflows. Use jaxcomp.quantized_allreduce, or jaxcomp.powersgd with "
-            f"{name}=jnp.int8."
-        )
-    return _checked(name, dtype, _WIRE)
-
-
-def checked_factor_dtype(name: str, dtype: Any) -> Any:
-    """Returns `dtype` of factors, a NumPy dtype, `Integers` or None; refuses any other."""
-    wire = dtype if isinstance(dtype, str) else _dtype_name(dtype)
-    if wire in _INTEGERS:
-        return _INTEGERS[wire]
-    return _checked(name, dtype, (*_WIRE, *_INTEGERS))
-
-
-def checked_residual_dtype(dtype: Any) -> Any:
-    """Returns `dtype` of a stored residual or None; refuses all but float32 and bfloat16."""
-    # A residual may exceed what float16 holds, and would then be infinite for ever.
-    return _checked("residual_dtype", dtype, ("float32", "bfloat16"))
-
-
-def _checked(name: str, dtype: Any, allowed: tuple[str, ...]) -> Any:
+def checked_dtype(name: str, dtype: Any, allowed: tuple[str, ...] = WIRE_DTYPES) -> Any:
+    """Returns `dtype` as NumPy's, as `Integers`, or None; refuses any but the allowed ones."""
     if dtype is None:
         return None
-    if _dtype_name(dtype) in allowed:
-        return jnp.dtype(dtype)
-    raise ValueError(f"`{name}` must be one of {', '.join(allowed)} or None, got {dtype!r}.")
-
-
-def _dtype_name(dtype: Any) -> str | None:
-    """Returns NumPy's name; None for what is not a dtype."""
-    if dtype is None:  # which NumPy takes for float64
-        return None
     try:
-        return jnp.dtype(dtype).name
+        kind = jnp.dtype(dtype).name
     except TypeError:
-        return None
+        kind = dtype
+    if kind not in allowed:
+        hint = "."
+        if kind == "int8" and allowed == WIRE_DTYPES:
+            hint = (
+                ": a sum of 8-bit integers overflows. Use jaxcomp.quantized_allreduce, or "
+                f"jaxcomp.powersgd with {name}=jnp.int8."
+            )
+        raise ValueError(
+            f"`{name}` must be one of {', '.join(allowed)} or None, got {dtype!r}{hint}"
+        )
+    return Integers(int(kind[3:])) if kind in FACTOR_DTYPES[3:] else jnp.dtype(kind)
 
 
 def floating_leaves(tree: PyTree) -> list[Array]:
@@ -161,6 +138,11 @@ def with_leaves(tree: PyTree, arrays: Sequence[Array]) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
     new = iter(arrays)
     return treedef.unflatten([next(new) if is_floating(x) else x for x in leaves])
+
+
+def is_masked(node: Any) -> bool:
+    """Tells whether a state has nothing for a leaf."""
+    return isinstance(node, optax.MaskedNode)
 
 
 def is_floating(leaf: Any) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp._base.checks import check_flag, check_function, check_static_number
-from jaxcomp._base.leaves import checked_factor_dtype, leaf_name
+from jaxcomp._base.leaves import FACTOR_DTYPES, checked_dtype, leaf_name
 from jaxcomp._base.typing import DType, KeyPath, MatrixDimsFn, PyTree
 from jaxcomp._bytes.gap import read_momentum, spectra_of
 from jaxcomp._bytes.units import parse
@@ -116,7 +116,7 @@ def ranks_by_spectrum(
         )
     check_flag("adaptive", adaptive)
     check_function("matrix_dims", matrix_dims)
-    wire = checked_factor_dtype("comm_dtype", comm_dtype)
+    wire = checked_dtype("comm_dtype", comm_dtype, FACTOR_DTYPES)
     rate = check_static_number("min_compression_rate", min_compression_rate, 0)
     momentum = None
     if loss_budget is None:

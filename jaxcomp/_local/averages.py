@@ -68,7 +68,7 @@ def averaged(tree: PyTree, axis_name: AxisName, weight: Any) -> tuple[PyTree, Ar
         wide = weighted(wide, share)
         counted = mean_weight != 0
     leaves, treedef = jax.tree.flatten(wide)
-    means = treedef.unflatten(mean_each(leaves, axis_name))
+    means = treedef.unflatten(mean_each(leaves, axis_name).means)
     means = jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, floating)
     return put_back(means, tree), counted
 

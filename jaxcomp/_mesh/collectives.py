@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxcomp._base.leaves import widest
+from jaxcomp._base.leaves import clipped, widest
 from jaxcomp._base.typing import Array, AxisName, PyTree
 
 # An array of at least so many bytes is an operand of its own. gloo sends one after the other, and a
@@ -57,8 +57,8 @@ def other_axes(*kinds: AxisType) -> tuple[str, ...]:
 
 def known_equal(x: Any, axis_name: AxisName) -> bool:
     """Tells whether JAX knows `x` to be equal on all replicas: only ever under `check_vma=True`."""
-    known = axes_known_equal(x, axis_name)
-    return bool(known) and known == vma_axes(axis_name)
+    axes = vma_axes(axis_name)
+    return bool(axes) and varying(x).isdisjoint(axes)
 
 
 def axes_known_equal(x: Any, axis_name: AxisName) -> tuple[str, ...]:
@@ -81,14 +81,11 @@ def axis_size(axis_name: AxisName) -> int:
     try:
         return math.prod(lax.axis_size(name) for name in axis_tuple(axis_name))
     except NameError as error:
-        raise _not_bound(axis_name) from error
-
-
-def _not_bound(axis_name: AxisName) -> ValueError:
-    return ValueError(
-        f"The axis {axis_name!r} is not bound here. Call update() inside jax.pmap, jax.shard_map "
-        f"or jax.vmap with axis_name={axis_name!r}, or pass the axis name that you mapped over."
-    )
+        raise ValueError(
+            f"The axis {axis_name!r} is not bound here. Call update() inside jax.pmap, "
+            f"jax.shard_map or jax.vmap with axis_name={axis_name!r}, or pass the axis name that "
+            "you mapped over."
+        ) from error
 
 
 def is_bound(axis_name: AxisName) -> bool:
@@ -157,21 +154,18 @@ def _marked(x: Any, axes: frozenset[str]) -> Any:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def _varying_of_any(tree: PyTree) -> frozenset[str]:
+    """Returns the axes over which at least one of the arrays, or shapes, varies."""
+    return frozenset().union(*map(varying, jax.tree.leaves(tree)))
+
+
 def typed_like(x: Array, tree: PyTree) -> Array:
     """Types `x` as varying over all axes over which any array, or shape, of the tree does.
 
     What a loop carries must have one type before and after, and an argument of the loop's body may
     vary over axes over which the carried array did not.
     """
-    return _marked(x, _varying_of_any(jax.tree.leaves(tree)))
-
-
-def _varying_of_any(arrays: Iterable[Any]) -> frozenset[str]:
-    """Returns the axes over which at least one of the arrays, or shapes, varies."""
-    axes: frozenset[str] = frozenset()
-    for x in arrays:
-        axes |= varying(x)
-    return axes
+    return _marked(x, _varying_of_any(tree))
 
 
 def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
@@ -220,14 +214,17 @@ def reduce_mean(
     over several all-reduces, so factors, which others wait for, are always packed. Beside mesh axes
     that are left to the compiler each travels in its own shape, and so keeps its sharding.
 
+    No sum overflows where the mean does not: values are divided before they are added up, by a
+    power of two, which rounds nothing.
+
     Args:
       parts: Arrays of any shapes and floating dtypes; means and sent have the same.
       axis_name: The mapped axis or axes.
-      wire_dtype: What goes on the wire. Where it is narrower than an array, or float16, the values
-        are divided by the number of replicas before they are rounded: a sum of float16 overflows
-        where their mean does not.
+      wire_dtype: What goes on the wire. Where it is narrower than float32, or than an array, the
+        values are rounded to it once.
       factors: How many of the first parts are factors, small compared with the weights that they
-        stand for. Beside automatic axes each device sends its share of them, and gathers the means.
+        stand for. What a factor has beyond the range of the wire is not sent. Beside automatic axes
+        each device sends its share of them, and gathers the means.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -238,21 +235,28 @@ def reduce_mean(
       >>> [m.tolist() for m in jax.vmap(mean, axis_name="data")(jnp.array([1.0, 3.0]))]
       [[2.0, 2.0], [4.0, 4.0], [True, True]]
     """
-    parts = list(parts)
     replicas = axis_size(axis_name)
-    wire_dtype = jnp.dtype(wire_dtype)
     if sum(part.size for part in parts) == 0:
         # Constants, which are replicated by their type under check_vma=True.
         nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
-        return Reduced(nothing, parts, jnp.array(True))
-    dtype = _dtype_to_compute_in(parts, wire_dtype)
-    operands = _operands_of([part.astype(dtype) for part in parts], factors)
-    values = operands.values
+        return Reduced(nothing, list(parts), jnp.array(True))
+    wire_dtype = jnp.dtype(wire_dtype)
+    dtype = widest([wire_dtype, *(part.dtype for part in parts)])
     exact = dtype == wire_dtype
+    scale = 0.5 ** math.ceil(math.log2(replicas))
+    shares = []
+    for i, part in enumerate(parts):
+        value = part.astype(dtype)
+        if i < factors:
+            value = clipped(value, wire_dtype)
+        shares.append(value * scale)
+    values, unpacked = _operands(shares, factors)
     if not exact:
-        values = [_rounded_share(value, replicas, wire_dtype) for value in values]
+        values = [_rounded(value, wire_dtype) for value in values]
     automatic = other_axes(AxisType.Auto)
-    totals = _psum(_spread(values, factors) if automatic else values, axis_name, dtype)
+    if automatic:
+        values[:factors] = map(_laid_out, values[:factors])
+    totals = _psum(values, axis_name, dtype)
     # The mean is finite where the sum is. XLA's CPU backend writes out all the results of isfinite
     # before it combines them; x - x, which is 0 or NaN, it adds up as it reads.
     zeros_or_nan = [jnp.sum(total - total) for total in totals]
@@ -261,137 +265,101 @@ def reduce_mean(
     columns = [x.shape[-1] for x in parts[:factors]]
     if not exact and max(columns, default=0) > _FUSED_COLUMNS:
         # Widened once. Otherwise every use of a factor widens it: fewer kernels, on GPUs.
+        # Each alone: what is held together is typed alike, and only the totals are replicated.
         totals = [lax.optimization_barrier(total) for total in totals]
         values = [lax.optimization_barrier(value) for value in values]
-    means = operands.unpack(totals)
-    if exact:
-        means = [mean / replicas for mean in means]
-        sent = parts
-    else:
-        sent = [value * replicas for value in operands.unpack(values)]
+    means = [total / (replicas * scale) for total in unpacked(totals)]
     if automatic:
-        means = _gathered(means, factors)
+        # Left in the layout of `_laid_out`, they would move the weights made from them into it.
+        means[:factors] = [_whole(mean) for mean in means[:factors]]
+    sent = [value / scale for value in unpacked(values)]
+    if exact:
+        sent = parts
     return Reduced(_in_dtypes_of(parts, means), _in_dtypes_of(parts, sent), finite)
 
 
-def _dtype_to_compute_in(parts: Sequence[Array], wire_dtype: Any) -> Any:
-    """Returns the dtype of sums and quotients: that of the wire, or one that holds all there are.
-
-    A sum of float16 overflows where their mean does not, so float16 is widened in any case; and
-    neither of the two 16-bit types holds the other.
-    """
-    dtypes = {part.dtype for part in parts} | {wire_dtype}
-    if len(dtypes) == 1 and wire_dtype != jnp.float16:
-        return wire_dtype
-    return widest(dtypes)
-
-
-def _rounded_share(value: Array, replicas: int, wire_dtype: Any) -> Array:
-    """Divides by the number of replicas and rounds to the wire's dtype, once.
+def _rounded(value: Array, dtype: Any) -> Array:
+    """Rounds to a narrower dtype, once.
 
     A cast there and back may be left out by XLA, and what counts as sent would not be rounded. So
     it is rounded before it is cast. But `lax.reduce_precision` has nothing but zeros below the
     normal range of float16: there the cast alone rounds, and a barrier keeps it.
     """
-    share = value / replicas
-    if wire_dtype == jnp.float16:
-        return lax.optimization_barrier(share.astype(wire_dtype))
-    info = jnp.finfo(wire_dtype)
-    rounded = lax.reduce_precision(share, exponent_bits=info.nexp, mantissa_bits=info.nmant)
-    return rounded.astype(wire_dtype)
+    if dtype == jnp.float16:
+        return lax.optimization_barrier(value.astype(dtype))
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(value, info.nexp, info.nmant).astype(dtype)
 
 
 def _in_dtypes_of(parts: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
     return [x.astype(part.dtype) for x, part in zip(arrays, parts, strict=True)]
 
 
-class _Operands(NamedTuple):
-    """Arrays as the operands of one all-reduce: many as one flat vector, and others alone."""
-
-    values: list[Array]  # the flat vector first, if there is one
-    packed: list[int]  # positions of the arrays in the flat vector
-    alone: list[int]  # positions of the others
-    unravel: Callable[[Array], list[Array]]  # from the flat vector to its arrays
-
-    def unpack(self, values: Sequence[Array]) -> list[Array]:
-        """Returns the arrays in their order, from operands like these."""
-        arrays = list(values[-len(self.alone) :]) if self.alone else []
-        places = list(self.alone)
-        if self.packed:
-            arrays += self.unravel(values[0])
-            places += self.packed
-        in_order = sorted(zip(places, arrays, strict=True), key=lambda pair: pair[0])
-        return [array for _, array in in_order]
-
-
-def _operands_of(parts: list[Array], factors: int) -> _Operands:
-    """Packs small arrays, and the first `factors` whatever their size, into one vector.
+def _operands(
+    parts: list[Array], factors: int
+) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
+    """Packs small arrays, and the first `factors` whatever their size, into one flat vector.
 
     These are alone only if nothing else is to be packed, or beside axes that are left to the
     compiler.
+
+    Returns:
+      The operands, and a function that makes the arrays of operands like these.
     """
-    everything = range(len(parts))
-    alone = _largest_of(parts, factors)
-    if other_axes() or len(parts) - len(alone) == 1:  # a single one keeps its shape
-        alone = list(everything)
-    packed = [i for i in everything if i not in alone]
-    flat, unravel = jax.flatten_util.ravel_pytree([parts[i] for i in packed])
-    values = [parts[i] for i in alone]
-    if packed:
-        values.insert(0, flat)
-    return _Operands(values, packed, alone, unravel)
-
-
-def _largest_of(parts: list[Array], factors: int) -> list[int]:
-    """Returns the positions of arrays that are worth an operand of their own."""
     sizes = [part.size * part.dtype.itemsize for part in parts]
     large = [i for i in range(factors, len(parts)) if sizes[i] >= _OWN_OPERAND_BYTES]
-    large.sort(key=lambda i: -sizes[i])
-    return sorted(large[:_MOST_OPERANDS])
+    alone = sorted(large, key=lambda i: -sizes[i])[:_MOST_OPERANDS]
+    packed = [i for i in range(len(parts)) if i not in alone]
+    if other_axes() or len(packed) <= 1:  # a single one keeps its shape
+        return parts, list
+    flat, unravel = jax.flatten_util.ravel_pytree([parts[i] for i in packed])
+
+    def unpacked(operands: list[Array]) -> list[Array]:
+        arrays = dict(zip(alone, operands[1:], strict=True))
+        arrays.update(zip(packed, unravel(operands[0]), strict=True))
+        return [arrays[i] for i in range(len(parts))]
+
+    return [flat, *(parts[i] for i in alone)], unpacked
 
 
-def _spread(xs: list[Array], factors: int) -> list[Array]:
-    """Lays the first arrays, `factors` in number, out over the automatic axes.
+def _whole(x: Array) -> Array:
+    return lax.with_sharding_constraint(x, PartitionSpec())
+
+
+def _laid_out(x: Array) -> Array:
+    """Splits the longest axis that can be split over all devices of the automatic axes.
 
     The compiler would copy a factor to every device that needs it and then let each of them send
     all of it.
     """
-    return [*map(_laid_out, xs[:factors]), *xs[factors:]]
-
-
-def _laid_out(x: Array) -> Array:
-    """Splits the longest axis that can be split over all devices of the automatic axes."""
     axes = other_axes(AxisType.Auto)
     devices = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in axes)
-    divisible = [(length, axis) for axis, length in enumerate(x.shape) if length % devices == 0]
-    length, longest = max(divisible, default=(0, 0))
-    if length == 0:
+    divisible = [axis for axis in range(x.ndim) if x.shape[axis] % devices == 0]
+    if not x.size or not divisible:
         return x
+    longest = max(divisible, key=lambda axis: (x.shape[axis], axis))
     spec: list[Any] = [None] * x.ndim
     spec[longest] = axes
     # Whole first: layouts travel backwards too, into the gradient and the model that made it.
-    whole = lax.with_sharding_constraint(x, PartitionSpec())
-    return lax.with_sharding_constraint(whole, PartitionSpec(*spec))
+    return lax.with_sharding_constraint(_whole(x), PartitionSpec(*spec))
 
 
-def _gathered(xs: list[Array], factors: int) -> list[Array]:
-    """Makes the first arrays, `factors` in number, whole on every device.
-
-    Left in the layout of `_spread`, they would move the weights that are made from them into it.
-    """
-    whole = [lax.with_sharding_constraint(x, PartitionSpec()) for x in xs[:factors]]
-    return [*whole, *xs[factors:]]
-
-
-def mean_each(leaves: Sequence[Array], axis_name: AxisName) -> list[Array]:
-    """Averages each array in its own dtype: one all-reduce for every dtype among them."""
+def mean_each(
+    leaves: Sequence[Array], axis_name: AxisName, wire_dtypes: Sequence[Any] | None = None
+) -> Reduced:
+    """Averages arrays in one all-reduce for every dtype on the wire, by default their own."""
     means = list(leaves)
-    for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
-        chosen = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+    sent = list(leaves)
+    finite = jnp.array(True)
+    dtypes = [jnp.dtype(dtype) for dtype in wire_dtypes or [x.dtype for x in leaves]]
+    for dtype in dict.fromkeys(dtypes):
+        chosen = [i for i, other in enumerate(dtypes) if other == dtype]
         reduced = reduce_mean([leaves[i] for i in chosen], axis_name, dtype)
-        for i, mean in zip(chosen, reduced.means, strict=True):
-            means[i] = mean
-    return means
+        finite &= reduced.finite
+        for place, i in enumerate(chosen):
+            means[i] = reduced.means[place]
+            sent[i] = reduced.sent[place]
+    return Reduced(means, sent, finite)
 
 
 def owner_id(axis_name: AxisName) -> Array:
@@ -399,51 +367,38 @@ def owner_id(axis_name: AxisName) -> Array:
     return lax.axis_index(axis_name).astype(jnp.float32) - axis_size(axis_name)
 
 
-def _one_call(axis_name: AxisName) -> bool:
-    """Tells whether one collective takes all the axes: `jax.vmap` has rules for one at a time."""
+def _collective_axes(axis_name: AxisName) -> list[AxisName]:
+    """Returns the axes of each collective: `jax.vmap` has rules for one axis at a time only."""
     axes = axis_tuple(axis_name)
-    return len(axes) == 1 or set(axes) <= set(mesh_axes(AxisType.Manual))
+    if set(axes) <= set(mesh_axes(AxisType.Manual)):
+        return [axes]
+    return list(axes)
 
 
 def exchange(x: Array, axis_name: AxisName) -> Array:
     """Sends row ``k`` of `x` to replica ``k``: row ``w`` of the result came from replica ``w``."""
-    if _one_call(axis_name):
-        return _exchange_along(x, axis_name, 0)
-    axes = axis_tuple(axis_name)
-    sizes = [lax.axis_size(name) for name in axes]
+    axes = _collective_axes(axis_name)
+    sizes = [axis_size(names) for names in axes]
     rows = x.reshape(*sizes, *x.shape[1:])
-    for i, name in enumerate(axes):
-        rows = _exchange_along(rows, name, i)
+    for i, names in enumerate(axes):
+        # Nothing is sent by a single replica, whose shape `jax.vmap` gets wrong where the operand
+        # is not mapped (jax 0.10.2).
+        if sizes[i] > 1:
+            rows = lax.all_to_all(rows, names, split_axis=i, concat_axis=i, tiled=True)
     return rows.reshape(x.shape)
-
-
-def _exchange_along(x: Array, axis_name: AxisName, axis: int) -> Array:
-    if axis_size(axis_name) == 1:
-        # Besides, `jax.vmap` gets the shape of a tiled all-to-all over a single replica wrong where
-        # the operand is not mapped (jax 0.10.2).
-        return x
-    return lax.all_to_all(x, axis_name, split_axis=axis, concat_axis=axis, tiled=True)
 
 
 def gather(x: Array, axis_name: AxisName) -> Array:
     """Gathers every `x` along a new axis 0, typed as replicated under ``check_vma=True``."""
-    if not _one_call(axis_name):
-        rows = functools.reduce(gather, reversed(axis_tuple(axis_name)), x)
-        return rows.reshape(-1, *x.shape)
-    if vma_axes(axis_name):
-        return lax.all_gather(x, axis_name, to="invarying")
-    return lax.all_gather(x, axis_name)
+    rows = x
+    for names in reversed(_collective_axes(axis_name)):
+        rows = lax.all_gather(rows, names, to="invarying" if vma_axes(names) else "varying")
+    return rows.reshape(-1, *x.shape)
 
 
-def largest(leaf: Array, axis_name: AxisName) -> Array:
+def maximum(x: Array, axis_name: AxisName) -> Array:
     """Takes the elementwise maximum over the replicas, for values that have no mean."""
-    leaf = as_local(leaf, axis_name)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = lax.pmax(jax.random.key_data(leaf), axis_name)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    if leaf.dtype == jnp.bool_:
-        return lax.pmax(leaf.astype(jnp.int32), axis_name).astype(jnp.bool_)
-    return lax.pmax(leaf, axis_name)
+    return lax.pmax(as_local(x, axis_name), axis_name)
 
 
 def total(x: Array, axis_name: AxisName) -> Array:
@@ -462,7 +417,7 @@ def _psum(xs: list[Array], axis_name: AxisName, dtype: Any) -> list[Array]:
         return [total.astype(dtype) for total in lax.psum(xs, axis_name)]
 
     def summed_wide(xs: list[Array]) -> list[Array]:
-        return summed([x.astype(jnp.float32) for x in xs])
+        return lax.psum([x.astype(dtype) for x in xs], axis_name)
 
     if xs[0].dtype != jnp.bfloat16:
         return summed(xs)

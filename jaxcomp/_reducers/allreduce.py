@@ -7,10 +7,10 @@ from typing import Any
 import optax
 
 from jaxcomp._base.checks import check_axis_name
-from jaxcomp._base.leaves import all_finite, checked_dtype, floating_leaves, with_leaves
+from jaxcomp._base.leaves import checked_dtype, floating_leaves, with_leaves
 from jaxcomp._base.stats import CompressionStats, dense_leaves
 from jaxcomp._base.typing import AxisName, DType, PyTree
-from jaxcomp._mesh.collectives import reduce_mean
+from jaxcomp._mesh.collectives import mean_each
 from jaxcomp._mesh.per_replica import is_reducer_state
 from jaxcomp._reducers.reducer import Reducer, Reduction
 from jaxcomp._reducers.refusals import other_state
@@ -69,24 +69,15 @@ def allreduce(
         del params, extra_args
         if is_reducer_state(state):  # handed on, a residual would never be sent
             raise other_state("allreduce", "optax.EmptyState", state)
-        arrays = floating_leaves(updates)
-        means = list(arrays)
-        sent = list(arrays)
-        # An all-reduce for each dtype on the wire. Weighted gradients are float32, but go out in
-        # the dtypes that they had.
+        # Weighted gradients are float32, but go out in the dtypes that they had.
         dtypes = [wire or x.dtype for x in floating_leaves(updates if like is None else like)]
-        for dtype in dict.fromkeys(dtypes):
-            chosen = [i for i, other in enumerate(dtypes) if other == dtype]
-            reduced = reduce_mean([arrays[i] for i in chosen], axis_name, dtype)
-            for place, i in enumerate(chosen):
-                means[i] = reduced.means[place]
-                sent[i] = reduced.sent[place]
+        reduced = mean_each(floating_leaves(updates), axis_name, dtypes)
         # There is no state to protect, and what is finite stays so, as with any all-reduce.
         return Reduction(
-            updates=with_leaves(updates, means),
+            updates=with_leaves(updates, reduced.means),
             state=state,
-            sent=with_leaves(updates, sent),
-            finite=all_finite(means),
+            sent=with_leaves(updates, reduced.sent),
+            finite=reduced.finite,
         )
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import compute_dtype, leaf_name
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.collectives import as_local, axis_size, largest, mean_each, mesh_axes, owner_id
+from jaxcomp._mesh.collectives import as_local, axis_size, maximum, mean_each, mesh_axes, owner_id
 from jaxcomp._mesh.per_replica import StateLeaf, has_rows, owners_of, state_leaves, without_row
 
 
@@ -91,17 +92,16 @@ def layout_of(state: PyTree) -> Layout:
       ValueError: If per-replica leaves have no common leading axis, are those of one replica only,
         or of one several times; or rows of what replicas share differ.
     """
-    without_axis = Layout(None, everything=False)
     leaves = state_leaves(state)
     owners = owners_of(state)
     local = _local_values(leaves)
-    lengths = _lengths(owners or local)
-    if not owners and (len(lengths) != 1 or lengths == {()}):
-        return without_axis
     for name, owner in owners.items():
-        _check_owner(name, owner)
-    if lengths == {()}:
-        return without_axis
+        common = _owner_of_all(jnp.asarray(owner))
+        if not isinstance(common, jax.core.Tracer) and float(common) != 0:
+            raise ValueError(_one_replica(name, owner))
+    lengths = _lengths(owners or local)
+    if lengths == {()} or (not owners and len(lengths) != 1):
+        return Layout(None, everything=False)
     if len(lengths | _lengths(local)) != 1:
         raise ValueError(_no_axis(local))
     shared = {leaf_name(x.path): x.value for x in leaves if x.declared_by is None}
@@ -124,13 +124,6 @@ def _lengths(values: dict[str, Any]) -> set[tuple[int, ...]]:
     return {np.shape(value)[:1] for value in values.values()}
 
 
-def _check_owner(name: str, owner: Any) -> None:
-    """Refuses the owner of a single replica, where that can be known."""
-    common = _owner_of_all(jnp.asarray(owner))
-    if not isinstance(common, jax.core.Tracer) and float(common) != 0:
-        raise ValueError(_one_replica(name, owner))
-
-
 def _check_equal_rows(name: str, leaf: Any) -> None:
     """Refuses a leaf that differs between the replicas that share it, where that can be known."""
     if isinstance(leaf, jax.core.Tracer):
@@ -148,13 +141,20 @@ def _check_equal_rows(name: str, leaf: Any) -> None:
 
 def _mean_of_rows(leaf: Any) -> Any:
     """Averages over axis 0 in float32 at least; takes the largest of what has no mean."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        words = jax.random.key_data(leaf).max(axis=0)
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
-    leaf = jnp.asarray(leaf)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return leaf.max(axis=0)
+        return _largest(leaf, functools.partial(jnp.max, axis=0))
+    leaf = jnp.asarray(leaf)
     return leaf.astype(compute_dtype(leaf.dtype)).mean(axis=0).astype(leaf.dtype)
+
+
+def _largest(leaf: Any, maximum: Callable[[Array], Array]) -> Any:
+    """Takes the maximum over the replicas of integers, flags or random keys."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        words = maximum(jax.random.key_data(leaf))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
+    if leaf.dtype == jnp.bool_:
+        return maximum(jnp.asarray(leaf, jnp.int32)).astype(jnp.bool_)
+    return maximum(leaf)
 
 
 def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
@@ -162,30 +162,29 @@ def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
     local = _local_values(state_leaves(state))
     replicas = axis_size(axis_name)
     # A state of classes without an owner: under shard_map what it has of its own is a row of 1.
-    is_row = bool(local) and _lengths(local) == {(1,)}
-    if has_rows(state) or (is_row and not owners_of(state)):
+    if has_rows(state) or (_lengths(local) == {(1,)} and not owners_of(state)):
         state = without_row(state)
 
-    averaged: list[int] = []
-    wide: list[Array] = []
-    consolidated: list[Any] = []
     leaves = state_leaves(state)
+    consolidated = [leaf.value for leaf in leaves]
+    averaged: list[int] = []
     for i, leaf in enumerate(leaves):
         value = leaf.value
+        if leaf.declared_by is None:
+            continue
         if leaf.is_owner:
             # Equal to (1, 0) everywhere if it is that of this replica, (0, 1) if everybody's.
             value = jnp.stack([value == owner_id(axis_name), value == 0]).astype(jnp.float32)
-        consolidated.append(value)
-        if leaf.declared_by is None:
-            continue
         if jnp.issubdtype(value.dtype, jnp.floating):
-            # In float32 even where it is stored narrower.
             averaged.append(i)
-            wide.append(as_local(value.astype(compute_dtype(value.dtype)), axis_name))
+            # In float32 even where it is stored narrower.
+            value = as_local(value.astype(compute_dtype(value.dtype)), axis_name)
         else:
-            consolidated[i] = largest(value, axis_name)
-    for i, mean in zip(averaged, mean_each(wide, axis_name), strict=True):
-        consolidated[i] = mean.astype(consolidated[i].dtype)
+            value = _largest(value, functools.partial(maximum, axis_name=axis_name))
+        consolidated[i] = value
+    means = mean_each([consolidated[i] for i in averaged], axis_name).means
+    for i, mean in zip(averaged, means, strict=True):
+        consolidated[i] = mean.astype(leaves[i].value.dtype)
         if leaves[i].is_owner:
             everywhere = mean > 1 - 0.5 / replicas
             consolidated[i] = jnp.where(everywhere.any(), 0.0, jnp.nan)

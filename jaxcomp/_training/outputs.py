@@ -210,7 +210,7 @@ def reduced(
     local = list(averaged.values())
     if weight is not None and local:
         local = weighted_gradients(local, weight, axis_name)
-    for i, mean in zip(averaged, mean_each(local, axis_name), strict=True):
+    for i, mean in zip(averaged, mean_each(local, axis_name).means, strict=True):
         leaves[i] = mean.astype(leaves[i].dtype)
     return dataclasses.replace(outputs, leaves=leaves), rows
 
