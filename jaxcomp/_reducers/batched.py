@@ -8,10 +8,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.flatten_util import ravel_pytree
 
 from jaxcomp._base.checks import check_int, names_checked
-from jaxcomp._base.leaves import checked_dtype, floating_leaves, leaf_dtype, widest, with_leaves
+from jaxcomp._base.leaves import (
+    checked_dtype,
+    clipped,
+    floating_leaves,
+    leaf_dtype,
+    widest,
+    with_leaves,
+)
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, DType, KeyPath, MatrixDims, PyTree
 from jaxcomp._reducers.powersgd import powersgd
@@ -93,8 +101,7 @@ def batched_powersgd(
     )
 
     def init(params: PyTree) -> PyTree:
-        matrix = _square_of(params)
-        return square.init(jnp.zeros(matrix.shape, matrix.dtype))
+        return square.init(optax.tree.zeros_like(_square_of(params)))
 
     def reduce(
         updates: PyTree,
@@ -105,17 +112,31 @@ def batched_powersgd(
         **extra_args: Any,
     ) -> Reduction:
         del params, extra_args
-        matrix = _square_of(updates)
-        leaves = [x.astype(matrix.dtype) for x in floating_leaves(updates)]
-        flat, leaves_of = ravel_pytree(leaves)
-        padded = jnp.pad(flat, (0, math.prod(matrix.shape) - flat.size))
-        outputs = matrix if like is None else _square_of(like)
-        result = square.reduce(padded.reshape(matrix.shape), state, like=outputs)
+        arrays = floating_leaves(updates)
+        shape = _square_of(updates)
+        flat, leaves_of = ravel_pytree([x.astype(shape.dtype) for x in arrays])
 
-        def unflattened(average: Array) -> PyTree:
-            return with_leaves(updates, leaves_of(average.reshape(-1)[: flat.size]))
+        def square_of(flat: Array) -> Array:
+            return jnp.pad(flat, (0, math.prod(shape.shape) - flat.size)).reshape(shape.shape)
 
-        return result._replace(updates=unflattened(result.updates), sent=unflattened(result.sent))
+        result = square.reduce(square_of(flat), state)
+        means = leaves_of(result.updates.reshape(-1)[: flat.size])
+        sent = leaves_of(result.sent.reshape(-1)[: flat.size])
+        state = result.state
+        halves = [
+            x.dtype == jnp.float16 for x in floating_leaves(updates if like is None else like)
+        ]
+        if error_feedback and any(halves):
+            # What of a mean a leaf of float16 cannot hold was sent and reached nobody.
+            excess = []
+            for mean, half in zip(means, halves, strict=True):
+                excess.append(mean - clipped(mean, jnp.float16) if half else jnp.zeros_like(mean))
+            unsent = jnp.where(result.finite, square_of(ravel_pytree(excess)[0]), 0)
+            residual = state.residual
+            state = state._replace(residual=(residual + unsent).astype(residual.dtype))
+        return Reduction(
+            with_leaves(updates, means), state, with_leaves(updates, sent), result.finite
+        )
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         (leaf,) = square.bytes(_square_of(params), replicas=replicas, step=step).leaves
@@ -132,13 +153,8 @@ def _rows_and_cols(path: KeyPath, leaf: Any) -> MatrixDims:
 
 
 def _square_of(params: PyTree) -> jax.ShapeDtypeStruct:
-    """Returns the shape of the smallest square that holds all floating values.
-
-    Its dtype is theirs if they have one in common, and else the widest of them and float32.
-    """
+    """Returns the shape of the smallest square that holds all floating values, float32 or wider."""
     leaves = [x for x in jax.tree.leaves(params) if jnp.issubdtype(leaf_dtype(x), jnp.floating)]
     size = sum(math.prod(jnp.shape(x)) for x in leaves)
     side = math.isqrt(size - 1) + 1 if size else 0
-    dtypes = {jnp.dtype(leaf_dtype(x)) for x in leaves}
-    dtype = dtypes.pop() if len(dtypes) == 1 else widest(dtypes)
-    return jax.ShapeDtypeStruct((side, side), dtype)
+    return jax.ShapeDtypeStruct((side, side), widest(map(leaf_dtype, leaves)))

@@ -108,8 +108,11 @@ NEAR_THE_END = {
     "powersgd int8": powersgd(1, comm_dtype=jnp.int8),
     "powersgd int6": powersgd(1, comm_dtype="int6"),
     "powersgd bf16": powersgd(1, residual_dtype=jnp.bfloat16),
+    "powersgd fp16": powersgd(1, comm_dtype=jnp.float16),
     "batched": batched(1),
+    "batched fp16": batched(1, comm_dtype=jnp.float16),
     "feedback": feedback(powersgd(1, error_feedback=False)),
+    "feedback of fp16 factors": feedback(powersgd(1, error_feedback=False, comm_dtype=jnp.float16)),
     "feedback int8": feedback(quantized()),
     "feedback fp16": feedback(allreduce(comm_dtype=jnp.float16)),
     "int8": quantized(),
@@ -129,23 +132,37 @@ def steps_near_the_end():
     return np.stack(steps, axis=1).astype(np.float16)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("name", NEAR_THE_END)
-def test_finite_float16_steps_near_the_end_of_the_range_are_taken(name):
-    """And what an output cannot hold goes out later."""
-    gradients = steps_near_the_end()
+def test_finite_steps_near_the_end_of_float16_are_taken(name, dtype):
+    """And what an output, or the wire, cannot hold goes out later."""
+    gradients = steps_near_the_end().astype(dtype)
     outputs, state = simulate("vmap", NEAR_THE_END[name], {"w": gradients})
     assert all_finite(outputs)
     assert all_finite(state)
     if name == "int8":  # which keeps nothing
         return
     residual = jax.tree.leaves(state.residual)[0].astype(np.float64).mean(0)
-    if name == "batched":
+    if name.startswith("batched"):
         residual = residual.ravel()[: 24 * 16].reshape(24, 16)
     came_out = outputs["w"].astype(np.float64).sum(0)
     went_in = gradients.astype(np.float64).mean(0).sum(0)
     # Twenty roundings of an output to float16, or of a residual to bfloat16.
     unit = 2.0**-8 if name == "powersgd bf16" else 2.0**-11
     np.testing.assert_allclose(came_out + residual, went_in, rtol=0, atol=20 * unit * 2.0**17)
+
+
+def test_what_one_leaf_of_a_common_matrix_cannot_hold_goes_out_later():
+    """Of float16 beside float32, which has room for the same average."""
+    wide = steps_near_the_end().astype(np.float32)
+    gradients = {"half": wide.astype(np.float16), "wide": 4 * wide}
+    outputs, state = simulate("vmap", batched(1), gradients)
+    residual = state.residual.astype(np.float64).mean(0).ravel()
+    for leaf, kept in zip(gradients, residual[: 2 * 24 * 16].reshape(2, 24, 16), strict=True):
+        came_out = outputs[leaf].astype(np.float64).sum(0)
+        went_in = gradients[leaf].astype(np.float64).mean(0).sum(0)
+        atol = 20 * 2.0**-11 * 2.0**17
+        np.testing.assert_allclose(came_out + kept, went_in, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("name", REDUCERS)
