@@ -33,6 +33,14 @@ class MatrixDims(NamedTuple):
     rows: tuple[int, ...] = ()
     cols: tuple[int, ...] = ()
 
+    def behind_an_axis(self) -> MatrixDims:
+        """Returns the dims of a stack of such leaves, whose first axis joins the batch axes."""
+        moved = []
+        for axes in self:
+            moved.append(tuple(axis + 1 if axis >= 0 else axis for axis in axes))
+        batch, rows, cols = moved
+        return MatrixDims((0, *batch), rows, cols)
+
 
 # Called with the key path of `jax.tree_util.tree_flatten_with_path` and the leaf (or its shape).
 RankFn: TypeAlias = Callable[[KeyPath, Any], int | None]

@@ -49,32 +49,38 @@ class MatrixView:
     dims: MatrixDims
     # Whether it is many leaves as one, which are cut out of what is made of it.
     is_group: bool = False
-    batch: tuple[int, ...] = dataclasses.field(init=False)  # sizes of the batch axes
-    n_rows: int = dataclasses.field(init=False)  # of one matrix
-    n_cols: int = dataclasses.field(init=False)
-    cols_first: bool = dataclasses.field(init=False)
-    order: tuple[int, ...] = dataclasses.field(init=False)  # the axes as `matricize` has them
-    # Whether `matricize` moves nothing in memory; a function of the user may ask for it.
-    is_reshape: bool = dataclasses.field(init=False)
 
-    def __post_init__(self) -> None:
-        """Derives everything else from shape and dims."""
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """Returns the sizes of the batch axes."""
+        return self.sizes(self.dims.batch)
+
+    @property
+    def n_rows(self) -> int:
+        """Counts the rows of one matrix."""
+        return math.prod(self.sizes(self.dims.rows))
+
+    @property
+    def n_cols(self) -> int:
+        """Counts the columns of one matrix."""
+        return math.prod(self.sizes(self.dims.cols))
+
+    @property
+    def cols_first(self) -> bool:
+        """Tells whether `matricize` puts columns before rows."""
         batch, rows, cols = self.dims
-        in_order = tuple(range(len(self.shape)))
-        order = batch + rows + cols
-        cols_first = order != in_order
-        if cols_first:
-            order = batch + cols + rows
-        self._set("batch", self.sizes(batch))
-        self._set("n_rows", math.prod(self.sizes(rows)))
-        self._set("n_cols", math.prod(self.sizes(cols)))
-        self._set("cols_first", cols_first)
-        self._set("order", order)
-        self._set("is_reshape", order == in_order)
+        return batch + rows + cols != tuple(range(len(self.shape)))
 
-    def _set(self, name: str, value: Any) -> None:
-        """Sets a field of this frozen instance while it is made."""
-        object.__setattr__(self, name, value)
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Returns the axes of the leaf as `matricize` has them."""
+        batch, rows, cols = self.dims
+        return batch + cols + rows if self.cols_first else batch + rows + cols
+
+    @property
+    def is_reshape(self) -> bool:
+        """Tells whether `matricize` moves nothing in memory, as by the default rule."""
+        return self.order == tuple(range(len(self.shape)))
 
     def sizes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the sizes of some axes of the leaf."""
@@ -204,14 +210,31 @@ def _sum_of_outer_products(view: MatrixView, p: Array, q: Array) -> Array:
     return sum(products[1:], start=products[0])
 
 
-def unsent(view: MatrixView, p: Array, q: Array, total: Array, old: Array, commit: Array) -> Array:
-    """The new residual: `total` less ``P Q^T``, or `old` where not `commit`, updated in place.
+def unsent(
+    view: MatrixView,
+    dtype: Any,
+    p: Array,
+    q: Array,
+    q_sent: Array,
+    total: Array,
+    old: Array,
+    commit: Array,
+) -> Array:
+    """Makes the new residual: what is left of `total`, or `old` where not `commit`, in its place.
+
+    What was sent is ``P Q_w^T``, with the replica's own factor. Of the mean ``P Q^T``, which may be
+    beyond the range of float16 where gradients are not, an output in that `dtype` cannot hold all:
+    the rest was sent and reached nobody, so it stays, and goes out in later steps.
 
     A product that XLA does not fuse is not written out as a whole: on CPU the blocks of a leaf
     follow each other, and take the place of `old` one by one. On GPU, where each block would be
     several kernels to launch, and beside automatic axes, along which a leaf may be sharded, it is
     one block.
     """
+    if dtype == jnp.float16:
+        mean = outer(view, p, q)
+        largest = float(jnp.finfo(dtype).max)
+        total += mean - jnp.clip(mean, -largest, largest)
 
     def less(product: Array, total: Array, old: Array) -> Array:
         return jnp.where(commit, (total - product).astype(old.dtype), old)
@@ -219,15 +242,14 @@ def unsent(view: MatrixView, p: Array, q: Array, total: Array, old: Array, commi
     def whole() -> Array:
         # With a leading axis of 1, as the state has that `jax.shard_map` hands over: a reshape in
         # between would keep XLA from writing the result in the place of the old one.
-        product = outer(view, p, q)
+        product = outer(view, p, q_sent)
         return less(product[None], total[None], old[None]).reshape(old.shape)
 
     small = total.size * total.dtype.itemsize < 2 * _BLOCK_BYTES
     if p.shape[-1] <= _FUSED_RANK or small or not view.is_reshape or other_axes():
         return whole()
-    blocks = functools.partial(
-        _in_blocks, view, p, q, total, typed_like(old, (p, q, total, commit)), less
-    )
+    old_as_new = typed_like(old, (p, q_sent, total, commit))
+    blocks = functools.partial(_in_blocks, view, p, q_sent, total, old_as_new, less)
     return lax.platform_dependent(cpu=blocks, default=whole)
 
 
@@ -300,7 +322,9 @@ class LeafPlan:
     @property
     def wire_size(self) -> int:
         """Values that this leaf puts on the wire in one step."""
-        return self.size if self.view is None else math.prod(self.p_shape) + math.prod(self.q_shape)
+        if self.view is None:
+            return self.size
+        return math.prod(self.p_shape) + math.prod(self.q_shape)
 
 
 def plan_leaves(
@@ -361,7 +385,10 @@ def _plan(
     try:
         plain = LeafPlan(name, tuple(np.shape(leaf)), leaf_dtype(leaf))
     except TypeError as error:
-        raise _no_array(name, leaf) from error
+        raise ValueError(
+            f"The leaf {name} is a {type(leaf).__name__} and no array. Of an Equinox module pass "
+            "eqx.filter(model, eqx.is_inexact_array), of other trees the arrays that are trained."
+        ) from error
     if not jnp.issubdtype(plain.dtype, jnp.floating):
         return plain
     leaf_rank = rank(path, leaf) if callable(rank) else rank
@@ -369,7 +396,10 @@ def _plan(
         return plain
     integer = isinstance(leaf_rank, (int, np.integer)) and not isinstance(leaf_rank, bool)
     if not integer or leaf_rank < 1:
-        raise _no_rank(name, leaf_rank)
+        raise ValueError(
+            f"`rank` must return a positive integer or None, got {leaf_rank!r} for the leaf "
+            f"{name}. Return None for a leaf that shall not be compressed."
+        )
     dims = matrix_dims(path, leaf)
     if dims is None:
         return plain
@@ -382,41 +412,18 @@ def _plan(
 
 def _checked_dims(dims: MatrixDims, shape: tuple[int, ...], name: str) -> MatrixDims:
     """Returns dims with axes counted from the front; refuses what is not each axis once."""
-    ndim = len(shape)
+    axes = np.arange(len(shape))
     try:
-        batch, rows, cols = (_from_front(part, ndim) for part in dims)
-    except (TypeError, ValueError) as error:
-        raise _no_dims(name, shape, dims) from error
-    if not rows or not cols or sorted(batch + rows + cols) != list(range(ndim)):
-        raise _no_dims(name, shape, dims)
+        batch, rows, cols = (tuple(axes[list(part)].tolist()) for part in dims)
+    except (TypeError, ValueError, IndexError):
+        batch = rows = cols = ()
+    if not rows or not cols or sorted(batch + rows + cols) != axes.tolist():
+        raise ValueError(
+            f"`matrix_dims` must put each of the {len(shape)} axes of the leaf {name} with shape "
+            f"{shape} into exactly one of batch, rows and cols, with at least one row and one "
+            f"column axis, got {dims!r}. Return None for a leaf that shall not be compressed."
+        )
     return MatrixDims(batch, rows, cols)
-
-
-def _from_front(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
-    """Returns axes with negative ones counted from the front."""
-    return tuple(axis + ndim if axis < 0 else axis for axis in axes)
-
-
-def _no_array(name: str, leaf: Any) -> ValueError:
-    return ValueError(
-        f"The leaf {name} is a {type(leaf).__name__} and no array. Of an Equinox module pass "
-        "eqx.filter(model, eqx.is_inexact_array), of other trees the arrays that are trained."
-    )
-
-
-def _no_rank(name: str, rank: Any) -> ValueError:
-    return ValueError(
-        f"`rank` must return a positive integer or None, got {rank!r} for the leaf {name}. "
-        "Return None for a leaf that shall not be compressed."
-    )
-
-
-def _no_dims(name: str, shape: tuple[int, ...], dims: Any) -> ValueError:
-    return ValueError(
-        f"`matrix_dims` must put each of the {len(shape)} axes of the leaf {name} with shape "
-        f"{shape} into exactly one of batch, rows and cols, with at least one row and one column "
-        f"axis, got {dims!r}. Return None for a leaf that shall not be compressed."
-    )
 
 
 def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:

@@ -52,7 +52,11 @@ def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsF
         if not set(names) & set(_names_in(path)):
             return rule(path, leaf)
         layer = jax.ShapeDtypeStruct(np.shape(leaf)[1:], leaf_dtype(leaf))
-        return _behind_layers(rule(path, layer))
+        layer_dims: Any = rule(path, layer)
+        try:
+            return MatrixDims(*layer_dims).behind_an_axis()
+        except (TypeError, ValueError):  # no dims, which are refused with the name of the leaf
+            return layer_dims
 
     # Called with all leaves of a tree before any of them is planned.
     dims.check_leaves = functools.partial(_check_leaves, names)  # pyright: ignore[reportFunctionMemberAccess]
@@ -62,28 +66,6 @@ def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsF
 def _names_in(path: KeyPath) -> list[str | None]:
     """Returns the name of each key of a path; None for a position in a list."""
     return [getattr(key, "key", getattr(key, "name", None)) for key in path]
-
-
-def _behind_layers(layer: Any) -> Any:
-    """Moves the dims of one layer behind the axis that counts layers, which joins the batch axes.
-
-    What is no dims stays, to be refused with the name of the leaf.
-    """
-    try:
-        batch, rows, cols = map(_behind_one, layer)
-    except (TypeError, ValueError):
-        return layer
-    return MatrixDims((0, *batch), rows, cols)
-
-
-def _behind_one(axes: Sequence[int]) -> tuple[int, ...]:
-    """Counts axes anew where there is one more in front; those from the end stay."""
-    moved = []
-    for axis in axes:
-        if axis >= 0:
-            axis += 1
-        moved.append(axis)
-    return tuple(moved)
 
 
 def _check_leaves(names: Sequence[str], leaves: Sequence[tuple[KeyPath, Any]]) -> None:

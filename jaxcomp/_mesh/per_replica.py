@@ -206,6 +206,18 @@ def without_row(state: PyTree) -> PyTree:
     return jax.tree.structure(state).unflatten(leaves)
 
 
+def off_rows(
+    state: PyTree, fresh: Callable[[], PyTree] | None = None
+) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Returns a replica's state without rows, and a function that puts the next one as it was.
+
+    The arguments are those of `has_rows`.
+    """
+    if not has_rows(state, fresh):
+        return state, lambda state: state
+    return without_row(state), with_row
+
+
 def with_row(state: PyTree) -> PyTree:
     """Inverts `without_row`."""
     return map_leaves(lambda _, leaf, local: jnp.expand_dims(leaf, 0) if local else leaf, state)

@@ -11,9 +11,10 @@ import optax
 
 from jaxcomp._base.checks import check_int, check_number, names_checked
 from jaxcomp._base.leaves import (
-    checked_residual_dtype,
+    RESIDUAL_DTYPES,
+    checked_dtype,
+    clipped,
     compute_dtype,
-    excess,
     floating_leaves,
     in_compute_dtype,
     is_floating,
@@ -108,7 +109,7 @@ def error_feedback(
     every = check_int("every", every, 1)
     if not callable(decay):
         decay = check_number("decay", decay, 0, 1)
-    dtype = checked_residual_dtype(residual_dtype)
+    dtype = checked_dtype("residual_dtype", residual_dtype, RESIDUAL_DTYPES)
 
     def init(params: PyTree) -> ErrorFeedbackState:
         def zeros(leaf: Any) -> Any:
@@ -151,7 +152,7 @@ def error_feedback(
             outputs.append(saturated(mean, output.dtype))
             remaining = totals[i] - sent[i]
             if output.dtype == jnp.float16:  # what was sent and does not fit the output
-                remaining += excess(mean, output.dtype)
+                remaining += mean - clipped(mean, output.dtype)
             if every > 1:  # what was not added is still to come
                 remaining += jnp.where(due, 0, residual[i].astype(remaining.dtype))
             old = residual[i]
@@ -211,5 +212,5 @@ def _add(gradient: Array, residual: Array, scale: Any) -> Array:
 def _fitted_residual(updates: PyTree, state: Any) -> list[Array]:
     """Returns the residuals of the floating leaves; refuses those that do not fit."""
     shapes = [np.shape(x) if is_floating(x) else None for x in jax.tree.leaves(updates)]
-    residuals = fitted(ErrorFeedbackState, state, updates, {"residual": shapes})["residual"]
-    return [x for x, shape in zip(residuals, shapes, strict=True) if shape is not None]
+    fitted(ErrorFeedbackState, state, updates, {"residual": shapes})
+    return jax.tree.leaves(state.residual)

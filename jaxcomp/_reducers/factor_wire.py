@@ -15,92 +15,67 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcomp._base.leaves import Integers, all_finite, compute_dtype, wire_dtype
+from jaxcomp._base.leaves import Integers, compute_dtype, wire_dtype
 from jaxcomp._base.stats import CompressionStats, dense_leaves, needed_replicas
 from jaxcomp._base.typing import Array, PyTree
-from jaxcomp._lowrank.matrices import LeafPlan, MatrixView
+from jaxcomp._lowrank.matrices import LeafPlan
 from jaxcomp._mesh.collectives import Reduced, axis_size, mean_each, other_axes, reduce_mean
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, Layout, mean_by_shares
-from jaxcomp._reducers.groups import Gradients
 from jaxcomp._reducers.options import LowRank
 
 _BLOCK = 128  # values that share a scale, at most: 3% more bytes for the scales
 
 
-def average_exactly(options: LowRank, gradients: Gradients) -> Reduced:
-    """Averages all gradients in one all-reduce, without integers."""
-    arrays = [*gradients.compressed, *gradients.uncompressed]
-    return reduce_mean(arrays, options.axis_name, _all_reduce_dtype(options, arrays))
+def average_exactly(
+    options: LowRank, plans: Sequence[LeafPlan], arrays: Sequence[Array]
+) -> Reduced:
+    """Averages all arrays in one all-reduce, without integers."""
+    return reduce_mean(arrays, options.axis_name, _all_reduce_dtype(options, plans))
 
 
 def average_factors(
     options: LowRank,
-    gradients: Gradients,
+    plans: Sequence[LeafPlan],
     factors: Sequence[Array],
     uncompressed: Sequence[Array],
 ) -> Reduced:
-    """Averages a factor ``(*batch, n, r)`` of each compressed gradient, and others behind them."""
-    number = len(factors)
-    if not isinstance(options.comm_dtype, Integers):
-        dtype = _all_reduce_dtype(options, [*gradients.compressed, *gradients.uncompressed])
-        arrays = [*factors, *uncompressed]
-        return reduce_mean(arrays, options.axis_name, dtype, factors=number)
-    columns = [_transposed(factor) for factor in factors]
-    reduced = _average_columns(options, gradients.views, columns, uncompressed)
-    means = [_transposed(x) for x in reduced.means[:number]]
-    sent = [_transposed(x) for x in reduced.sent[:number]]
-    means += reduced.means[number:]
-    sent += reduced.sent[number:]
-    return Reduced(means, sent, reduced.finite)
+    """Averages factors ``(*batch, n, r)``, and uncompressed arrays behind them.
 
-
-def _all_reduce_dtype(options: LowRank, gradients: Sequence[Any]) -> Any:
-    """Returns what goes on the wire for gradients, or plans of them, of these dtypes."""
-    return wire_dtype(options.comm_dtype, [x.dtype for x in gradients])
-
-
-def _average_columns(
-    options: LowRank,
-    views: Sequence[MatrixView],
-    columns: Sequence[Array],
-    uncompressed: Sequence[Array],
-) -> Reduced:
-    """Averages factors, by columns ``(*batch, r, n)``, as integers and other leaves exactly.
-
-    Beside mesh axes that are left to the compiler these keep their shapes and so their shardings,
-    in an all-reduce for each dtype.
+    Integers are for the factors only, by columns ``(*batch, r, n)``. The others go exactly, in
+    their own dtypes: they have no residual that could keep a rounding. Beside mesh axes that are
+    left to the compiler these keep their shapes, and so their shardings, in all-reduces.
     """
     axis_name = options.axis_name
+    number = len(factors)
+    if not isinstance(options.comm_dtype, Integers):
+        dtype = _all_reduce_dtype(options, plans)
+        return reduce_mean([*factors, *uncompressed], axis_name, dtype, factors=number)
     replicas = axis_size(axis_name)
+    parts = [_transposed(factor) for factor in factors]
     layouts: list[Layout] = []
-    stacks = set()
-    for i, (view, x) in enumerate(zip(views, columns, strict=True)):
-        shape = x.shape
-        if view.is_group:  # each leaf of a group is sent as it would be alone
-            stacks.add(i)
-            shape = shape[1:]
+    for plan, columns in zip(plans, parts, strict=False):
+        # Each leaf of a group is sent as it would be alone.
+        is_group = plan.view is not None and plan.view.is_group
+        shape = columns.shape[1:] if is_group else columns.shape
         layouts.append(factor_layout(shape, replicas, options.comm_dtype.bits))
+    in_all_reduces: list[Array] = []
     if other_axes():
-        reduced = mean_by_shares(columns, layouts, axis_name, stacks)
-        others = mean_each(uncompressed, axis_name)
-        finite = reduced.finite & all_finite(others)
-        return Reduced([*reduced.means, *others], [*reduced.sent, *uncompressed], finite)
-    # In their own dtypes: they have no residual that could keep a rounding.
-    layouts += [ExactLayout(x.size, replicas, x.dtype) for x in uncompressed]
-    values = [x.astype(compute_dtype(x.dtype)) for x in uncompressed]
-    reduced = mean_by_shares([*columns, *values], layouts, axis_name, stacks)
+        in_all_reduces += uncompressed
+    else:
+        parts += [x.astype(compute_dtype(x.dtype)) for x in uncompressed]
+        layouts += [ExactLayout(x.size, replicas, x.dtype) for x in uncompressed]
+    shared = mean_by_shares(parts, layouts, axis_name)
+    others = mean_each(in_all_reduces, axis_name)
+    for arrays in (shared.means, shared.sent):
+        arrays[:number] = map(_transposed, arrays[:number])
     return Reduced(
-        _in_dtypes_of(uncompressed, reduced.means),
-        _in_dtypes_of(uncompressed, reduced.sent),
-        reduced.finite,
+        shared.means + others.means, shared.sent + others.sent, shared.finite & others.finite
     )
 
 
-def _in_dtypes_of(uncompressed: Sequence[Array], arrays: list[Array]) -> list[Array]:
-    """Returns the arrays, of which the last stand for these leaves, in the dtypes of these."""
-    first = len(arrays) - len(uncompressed)
-    rest = [x.astype(leaf.dtype) for x, leaf in zip(arrays[first:], uncompressed, strict=True)]
-    return [*arrays[:first], *rest]
+def _all_reduce_dtype(options: LowRank, plans: Sequence[LeafPlan]) -> Any:
+    """Returns what an all-reduce of leaves with these plans has on the wire."""
+    return wire_dtype(options.comm_dtype, [plan.dtype for plan in plans])
 
 
 def _transposed(factor: Array) -> Array:

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jaxcomp._base.typing import Array, MatrixDims
+from jaxcomp._base.leaves import is_masked
+from jaxcomp._base.typing import Array
 from jaxcomp._lowrank.matrices import LeafPlan, MatrixView
 from jaxcomp._mesh.collectives import other_axes
 
@@ -27,44 +28,21 @@ _MOST_LEAVES = 32
 
 
 class Groups(NamedTuple):
-    """Which leaves are compressed, and which of these are one array."""
+    """Leaves as arrays: first those that are compressed, then those that are not."""
 
-    leaf_plans: list[LeafPlan]  # of all leaves, in flattening order
-    uncompressed: list[int]  # positions of those that are averaged as they are
-    positions: list[tuple[int, ...]]  # of the compressed leaves in each group
-    plans: list[LeafPlan]  # of the array of each group
-    views: list[MatrixView]  # how that array is a batch of matrices
+    positions: list[tuple[int, ...]]  # of the leaves in each array
+    plans: list[LeafPlan]  # of each array
 
 
-class Gradients(NamedTuple):
-    """The gradients of one replica."""
-
-    views: list[MatrixView]  # how each of the compressed ones is a batch of matrices
-    dtypes: list[Any]  # that their averages take
-    compressed: list[Array]  # an array for each group
-    uncompressed: list[Array]  # what is averaged as it is
-
-
-def grouped(plans: list[LeafPlan]) -> Groups:
-    """Groups the compressed leaves."""
-    uncompressed = []
-    for i, plan in enumerate(plans):
-        if plan.view is None and jnp.issubdtype(plan.dtype, jnp.floating):
-            uncompressed.append(i)
-    positions = _small_equal_together(plans)
-    group_plans = [_of_group(plans[group[0]], len(group)) for group in positions]
-    views = [plan.view for plan in group_plans if plan.view is not None]
-    return Groups(plans, uncompressed, positions, group_plans, views)
-
-
-def _small_equal_together(plans: Sequence[LeafPlan]) -> list[tuple[int, ...]]:
-    """Returns positions of compressed leaves, small equal ones together until `_MOST_VALUES`."""
+def grouped(plans: Sequence[LeafPlan]) -> Groups:
+    """Groups floating leaves: small equal ones that are compressed, up to `_MOST_VALUES`."""
     # A leaf may be sharded along an axis that is left to the compiler: a group would gather it.
     largest = -1 if other_axes() else _SMALL
     kinds: dict[Any, list[int]] = {}
     for i, plan in enumerate(plans):
-        if plan.view is not None:
-            kind = dataclasses.replace(plan, path="") if plan.size <= largest else i
+        small = plan.view is not None and plan.size <= largest
+        kind = dataclasses.replace(plan, path="") if small else i
+        if jnp.issubdtype(plan.dtype, jnp.floating):
             kinds.setdefault(kind, []).append(i)
     groups = []
     values = 0
@@ -74,52 +52,37 @@ def _small_equal_together(plans: Sequence[LeafPlan]) -> list[tuple[int, ...]]:
         most = _MOST_LEAVES if values <= _MOST_VALUES else 1
         for start in range(0, len(kind), most):
             groups.append(tuple(kind[start : start + most]))
-    return sorted(groups)
+    groups.sort(key=lambda group: (plans[group[0]].view is None, group))
+    return Groups(groups, [_of_group(plans[group[0]], len(group)) for group in groups])
 
 
 def _of_group(plan: LeafPlan, number: int) -> LeafPlan:
     """Returns the plan of so many leaves as one array, each of which has this plan."""
     if number == 1 or plan.view is None:
         return plan
-    batch, rows, cols = map(_behind_one, plan.view.dims)
     shape = (number, *plan.shape)
-    view = MatrixView(shape, MatrixDims((0, *batch), rows, cols), is_group=True)
+    view = MatrixView(shape, plan.view.dims.behind_an_axis(), is_group=True)
     return dataclasses.replace(plan, shape=shape, view=view)
 
 
-def _behind_one(axes: tuple[int, ...]) -> tuple[int, ...]:
-    """Counts axes anew where there is one more in front."""
-    return tuple(axis + 1 for axis in axes)
-
-
 def together(groups: Groups, leaves: Sequence[Any]) -> list[Array]:
-    """Makes the array of each group from all leaves."""
+    """Makes the array of each group of all leaves; none of leaves that a state does not have."""
     arrays = []
-    for group in groups.positions:
-        if len(group) == 1:
-            arrays.append(leaves[group[0]])
-        else:
-            arrays.append(jnp.stack([leaves[i] for i in group]))
+    for positions in _present(groups, leaves):
+        members = [leaves[i] for i in positions]
+        arrays.append(members[0] if len(positions) == 1 else jnp.stack(members))
     return arrays
 
 
 def apart(groups: Groups, arrays: Sequence[Array], leaves: Sequence[Any]) -> list[Any]:
     """Returns all leaves, those of the groups out of their arrays and the others as they are."""
     result = list(leaves)
-    for group, array in zip(groups.positions, arrays, strict=True):
-        if len(group) == 1:
-            result[group[0]] = array
-        else:
-            for place, i in enumerate(group):
-                result[i] = array[place]
+    for positions, array in zip(_present(groups, leaves), arrays, strict=False):
+        for place, i in enumerate(positions):
+            result[i] = array if len(positions) == 1 else array[place]
     return result
 
 
-def all_apart(
-    groups: Groups, arrays: Sequence[Array], uncompressed: Sequence[Array], leaves: Sequence[Any]
-) -> list[Any]:
-    """Returns all leaves as `apart` does, with the uncompressed ones in their places too."""
-    result = apart(groups, arrays, leaves)
-    for i, array in zip(groups.uncompressed, uncompressed, strict=True):
-        result[i] = array
-    return result
+def _present(groups: Groups, leaves: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Returns the positions of the groups that there are leaves of."""
+    return [x for x in groups.positions if not is_masked(leaves[x[0]])]

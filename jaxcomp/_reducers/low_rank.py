@@ -14,21 +14,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp._base.leaves import compute_dtype, excess, nan_unless, saturated
-from jaxcomp._base.typing import Array, AxisName
-from jaxcomp._lowrank.matrices import MatrixView, outer, product, unsent
+from jaxcomp._base.leaves import compute_dtype, nan_unless, saturated
+from jaxcomp._base.typing import Array
+from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, outer, product, unsent
 from jaxcomp._lowrank.orthogonalize import ROUNDS_TO_SPAN, orthonormal_bases
 from jaxcomp._mesh.collectives import axis_size, from_step
 from jaxcomp._reducers.factor_wire import average_exactly, average_factors
-from jaxcomp._reducers.groups import Gradients
 from jaxcomp._reducers.options import LowRank
-
-
-class Arrays(NamedTuple):
-    """Holds averages: compressed groups in the dtypes of their gradients, and all other leaves."""
-
-    compressed: list[Array]
-    uncompressed: list[Array]
 
 
 class Average(NamedTuple):
@@ -37,8 +29,8 @@ class Average(NamedTuple):
     p: list[Array]  # left factors; zeros where nothing was compressed
     q: list[Array]  # right factors: means over the replicas; before `start_step` as they were
     q_sent: list[Array]  # right factors: this replica's own, as sent
-    means: Arrays  # NaN unless finite
-    sent: Arrays  # what this replica sent of them
+    means: list[Array]  # of all gradients, in the dtypes of their plans; NaN unless finite
+    sent: list[Array]  # what this replica sent of them
     finite: Array  # bool scalar, equal on every replica
 
 
@@ -47,12 +39,14 @@ class Step(NamedTuple):
 
     average: Average
     residual: list[Array]
+    q: list[Array]  # right factors to begin with
     commit: Array  # bool scalar: whether residual and right factors are new
 
 
 def low_rank_step(
     options: LowRank,
-    gradients: Gradients,
+    plans: list[LeafPlan],
+    gradients: list[Array],
     residual: list[Array],
     starts: list[Array],
     count: Array,
@@ -64,119 +58,118 @@ def low_rank_step(
 
     Args:
       options: The reducer's arguments.
+      plans: What happens to each gradient; those that are compressed come first.
       gradients: This replica's.
       residual: What it has not sent of the compressed ones; empty without error feedback.
-      starts: The right factors that the power iteration begins with.
+      starts: The right factors that the power iteration begins with, one for each compressed one.
       count: How many finite updates there were.
     """
     started = count >= options.start_step
-    totals = _with_residual(options, gradients.compressed, residual, started)
+    totals = [x.astype(compute_dtype(x.dtype)) for x in gradients[: len(starts)]]
+    starts = [start.astype(total.dtype) for start, total in zip(starts, totals, strict=True)]
+    for i, old in enumerate(residual):
+        old = old.astype(totals[i].dtype)
+        totals[i] += jnp.where(started, old, 0) if options.start_step else old
     average = from_step(
         count,
         options.start_step,
-        functools.partial(exact_average, options, gradients, totals, starts),
-        functools.partial(low_rank_average, options, gradients, totals, starts),
+        functools.partial(exact_average, options, plans, gradients, totals, starts),
+        functools.partial(low_rank_average, options, plans, gradients, totals, starts),
     )
     # With `started` in the flag XLA keeps a copy of the gradients: not where every step compresses.
     commit = average.finite & started if options.start_step else average.finite
-    if residual:
-        residual = _unsent(gradients, average, totals, residual, commit)
-    return Step(average, residual, commit)
+    q = [jnp.where(commit, new, old) for new, old in zip(average.q, starts, strict=True)]
+    kept = []
+    views = _views(plans)
+    for i, old in enumerate(residual):
+        factors = average.p[i], average.q[i], average.q_sent[i]
+        kept.append(unsent(views[i], plans[i].dtype, *factors, totals[i], old, commit))
+    return Step(average, kept, q, commit)
 
 
 def exact_average(
-    options: LowRank, gradients: Gradients, totals: list[Array], starts: list[Array]
+    options: LowRank,
+    plans: list[LeafPlan],
+    gradients: list[Array],
+    totals: list[Array],
+    starts: list[Array],
 ) -> Average:
     """Averages everything in one all-reduce, as in all steps before `start_step`.
 
     The arguments are those of `low_rank_average`. Before the start the sums are the gradients: the
     gradients themselves would have to be kept beside them.
     """
-    number = len(totals)
-    pairs = zip(totals, gradients.compressed, strict=True)
-    compressed = [total.astype(gradient.dtype) for total, gradient in pairs]
-    reduced = average_exactly(options, gradients._replace(compressed=compressed))
+    arrays = list(gradients)
     p = []
-    for view, total, start in zip(gradients.views, totals, starts, strict=True):
-        p.append(jnp.zeros((*view.batch, view.n_rows, start.shape[-1]), total.dtype))
-    q_sent = [jnp.zeros_like(start) for start in starts]
-    means = nan_unless(reduced.finite, reduced.means)
+    for i, (total, start) in enumerate(zip(totals, starts, strict=True)):
+        arrays[i] = total.astype(gradients[i].dtype)
+        p.append(jnp.zeros(plans[i].p_shape, start.dtype))
+    reduced = average_exactly(options, plans, arrays)
     return Average(
         p,
         starts,
-        q_sent,
-        _like_gradients(gradients, means[:number], means[number:]),
-        _like_gradients(gradients, reduced.sent[:number], reduced.sent[number:]),
+        [jnp.zeros_like(start) for start in starts],
+        _in_dtypes_of(plans, nan_unless(reduced.finite, reduced.means)),
+        _in_dtypes_of(plans, reduced.sent),
         reduced.finite,
     )
 
 
 def low_rank_average(
-    options: LowRank, gradients: Gradients, totals: list[Array], starts: list[Array]
+    options: LowRank,
+    plans: list[LeafPlan],
+    gradients: list[Array],
+    totals: list[Array],
+    starts: list[Array],
 ) -> Average:
     """Averages by one power iteration on every matrix (Vogels et al. 2019, Algorithms 1 and 2).
 
     Args:
       options: The reducer's arguments.
+      plans: What happens to each gradient.
       gradients: This replica's, of which the uncompressed ones ride along in the first of the two
         all-reduces.
       totals: Gradients plus residuals of the compressed ones.
       starts: The right factors that the iteration begins with.
     """
-    views = gradients.views
     number = len(totals)
+    views = _views(plans)
     # They only have to span the space: the output depends on it, and not on its basis.
     bases = orthonormal_bases(starts, options.eps, ROUNDS_TO_SPAN)
-    left = _products(views, totals, bases)
-    left = _nan_if_too_large(views, left, options.axis_name)
-    first = average_factors(options, gradients, left, gradients.uncompressed)
+    left = jax.tree.map(product, views, totals, bases)
+    left = _nan_if_too_large(views, left, axis_size(options.axis_name))
+    first = average_factors(options, plans, left, gradients[number:])
     # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands in
     # for torch's sum; dividing eps too leaves the quotient unchanged.
     left = [jnp.where(first.finite, x, 0) for x in first.means[:number]]
     p = orthonormal_bases(left, options.eps / axis_size(options.axis_name))
-    right = _products(views, totals, p, transposed=True)
-    second = average_factors(options, gradients, right, [])
+    right = jax.tree.map(functools.partial(product, transposed=True), views, totals, p)
+    second = average_factors(options, plans, right, [])
     finite = first.finite & second.finite
 
     # One NaN in a row of a factor is NaN in the whole row of the product: no second look at what is
     # as large as the gradients.
-    means = _outers(views, nan_unless(finite, p), second.means)
-    uncompressed = nan_unless(finite, first.means[number:])
+    means = jax.tree.map(outer, views, nan_unless(finite, p), second.means)
+    means += nan_unless(finite, first.means[number:])
     # For a reducer around this one; XLA drops it where nobody asks.
-    sent = _outers(views, p, second.sent)
+    sent = jax.tree.map(outer, views, p, second.sent) + first.sent[number:]
     return Average(
         p,
         second.means,
         second.sent,
-        _like_gradients(gradients, means, uncompressed),
-        _like_gradients(gradients, sent, first.sent[number:]),
+        _in_dtypes_of(plans, means),
+        _in_dtypes_of(plans, sent),
         finite,
     )
 
 
-def _with_residual(
-    options: LowRank, gradients: list[Array], residual: list[Array], started: Array
-) -> list[Array]:
-    """Adds the residual, from `start_step` on, in float32 or a wider dtype of the gradients."""
-    totals = [x.astype(compute_dtype(x.dtype)) for x in gradients]
-    for i, old in enumerate(residual):
-        old = old.astype(totals[i].dtype)
-        totals[i] += jnp.where(started, old, 0) if options.start_step else old
-    return totals
-
-
-def _products(
-    views: list[MatrixView], totals: list[Array], factors: list[Array], *, transposed: bool = False
-) -> list[Array]:
-    return jax.tree.map(functools.partial(product, transposed=transposed), views, totals, factors)
-
-
-def _outers(views: list[MatrixView], p: list[Array], q: list[Array]) -> list[Array]:
-    return jax.tree.map(outer, views, p, q)
+def _views(plans: list[LeafPlan]) -> list[MatrixView]:
+    """Returns how each of the compressed gradients, which come first, is a batch of matrices."""
+    return [plan.view for plan in plans if plan.view is not None]
 
 
 def _nan_if_too_large(
-    views: Sequence[MatrixView], factors: Sequence[Array], axis_name: AxisName
+    views: Sequence[MatrixView], factors: Sequence[Array], replicas: int
 ) -> list[Array]:
     """Makes a factor NaN where the matrix behind it is so large that later steps could overflow.
 
@@ -187,37 +180,12 @@ def _nan_if_too_large(
     """
     checked = []
     for view, factor in zip(views, factors, strict=True):
-        size = math.sqrt(view.n_rows * view.n_cols) * axis_size(axis_name)
+        size = math.sqrt(view.n_rows * view.n_cols) * replicas
         largest = float(jnp.finfo(factor.dtype).max) / size
         checked.append(jnp.where(jnp.abs(factor) < largest, factor, jnp.nan))
     return checked
 
 
-def _like_gradients(
-    gradients: Gradients, compressed: list[Array], uncompressed: list[Array]
-) -> Arrays:
+def _in_dtypes_of(plans: list[LeafPlan], averages: list[Array]) -> list[Array]:
     """Casts averages to the dtypes of the gradients, as far as these reach."""
-    pairs = zip(compressed, gradients.dtypes, strict=True)
-    compressed = [saturated(x, dtype) for x, dtype in pairs]
-    return Arrays(compressed, uncompressed)
-
-
-def _unsent(
-    gradients: Gradients,
-    average: Average,
-    totals: list[Array],
-    residual: list[Array],
-    commit: Array,
-) -> list[Array]:
-    """Returns the new residuals: the sums less what was sent of them, and what did not fit.
-
-    A product of factors may be beyond the range of float16 where gradients are not. What of it the
-    output cannot hold was sent and reached nobody, so it stays, and goes out in later steps.
-    """
-    kept = []
-    for i, view in enumerate(gradients.views):
-        total = totals[i]
-        if gradients.dtypes[i] == jnp.float16:
-            total += excess(outer(view, average.p[i], average.q[i]), jnp.float16)
-        kept.append(unsent(view, average.p[i], average.q_sent[i], total, residual[i], commit))
-    return kept
+    return [saturated(x, plan.dtype) for x, plan in zip(averages, plans, strict=True)]

@@ -20,13 +20,13 @@ from jaxcomp._base.checks import (
     check_static_number,
     names_checked,
 )
-from jaxcomp._base.leaves import checked_factor_dtype, checked_residual_dtype, compute_dtype
+from jaxcomp._base.leaves import FACTOR_DTYPES, RESIDUAL_DTYPES, checked_dtype
 from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank.matrices import LeafPlan
 from jaxcomp._mesh.collectives import owner_id
 from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.factor_wire import count_bytes
-from jaxcomp._reducers.groups import Gradients, Groups, all_apart, apart, grouped, together
+from jaxcomp._reducers.groups import Groups, apart, grouped, together
 from jaxcomp._reducers.low_rank import low_rank_step
 from jaxcomp._reducers.options import LowRank
 from jaxcomp._reducers.reducer import Reducer, Reduction
@@ -146,8 +146,8 @@ def powersgd(
         warm_start=check_flag("warm_start", warm_start),
         eps=check_number("eps", eps, 0),
         seed=seed if hasattr(seed, "aval") else check_int("seed", seed, 0),
-        comm_dtype=checked_factor_dtype("comm_dtype", comm_dtype),
-        residual_dtype=checked_residual_dtype(residual_dtype),
+        comm_dtype=checked_dtype("comm_dtype", comm_dtype, FACTOR_DTYPES),
+        residual_dtype=checked_dtype("residual_dtype", residual_dtype, RESIDUAL_DTYPES),
         matrix_dims=check_function("matrix_dims", matrix_dims),
     )
 
@@ -189,64 +189,51 @@ def powersgd_step(
     """
     del params, extra_args
     leaves, treedef = jax.tree.flatten(updates)
-    groups = grouped(options.plan(updates if like is None else like))
-    residual_leaves, q_leaves = _checked_leaves(options, groups.leaf_plans, updates, state)
-    residual = together(groups, residual_leaves) if options.error_feedback else []
-    q = together(groups, q_leaves) if options.warm_start else []
-    starts = _starting_factors(options, groups, q, state.count)
-    gradients = Gradients(
-        views=groups.views,
-        dtypes=[plan.dtype for plan in groups.plans],
-        compressed=together(groups, leaves),
-        uncompressed=[leaves[i] for i in groups.uncompressed],
+    plans = options.plan(updates if like is None else like)
+    residual, q = _checked_leaves(options, plans, updates, state)
+    groups = grouped(plans)
+    step = low_rank_step(
+        options,
+        groups.plans,
+        together(groups, leaves),
+        together(groups, residual),
+        together(groups, q) or _random_factors(options, groups, state.count),
+        state.count,
     )
-    step = low_rank_step(options, gradients, residual, starts, state.count)
 
     average = step.average
-    state = state._replace(
+    q = treedef.unflatten(apart(groups, step.q, q))
+    state = PowerSGDState(
         count=jnp.where(average.finite, optax.safe_increment(state.count), state.count),
+        residual=treedef.unflatten(apart(groups, step.residual, residual)),
+        q=optax.tree.cast_like(q, state.q),
         owner=jnp.where(step.commit, owner_id(options.axis_name), state.owner),
     )
-    if options.error_feedback:
-        new = apart(groups, step.residual, residual_leaves)
-        state = state._replace(residual=treedef.unflatten(new))
-    if options.warm_start:
-        for i, old in enumerate(q):
-            q[i] = jnp.where(step.commit, average.q[i].astype(old.dtype), old)
-        state = state._replace(q=treedef.unflatten(apart(groups, q, q_leaves)))
-    means = all_apart(groups, average.means.compressed, average.means.uncompressed, leaves)
-    sent = all_apart(groups, average.sent.compressed, average.sent.uncompressed, leaves)
+    means = apart(groups, average.means, leaves)
+    sent = apart(groups, average.sent, leaves)
     return Reduction(treedef.unflatten(means), state, treedef.unflatten(sent), average.finite)
 
 
 def _checked_leaves(
     options: LowRank, plans: Sequence[LeafPlan], updates: PyTree, state: PowerSGDState
-) -> tuple[list[Any], list[Any]]:
+) -> list[list[Any]]:
     """Returns the leaves of residual and right factor; refuses a state of other gradients."""
-    shapes: dict[str, list[tuple[int, ...] | None]] = {"residual": [], "q": []}
+    residual: list[tuple[int, ...] | None] = []
+    q: list[tuple[int, ...] | None] = []
     for plan in plans:
         compressed = plan.view is not None
-        keeps_residual = compressed and options.error_feedback
-        keeps_q = compressed and options.warm_start
-        shapes["residual"].append(plan.shape if keeps_residual else None)
-        shapes["q"].append(plan.q_shape if keeps_q else None)
-    fields = fitted(PowerSGDState, state, updates, shapes)
-    return fields["residual"], fields["q"]
+        residual.append(plan.shape if compressed and options.error_feedback else None)
+        q.append(plan.q_shape if compressed and options.warm_start else None)
+    return fitted(PowerSGDState, state, updates, {"residual": residual, "q": q})
 
 
-def _starting_factors(
-    options: LowRank, groups: Groups, q: list[Array], count: Array
-) -> list[Array]:
-    """Returns the last right factors, or fresh ones, other for every leaf and count."""
-    if options.warm_start:
-        plans = groups.plans
-        return [x.astype(compute_dtype(plan.dtype)) for x, plan in zip(q, plans, strict=True)]
-    fresh = []
-    for group in groups.positions:
-        plan = groups.leaf_plans[group[0]]
-        draw = functools.partial(options.random_factor, plan.q_shape, plan.dtype)
-        if len(group) == 1:
-            fresh.append(draw(group[0], count))
-        else:
-            fresh.append(jax.vmap(draw, in_axes=(0, None))(jnp.array(group), count))
-    return fresh
+def _random_factors(options: LowRank, groups: Groups, count: Array) -> list[Array]:
+    """Draws right factors to start from, other for every leaf and count."""
+    factors = []
+    for positions, plan in zip(groups.positions, groups.plans, strict=True):
+        if plan.view is not None:
+            shape = plan.q_shape if len(positions) == 1 else plan.q_shape[1:]
+            draw = functools.partial(options.random_factor, shape, plan.dtype)
+            drawn = jax.vmap(draw, in_axes=(0, None))(jnp.array(positions), count)
+            factors.append(drawn.reshape(plan.q_shape))
+    return factors

@@ -18,7 +18,7 @@ from jaxcomp._base.leaves import boxed_as, is_floating, saturated, unboxed
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import mesh_axes
 from jaxcomp._mesh.explicit import call_on_automatic_axes, typed_specs
-from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
+from jaxcomp._mesh.per_replica import off_rows
 from jaxcomp._mesh.weights import refuse_misspelt_weight, weighted_gradients
 from jaxcomp._reducers.refusals import check_gradients
 from jaxcomp._reducers.transformation import CountBytes, Transformation
@@ -146,9 +146,7 @@ def enter(
       **extra_args: For `reduce`.
     """
     refuse_misspelt_weight(extra_args)
-    rows = has_rows(state, lambda: init(updates if params is None else params))
-    if rows:
-        state = without_row(state)
+    state, as_it_was = off_rows(state, lambda: init(updates if params is None else params))
     gradients = unboxed(updates)
     average = functools.partial(_average, reduce, axis_name)
     if mesh_axes(AxisType.Explicit):
@@ -160,10 +158,11 @@ def enter(
         types = Reduction(like, typed_specs(state), like, everywhere)
         average = functools.partial(call_on_automatic_axes, average, types)
     reduction = average(gradients, state, unboxed(params), weight, extra_args)
-    if rows:
-        reduction = reduction._replace(state=with_row(reduction.state))
-    return reduction._replace(
-        updates=boxed_as(reduction.updates, updates), sent=boxed_as(reduction.sent, updates)
+    return Reduction(
+        updates=boxed_as(reduction.updates, updates),
+        state=as_it_was(reduction.state),
+        sent=boxed_as(reduction.sent, updates),
+        finite=reduction.finite,
     )
 
 
@@ -212,9 +211,8 @@ def takes_rows(update: Callable[..., Any], init: Callable[[PyTree], PyTree]) -> 
     def run(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        if not has_rows(state, lambda: init(updates if params is None else params)):
-            return update(updates, state, params, **extra_args)
-        outputs, state = update(updates, without_row(state), params, **extra_args)
-        return outputs, with_row(state)
+        state, as_it_was = off_rows(state, lambda: init(updates if params is None else params))
+        outputs, state = update(updates, state, params, **extra_args)
+        return outputs, as_it_was(state)
 
     return run

@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from jaxcomp._base.leaves import leaf_name
-from jaxcomp._base.typing import AxisName, KeyPath, PyTree
+from jaxcomp._base.leaves import is_masked, leaf_name
+from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import varying, vma_axes
 
 
@@ -28,37 +27,31 @@ def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
     """
     axes = vma_axes(axis_name)
     wrong = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+    leaves = jax.tree_util.tree_leaves_with_path(updates)
+    for path, leaf in leaves:
         dtype = getattr(leaf, "dtype", None)
         if dtype is None:
             wrong.append(f"{leaf_name(path)} is a {type(leaf).__name__} and no array")
         elif not jnp.issubdtype(dtype, jnp.floating) and dtype != jax.dtypes.float0:
             wrong.append(f"{leaf_name(path)} has dtype {dtype}")
     if wrong:
-        raise _not_floating("; ".join(wrong))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(updates):
+        raise ValueError(
+            f"Only floating gradients can be reduced: {'; '.join(wrong)}. Keep parameters that are "
+            "not trained out with optax.masked (of an Equinox module, differentiate "
+            "eqx.filter(model, eqx.is_inexact_array)); wrap the chain in "
+            "optax.contrib.split_real_and_imaginary for complex ones."
+        )
+    for path, leaf in leaves:
         summed = [name for name in axes if name not in varying(leaf)]
         if summed and leaf.dtype != jax.dtypes.float0:
-            raise _already_summed(axis_name, path, summed[0])
-
-
-def _not_floating(listed: str) -> ValueError:
-    return ValueError(
-        f"Only floating gradients can be reduced: {listed}. Keep parameters that are "
-        "not trained out with optax.masked (of an Equinox module, differentiate "
-        "eqx.filter(model, eqx.is_inexact_array)); wrap the chain in "
-        "optax.contrib.split_real_and_imaginary for complex ones."
-    )
-
-
-def _already_summed(axis_name: AxisName, path: KeyPath, axis: str) -> ValueError:
-    return ValueError(
-        f"The gradient {leaf_name(path)} is the same on every replica along {axis!r}: it was "
-        "already summed, by jax.grad inside shard_map(check_vma=True) or a pmean of your own, so "
-        "there is nothing left to reduce. Leave the pmean out, or take the gradient with "
-        f"jaxcomp.local_value_and_grad(loss, {axis_name!r}), or mark the parameters with "
-        f"jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad."
-    )
+            raise ValueError(
+                f"The gradient {leaf_name(path)} is the same on every replica along "
+                f"{summed[0]!r}: it was already summed, by jax.grad inside "
+                "shard_map(check_vma=True) or a pmean of your own, so there is nothing left to "
+                "reduce. Leave the pmean out, or take the gradient with "
+                f"jaxcomp.local_value_and_grad(loss, {axis_name!r}), or mark the parameters with "
+                f"jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad."
+            )
 
 
 def fitted(
@@ -66,8 +59,8 @@ def fitted(
     state: Any,
     updates: PyTree,
     shapes: Mapping[str, Sequence[tuple[int, ...] | None]],
-) -> dict[str, list[Any]]:
-    """Returns the leaves of fields of a state, by name, in the order of the gradients.
+) -> list[list[Any]]:
+    """Returns the leaves of fields of a state, in the order of the gradients.
 
     Args:
       kind: The state's class.
@@ -83,45 +76,35 @@ def fitted(
     if not isinstance(state, kind):
         raise other_state("The reducer", kind.__name__, state)
     paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
-    fields = {}
+    fields = []
     wrong = []
     for field, expected in shapes.items():
         try:
             leaves = treedef.flatten_up_to(getattr(state, field))
         except ValueError as error:
             raise _other_leaves(kind, field, updates, state) from error
-        fields[field] = leaves
+        fields.append(leaves)
         for (path, _), leaf, shape in zip(paths, leaves, expected, strict=True):
-            actual = None if isinstance(leaf, optax.MaskedNode) else np.shape(leaf)
+            actual = None if is_masked(leaf) else np.shape(leaf)
             if actual != shape:
-                wrong.append(
-                    f"{field}{leaf_name(path)}: expected {_shown(shape)}, got {_shown(actual)}"
-                )
-    if wrong:
-        raise _other_shapes(kind, wrong)
-    return fields
-
-
-def _shown(shape: tuple[int, ...] | None) -> str:
-    return "none" if shape is None else str(shape)
-
-
-def _other_shapes(kind: type, wrong: Sequence[str]) -> ValueError:
-    hint = "make a new state."
+                line = f"{field}{leaf_name(path)}: expected {shape}, got {actual}"
+                wrong.append(line.replace("None", "none"))
+    if not wrong:
+        return fields
+    hint = "Make a new state"
     if hasattr(kind, "q"):
         hint = (
-            "use the rank, matrix_dims, error_feedback and warm_start that it was made with, or "
-            "jaxcomp.adapt_state."
+            "Use the rank, matrix_dims, error_feedback and warm_start that it was made with, or "
+            "jaxcomp.adapt_state"
         )
     if any(line.startswith("residual") for line in wrong):
-        hint = (
-            "place it with jaxcomp.shard_state and map it with jaxcomp.state_specs, if a residual "
-            f"has an axis of replicas too many or lacks one; otherwise {hint}"
+        hint += (
+            "; if a residual has an axis of replicas too many or lacks one, place the state with "
+            "jaxcomp.shard_state and map it with jaxcomp.state_specs"
         )
     listed = "\n  ".join(wrong)
-    return ValueError(
-        f"The {kind.__name__} does not fit these gradients and arguments:\n  {listed}\n"
-        f"{hint[0].upper()}{hint[1:]}"
+    raise ValueError(
+        f"The {kind.__name__} does not fit these gradients and arguments:\n  {listed}\n{hint}."
     )
 
 
@@ -139,10 +122,8 @@ def _other_leaves(kind: type, field: str, updates: PyTree, state: Any) -> ValueE
 
 
 def _leaf_names(tree: PyTree) -> list[str]:
-    def is_masked(node: Any) -> bool:
-        return isinstance(node, optax.MaskedNode)
-
-    return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_masked)]
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
+    return [leaf_name(path) for path, _ in leaves]
 
 
 def other_state(reducer: str, kind: str, state: PyTree) -> ValueError:

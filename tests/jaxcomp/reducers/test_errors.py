@@ -153,7 +153,7 @@ RESIDUAL = FED_BACK.init(zeros({"w": (4, 3)}))
         ),
         (
             FED_BACK, RESIDUAL, {"w": (2, 3)},
-            r"(?s)residual\['w'\]: expected \(2, 3\), got \(4, 3\).*otherwise make a new state",
+            r"(?s)residual\['w'\]: expected \(2, 3\), got \(4, 3\).*Make a new state",
         ),
         (FED_BACK, RESIDUAL, {"v": (4, 3)}, "different tree structures"),
     ],
