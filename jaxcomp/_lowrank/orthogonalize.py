@@ -6,9 +6,9 @@ own is replaced by a fixed dense one: were it left at zero, the power iteration 
 that direction up again.
 
 On CPU: Gram-Schmidt for few columns, Householder QR for more. On GPU both are many small kernels,
-one matrix after the other. There all matrices of one rank are cut into blocks of rows that lie
-behind each other, and rounds of Cholesky QR take all of them together: Gram matrices of the blocks,
-their sums over the blocks of a matrix, the inverse Cholesky factors, and the blocks times these.
+one matrix after the other. There all matrices of one rank take rounds of Cholesky QR together: Gram
+matrices of blocks of rows, their sums over the blocks of a matrix, the inverse Cholesky factors of
+all matrices at once, and the matrices times these.
 
 One such round in float32 resolves directions down to some thousandth of a column's length, since a
 Gram matrix holds squares. So correlations are taken for a little smaller than they are ("shifted
@@ -20,9 +20,8 @@ direction of its own.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -114,21 +113,26 @@ def orthonormal_bases(
     return lax.platform_dependent(list(factors), cpu=on_cpu, default=elsewhere)
 
 
+def _alike(arrays: Sequence[Array], kind_of: Callable[[Array], Any]) -> list[list[int]]:
+    """Returns the positions of arrays of one kind, for every kind."""
+    kinds: dict[Any, list[int]] = {}
+    for i, x in enumerate(arrays):
+        kinds.setdefault(kind_of(x), []).append(i)
+    return list(kinds.values())
+
+
 def _map_by(
     kind_of: Callable[[Array], Any],
     function: Callable[[list[Array]], Sequence[Array] | Array],
     arrays: Sequence[Array],
 ) -> list[Array]:
     """Applies `function` to the arrays of each kind; results in the order of all of them."""
-    kinds: dict[Any, list[int]] = {}
-    for i, x in enumerate(arrays):
-        kinds.setdefault(kind_of(x), []).append(i)
-    results = {}
-    for positions in kinds.values():
+    results = list(arrays)
+    for positions in _alike(arrays, kind_of):
         of_kind = function([arrays[i] for i in positions])
         for i, result in zip(positions, of_kind, strict=True):
             results[i] = result
-    return [results[i] for i in range(len(arrays))]
+    return results
 
 
 def _column_by_column(matrix: Array, eps: float | Array | None) -> Array:
@@ -142,7 +146,7 @@ def _column_by_column(matrix: Array, eps: float | Array | None) -> Array:
     spare = jnp.broadcast_to(spare_directions(n, rank, matrix.dtype), matrix.shape)
     if rank <= _GRAM_SCHMIDT_RANK:
         if eps is not None:
-            eps = jnp.asarray(eps, matrix.dtype) / jnp.where(zero, 1, scale)
+            eps = jnp.asarray(eps, matrix.dtype) / scale  # infinite for zeros, which are lost
         return _gram_schmidt(scaled, spare, eps)
     # jaxlib's CPU kernel splits a batch over the very threads that it runs on, and waits for them:
     # with several devices in one process, all of them can wait for ever (seen with jaxlib 0.10.2).
@@ -169,7 +173,7 @@ def _gram_schmidt(matrix: Array, spare: Array, eps: Array | None) -> Array:
             columns.append(column / _norm(column))
         else:
             fresh = _project_out(column, columns)
-            shrunk = column / (length + jnp.where(lost, 1, eps[..., 0, j, None]))
+            shrunk = column / (length + eps[..., 0, j, None])
             columns.append(jnp.where(lost, fresh / _norm(fresh), shrunk))
     return jnp.stack(columns, axis=-1)
 
@@ -184,14 +188,6 @@ def _norm(column: Array) -> Array:
     return jnp.sqrt(jnp.sum(column * column, axis=-1, keepdims=True))
 
 
-class _Blocks(NamedTuple):
-    """The matrices that blocks of rows belong to, and what takes the place of columns of zeros."""
-
-    matrix: np.ndarray  # uint32 (blocks,): the matrix of each block
-    counts: np.ndarray  # int32 (matrices,): the blocks of each matrix
-    spare: Array  # (blocks, size, r)
-
-
 @functools.partial(jax.jit, static_argnames="rounds")
 def cholesky_bases(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array]:
     """Computes `orthonormal_bases` of factors of one rank and dtype together, traced once for each.
@@ -200,72 +196,92 @@ def cholesky_bases(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array
     the first left columns of any matrix far from orthonormal. Replicas have the same factors, so
     all of them decide alike.
     """
-    # Matrices of as many rows follow each other: all of them have as many blocks.
-    order = sorted(range(len(factors)), key=lambda i: factors[i].shape[-2])
-    ordered = [factors[i] for i in order]
-    x, blocks = _scaled_blocks(ordered)
-    x, _, _ = _round(x, blocks, jnp.asarray(-1, x.dtype))
-    x, gram, _ = _round(x, blocks, jnp.asarray(-1, x.dtype))
+    groups = _alike(factors, np.shape)
+    stacks = []
+    spares = []
+    for group in groups:
+        blocks, spare = _scaled_blocks(jnp.stack([factors[i] for i in group]))
+        stacks.append(blocks)
+        spares.append(spare)
+    stacks, _, _ = _round(stacks)
+    stacks, gram, _ = _round(stacks)
     if rounds > ROUNDS_TO_SPAN:
         identity = jnp.eye(gram.shape[-1], dtype=gram.dtype)
         deviation = gram - identity[None]  # of every matrix, without a rank being promoted
         far = jnp.max(jnp.sum(deviation * deviation, axis=(-2, -1)))
-        further = functools.partial(_further_rounds, blocks=blocks, rounds=rounds)
-        x = lax.cond(far <= _FAR**2, lambda x: x, further, x)
-    bases = dict(zip(order, _joined(x, ordered), strict=True))
-    return [bases[i] for i in range(len(factors))]
+        further = functools.partial(_further_rounds, spares=spares, rounds=rounds)
+        stacks = lax.cond(far <= _FAR**2, lambda x: x, further, stacks)
+    bases = list(factors)
+    for group, blocks in zip(groups, stacks, strict=True):
+        shape = bases[group[0]].shape
+        # With an axis of matrices where there is one, too: else XLA copies a large leaf on GPUs.
+        matrices = blocks.reshape(len(group), *shape[:-2], -1, shape[-1])
+        for place, i in enumerate(group):
+            bases[i] = matrices[place, ..., : shape[-2], :]
+    return bases
 
 
-def _scaled_blocks(factors: Sequence[Array]) -> tuple[Array, _Blocks]:
-    """Cuts factors into blocks of rows, with columns whose largest entry is 1."""
-    dtype = factors[0].dtype
-    rows: list[int] = []
-    for x in factors:
-        rows += [x.shape[-2]] * math.prod(x.shape[:-2])
-    size = _rows_of_a_block(np.array(rows))
-    counts = -(-np.array(rows, np.int32) // np.int32(size))
-    matrix = np.repeat(np.arange(len(rows), dtype=np.uint32), counts)
-    spare = spare_directions(max(rows), factors[0].shape[-1], dtype)
-    spares = [jnp.broadcast_to(spare[: x.shape[-2]], x.shape) for x in factors]
-    x = _cut(factors, size)
-    dense = _cut(spares, size)
+def _scaled_blocks(factors: Array) -> tuple[Array, Array]:
+    """Cuts ``(*batch, n, r)`` into blocks of rows, with columns whose largest entry is 1.
+
+    Returns:
+      Blocks ``(matrices, blocks, size, r)``, and for one matrix spare directions, which have taken
+      the place of columns of zeros.
+    """
+    n, rank = factors.shape[-2:]
+    size = _rows_of_a_block(n)
+
+    def cut(x: Array) -> Array:
+        padded = jnp.pad(x.reshape(-1, n, rank), ((0, 0), (0, -n % size), (0, 0)))
+        return padded.reshape(len(padded), -1, size, rank)
+
+    spare = cut(spare_directions(n, rank, factors.dtype))
+    x = cut(factors)
     # Dividing by the largest entry keeps squares inside the float range; in two steps, because
     # XLA may multiply by the reciprocal, and that of a number near the end of the range is 0.
-    largest = _of_matrices(jnp.max, jnp.abs(x).max(axis=1), counts)[matrix][:, None]
-    step = jnp.where(largest > 1, dtype.type(1 / 16), dtype.type(1))
+    largest = jnp.abs(x).max(axis=(1, 2), keepdims=True)
+    step = jnp.where(largest > 1, jnp.asarray(1 / 16, x.dtype), jnp.ones([], x.dtype))
     x = (x * step) / jnp.where(largest == 0, 1, largest * step)
-    return jnp.where(largest == 0, dense, x), _Blocks(matrix, counts, dense)
+    return jnp.where(largest == 0, spare, x), spare
 
 
-def _rows_of_a_block(rows: np.ndarray) -> int:
+def _rows_of_a_block(n: int) -> int:
     """Returns the largest number of rows in a block whose padding is cheap, else the smallest."""
-    for size in _BLOCK_ROWS:
-        padded = -(-rows // size) * size
-        if padded.sum() <= _PADDING * rows.sum():
-            return size
-    return _BLOCK_ROWS[-1]
+    cheap = [size for size in _BLOCK_ROWS if n + -n % size <= _PADDING * n]
+    return max(cheap, default=min(_BLOCK_ROWS))
 
 
-def _round(x: Array, blocks: _Blocks, lost_below: Array) -> tuple[Array, Array, Array]:
+def _round(
+    stacks: Sequence[Array], lost_below: float = -1.0
+) -> tuple[list[Array], Array, list[Array]]:
     """Takes one round of Cholesky QR.
 
     Returns:
       The new columns; the Gram matrices of the old ones, ``(matrices, r, r)``; and which columns
-      have no direction of their own, bool ``(matrices, r)``.
+      have no direction of their own, bool ``(matrices, r)`` of each stack.
     """
-    of_blocks = exact_einsum("bni,bnj->bij", x, x)
-    gram = _of_matrices(jnp.sum, of_blocks, blocks.counts)
-    inverse, lost = inverse_factors(gram, lost_below)
-    return exact_einsum("bni,bij->bnj", x, inverse[blocks.matrix]), gram, lost
+    grams = []
+    for x in stacks:
+        # In a fixed order, as every replica must find the same.
+        grams.append(jnp.sum(exact_einsum("mbni,mbnj->mbij", x, x), axis=1))
+    gram = jnp.concatenate(grams)
+    inverse, lost = inverse_factors(gram, jnp.asarray(lost_below, gram.dtype))
+    ends = np.cumsum([len(x) for x in stacks])[:-1]
+    inverses = jnp.split(inverse, ends)
+    columns = [exact_einsum("mbni,mij->mbnj", x, y) for x, y in zip(stacks, inverses, strict=True)]
+    return columns, gram, jnp.split(lost, ends)
 
 
-def _further_rounds(x: Array, *, blocks: _Blocks, rounds: int) -> Array:
+def _further_rounds(
+    stacks: Sequence[Array], *, spares: Sequence[Array], rounds: int
+) -> list[Array]:
     """Takes the rounds after the first two, the first of which replaces columns that are lost."""
-    x, _, lost = _round(x, blocks, jnp.asarray(_LEAST_PIVOT, x.dtype))
-    x = jnp.where(lost[blocks.matrix][:, None], blocks.spare, x)
+    columns, _, lost = _round(stacks, _LEAST_PIVOT)
+    for i, spare in enumerate(spares):
+        columns[i] = jnp.where(lost[i][:, None, None], spare, columns[i])
     for _ in range(ROUNDS_TO_SPAN + 1, rounds):
-        x, _, _ = _round(x, blocks, jnp.asarray(-1, x.dtype))
-    return x
+        columns, _, _ = _round(columns)
+    return columns
 
 
 @jax.jit
@@ -319,46 +335,3 @@ def spare_directions(n: int, rank: int, dtype: Any) -> Array:
     for multiplier in (0x85EBCA6B, 0xC2B2AE35):
         bits = (bits ^ (bits >> 15)) * jnp.uint32(multiplier)
     return (bits >> 8).astype(dtype) / (1 << 24) - 0.5
-
-
-def _of_matrices(function: Callable[..., Array], blocks: Array, counts: np.ndarray) -> Array:
-    """Reduces ``(blocks, ...)`` to ``(matrices, ...)``, over as many blocks for each as `counts`.
-
-    In a fixed order, as every replica must find the same; and all matrices of as many blocks
-    together, since a 0/1 matrix of matrices times blocks would be quadratic (16.9 GiB for the
-    28,800 of a mixture of experts).
-    """
-    lengths, numbers = np.unique(counts, return_counts=True)  # which ascend
-    results = []
-    start = 0
-    for length, number in zip(lengths.tolist(), numbers.tolist(), strict=True):
-        run = lax.slice_in_dim(blocks, start, start + length * number)
-        results.append(function(run.reshape(number, length, *blocks.shape[1:]), axis=1))
-        start += length * number
-    return jnp.concatenate(results)
-
-
-def _cut(factors: Sequence[Array], size: int) -> Array:
-    """Cuts matrices into blocks ``(number, size, r)`` behind each other, padded with zeros."""
-    parts = []
-    for x in factors:
-        matrices = x.reshape(-1, *x.shape[-2:])
-        padding = -x.shape[-2] % size
-        matrices = jnp.pad(matrices, ((0, 0), (0, padding), (0, 0)))
-        parts.append(matrices.reshape(-1, size, x.shape[-1]))
-    return jnp.concatenate(parts)
-
-
-def _joined(blocks: Array, like: Sequence[Array]) -> list[Array]:
-    """Joins blocks to matrices: the inverse of `_cut`."""
-    joined = []
-    start = 0
-    for x in like:
-        matrices = math.prod(x.shape[:-2])
-        number = matrices * -(-x.shape[-2] // blocks.shape[1])
-        part = lax.slice_in_dim(blocks, start, start + number)
-        # With an axis of matrices where there is one, too: else XLA copies a large leaf on GPUs.
-        padded = part.reshape(matrices, -1, x.shape[-1])
-        joined.append(padded[:, : x.shape[-2]].reshape(x.shape))
-        start += number
-    return joined

@@ -98,9 +98,11 @@ def test_only_columns_close_to_each_other_take_further_rounds(name, further, mon
     random = rng.normal(size=(200, 8))
     columns = {"random": random, "zeros": np.zeros((12, 8)), **HARD}[name]
     factors = [jnp.float32(random), jnp.float32(columns[:, :8])]
-    monkeypatch.setattr(
-        orthogonalize_module, "_further_rounds", lambda x, **_: jnp.full_like(x, jnp.nan)
-    )
+
+    def not_numbers(stacks, **_):
+        return [jnp.full_like(x, jnp.nan) for x in stacks]
+
+    monkeypatch.setattr(orthogonalize_module, "_further_rounds", not_numbers)
     jax.clear_caches()
     bases = orthogonalize_module.cholesky_bases(factors)
     jax.clear_caches()
