@@ -65,17 +65,16 @@ def check_number(name: str, value: Any, minimum: float, maximum: float = math.in
     """
     if isinstance(value, jax.core.Tracer):
         return value
-    bounds = f"at least {minimum:g}"
-    if maximum < math.inf:
-        bounds += f" and at most {maximum:g}"
-    refusal = ValueError(f"`{name}` must be a finite number, {bounds}, got {value!r}.")
-    is_array = isinstance(value, jax.Array)
-    if is_array and (value.ndim > 0 or not jnp.issubdtype(value.dtype, jnp.number)):
-        raise refusal
-    if not is_array and not isinstance(value, (int, float, np.number)):
-        raise refusal
-    if isinstance(value, bool) or not minimum <= float(value) <= maximum or math.isinf(value):
-        raise refusal
+    is_array = isinstance(value, jax.Array) and value.ndim == 0
+    if is_array:
+        usable = not jnp.issubdtype(value.dtype, jnp.bool_)
+    else:
+        usable = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    if not usable or not minimum <= value <= maximum or value == math.inf:
+        bounds = f"at least {minimum:g}"
+        if maximum < math.inf:
+            bounds += f" and at most {maximum:g}"
+        raise ValueError(f"`{name}` must be a finite number, {bounds}, got {value!r}.")
     return value if is_array else float(value)
 
 

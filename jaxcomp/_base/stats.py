@@ -57,22 +57,19 @@ class CompressionStats:
         before = sum(leaf.bytes_before for leaf in leaves)
         return cls(leaves, before, sum(leaf.bytes_after for leaf in leaves))
 
-    def scaled(self, share: float) -> CompressionStats:
-        """Returns the mean if only this share of the steps sends it; rounded to a byte."""
-        leaves = tuple(
-            dataclasses.replace(leaf, bytes_after=round(leaf.bytes_after * share))
-            for leaf in self.leaves
-        )
-        return CompressionStats(leaves, self.bytes_before, round(self.bytes_after * share))
-
-    def times(self, steps: int) -> CompressionStats:
-        """Returns the bytes of so many steps that are alike."""
+    def scaled(self, after: float, before: int = 1) -> CompressionStats:
+        """Returns so many times the bytes after and before compression; rounded to a byte."""
         leaves = []
         for leaf in self.leaves:
-            before = steps * leaf.bytes_before
-            after = steps * leaf.bytes_after
-            leaves.append(dataclasses.replace(leaf, bytes_before=before, bytes_after=after))
-        return CompressionStats.of(leaves)
+            leaves.append(
+                dataclasses.replace(
+                    leaf,
+                    bytes_before=before * leaf.bytes_before,
+                    bytes_after=round(after * leaf.bytes_after),
+                )
+            )
+        total = round(after * self.bytes_after)
+        return CompressionStats(tuple(leaves), before * self.bytes_before, total)
 
     def plus(self, other: CompressionStats) -> CompressionStats:
         """Returns the bytes of both together; a leaf has the rank that it has in `other`."""
@@ -102,25 +99,19 @@ class CompressionStats:
         return _ratio(self.bytes_before, self.bytes_after)
 
     def __str__(self) -> str:
-        width = max([len(leaf.path) for leaf in self.leaves], default=0)
-        width = max(width, len("total"))
-        lines = [_row(width, "leaf", "shape", "rank", "before", "after", "ratio")]
-        for leaf in self.leaves:
+        totals = LeafStats("total", (), 0, self.bytes_before, self.bytes_after)
+        width = max(len(leaf.path) for leaf in (*self.leaves, totals))
+        lines = [f"{'leaf':<{width}}  {'shape':>18}  rank         before          after   ratio"]
+        for leaf in (*self.leaves, totals):
+            shape = str(leaf.shape)
             rank = str(leaf.rank or "-")
-            numbers = _numbers(leaf.bytes_before, leaf.bytes_after)
-            lines.append(_row(width, leaf.path, str(leaf.shape), rank, *numbers))
-        totals = _numbers(self.bytes_before, self.bytes_after)
-        lines.append(_row(width, "total", "", "", *totals))
+            if leaf is totals:
+                shape = rank = ""
+            lines.append(
+                f"{leaf.path:<{width}}  {shape:>18}  {rank:>4}  {leaf.bytes_before:>13,}  "
+                f"{leaf.bytes_after:>13,}  {leaf.ratio:>6.1f}"
+            )
         return "\n".join(lines)
-
-
-def _row(width: int, path: str, shape: str, rank: str, before: str, after: str, ratio: str) -> str:
-    return f"{path:<{width}}  {shape:>18}  {rank:>4}  {before:>13}  {after:>13}  {ratio:>6}"
-
-
-def _numbers(before: int, after: int) -> tuple[str, str, str]:
-    """Writes bytes before and after, and how many times fewer they are."""
-    return f"{before:,}", f"{after:,}", f"{_ratio(before, after):.1f}"
 
 
 def whole_run(
@@ -141,7 +132,7 @@ def whole_run(
         end = step + 1
         if in_phases:
             end = _next_phase(count, stats, range(end, steps))
-        total = total.plus(stats.times(end - step))
+        total = total.plus(stats.scaled(end - step, end - step))
         step = end
     return total
 

@@ -74,28 +74,22 @@ def _names(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
     return part if isinstance(part, tuple) else (part,)
 
 
-def call_on_automatic_axes(
-    function: Callable[..., Any], shardings: PyTree, /, *args: Any, **kwargs: Any
-) -> Any:
+def call_on_automatic_axes(function: Callable[..., Any], shardings: PyTree, /, *args: Any) -> Any:
     """Calls `function` with the Explicit axes of the mesh left to the compiler while it runs.
 
     Args:
-      function: Of trees by position and by name. Its arrays may be sharded in their types.
+      function: Of trees by position. Its arrays may be sharded in their types.
       shardings: What the results are typed as afterwards, a prefix of them.
       *args: What `function` is called with.
-      **kwargs: The same by name.
     """
-    leaves, treedef = jax.tree.flatten((args, kwargs))
+    leaves, treedef = jax.tree.flatten(args)
     arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
 
     def inside(arrays: dict[int, Array]) -> Any:
-        args, kwargs = treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
-        return function(*args, **kwargs)
+        return function(*treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)]))
 
-    typed = jax.sharding.auto_axes(
-        inside, axes=mesh_axes(AxisType.Explicit), out_sharding=shardings
-    )
-    return typed(arrays)
+    axes = mesh_axes(AxisType.Explicit)
+    return jax.sharding.auto_axes(inside, axes=axes, out_sharding=shardings)(arrays)
 
 
 def typed_specs(tree: PyTree) -> PyTree:

@@ -8,9 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from jaxcomp._base.leaves import leaf_name
+from jaxcomp._base.leaves import is_masked, leaf_name
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._lowrank.orthogonalize import orthogonalize
 from jaxcomp._mesh.per_replica import has_rows
@@ -89,7 +88,7 @@ def _has_residual(node: Any) -> bool:
 
 def _is_one_array(state: Any) -> bool:
     """Tells whether the residual is one array and no tree, as `batched_powersgd`'s always is."""
-    structure = jax.tree.structure(state.residual, is_leaf=_is_masked)
+    structure = jax.tree.structure(state.residual, is_leaf=is_masked)
     return jax.tree_util.treedef_is_leaf(structure)
 
 
@@ -116,8 +115,8 @@ def _carried_over(
     Raises:
       ValueError: Listing the leaves for which the function returns None.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(new, is_leaf=_is_masked)
-    values = jax.tree.leaves(old, is_leaf=_is_masked)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(new, is_leaf=is_masked)
+    values = jax.tree.leaves(old, is_leaf=is_masked)
     if len(values) != len(leaves):
         raise ValueError(
             f"The {field} of the state has {len(values)} leaves and the parameters have "
@@ -126,7 +125,7 @@ def _carried_over(
     results: list[Any] = []
     wrong = ""
     for (path, fresh), value in zip(leaves, values, strict=True):
-        if _is_masked(fresh) or _is_masked(value):
+        if is_masked(fresh) or is_masked(value):
             results.append(fresh)
             continue
         result = function(jnp.asarray(value), fresh)
@@ -137,10 +136,6 @@ def _carried_over(
     if wrong:
         raise ValueError(f"The state belongs to other parameters or matrix_dims:{wrong}")
     return treedef.unflatten(results)
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
 
 
 def _same_shape(old: Array, new: Array) -> Array | None:

@@ -10,10 +10,9 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxcomp._base.leaves import compute_dtype, leaf_name, widest
+from jaxcomp._base.leaves import compute_dtype, is_masked, leaf_name, widest
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 from jaxcomp._mesh.collectives import varying
 from jaxcomp._mesh.per_replica import has_rows, is_reducer_state, owners_of
@@ -175,10 +174,10 @@ def _of_state(node: Any) -> dict[str, LeafDiagnostics]:
     # Of one replica's state, which outputs do not depend on, nothing is said.
     known = jnp.where(jnp.asarray(node.owner) == 0, 1.0, jnp.nan)
     measured: dict[str, LeafDiagnostics] = {}
-    residuals = jax.tree_util.tree_leaves_with_path(node.residual, is_leaf=_is_masked)
-    pairs = zip(residuals, jax.tree.leaves(factors, is_leaf=_is_masked), strict=True)
+    residuals = jax.tree_util.tree_leaves_with_path(node.residual, is_leaf=is_masked)
+    pairs = zip(residuals, jax.tree.leaves(factors, is_leaf=is_masked), strict=True)
     for (path, residual), q in pairs:
-        if not _is_masked(residual) and not _is_masked(q):
+        if not is_masked(residual) and not is_masked(q):
             measured[leaf_name(path)] = _of_leaf(residual, _widened(q), known)
     return measured
 
@@ -200,15 +199,11 @@ def _widened(x: Any) -> Any:
     return x.astype(compute_dtype(x.dtype))
 
 
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
-
-
 def _norm(x: Array) -> Array:
     """Computes the norm of all values, whose squares alone might leave the float range."""
     largest = jnp.abs(x).max(initial=0)
     scale = jnp.where(largest > 0, largest, 1)
-    return scale * jnp.sqrt(jnp.sum((x / scale) ** 2))
+    return scale * jnp.linalg.norm((x / scale).ravel())
 
 
 def _norm_of_norms(norms: Sequence[Array]) -> Array:
@@ -218,11 +213,8 @@ def _norm_of_norms(norms: Sequence[Array]) -> Array:
 
 def _share(output_norm: Array, residual_norm: Array) -> Array:
     """Computes the share of the output's energy; 1 where there was nothing to send."""
-    largest = jnp.maximum(output_norm, residual_norm)
-    scale = jnp.where(largest == 0, 1, largest)
-    output = (output_norm / scale) ** 2
-    residual = (residual_norm / scale) ** 2
-    return jnp.where(largest == 0, 1, output / jnp.where(largest == 0, 1, output + residual))
+    norm = _norm_of_norms([output_norm, residual_norm])
+    return jnp.where(norm == 0, 1, (output_norm / jnp.where(norm == 0, 1, norm)) ** 2)
 
 
 def _by_name(
