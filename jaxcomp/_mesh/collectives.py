@@ -251,31 +251,34 @@ def reduce_mean(
             value = clipped(value, wire_dtype)
         shares.append(value * scale)
     values, unpacked = _operands(shares, factors)
-    if not exact:
-        values = [_rounded(value, wire_dtype) for value in values]
-    automatic = other_axes(AxisType.Auto)
-    if automatic:
-        values[:factors] = map(_laid_out, values[:factors])
-    totals = _psum(values, axis_name, dtype)
-    # The mean is finite where the sum is. XLA's CPU backend writes out all the results of isfinite
-    # before it combines them; x - x, which is 0 or NaN, it adds up as it reads.
-    zeros_or_nan = [jnp.sum(total - total) for total in totals]
-    finite = (jnp.stack(zeros_or_nan) == 0).all()
-    values = [value.astype(dtype) for value in values]
     columns = [x.shape[-1] for x in parts[:factors]]
-    if not exact and max(columns, default=0) > _FUSED_COLUMNS:
-        # Widened once. Otherwise every use of a factor widens it: fewer kernels, on GPUs.
-        # Each alone: what is held together is typed alike, and only the totals are replicated.
-        totals = [lax.optimization_barrier(total) for total in totals]
-        values = [lax.optimization_barrier(value) for value in values]
-    means = [total / (replicas * scale) for total in unpacked(totals)]
-    if automatic:
-        # Left in the layout of `_laid_out`, they would move the weights made from them into it.
-        means[:factors] = [_whole(mean) for mean in means[:factors]]
-    sent = [value / scale for value in unpacked(values)]
-    if exact:
-        sent = parts
-    return Reduced(_in_dtypes_of(parts, means), _in_dtypes_of(parts, sent), finite)
+    automatic = other_axes(AxisType.Auto)
+    for i, value in enumerate(values):
+        if not exact:
+            values[i] = _rounded(value, wire_dtype)
+        if automatic and i < factors:
+            values[i] = _laid_out(values[i])
+    totals = _psum(values, axis_name, dtype)
+    zeros_or_nan = []
+    for i, total in enumerate(totals):
+        # The mean is finite where the sum is. XLA's CPU backend writes out all the results of
+        # isfinite before it combines them; x - x, which is 0 or NaN, it adds up as it reads.
+        zeros_or_nan.append(jnp.sum(total - total))
+        values[i] = values[i].astype(dtype)
+        if not exact and max(columns, default=0) > _FUSED_COLUMNS:
+            # Widened once. Otherwise every use of a factor widens it: fewer kernels, on GPUs.
+            totals[i] = lax.optimization_barrier(total)
+            values[i] = lax.optimization_barrier(values[i])
+    means = unpacked(totals)
+    sent = list(parts) if exact else unpacked(values)
+    for i, part in enumerate(parts):
+        means[i] = (means[i] / (replicas * scale)).astype(part.dtype)
+        if automatic and i < factors:
+            # Left in the layout of `_laid_out`, they would move the weights made from them into it.
+            means[i] = _whole(means[i])
+        if not exact:
+            sent[i] = (sent[i] / scale).astype(part.dtype)
+    return Reduced(means, sent, (jnp.stack(zeros_or_nan) == 0).all())
 
 
 def _rounded(value: Array, dtype: Any) -> Array:
@@ -289,10 +292,6 @@ def _rounded(value: Array, dtype: Any) -> Array:
         return lax.optimization_barrier(value.astype(dtype))
     info = jnp.finfo(dtype)
     return lax.reduce_precision(value, info.nexp, info.nmant).astype(dtype)
-
-
-def _in_dtypes_of(parts: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-    return [x.astype(part.dtype) for x, part in zip(arrays, parts, strict=True)]
 
 
 def _operands(
@@ -319,7 +318,7 @@ def _operands(
         arrays.update(zip(packed, unravel(operands[0]), strict=True))
         return [arrays[i] for i in range(len(parts))]
 
-    return [flat, *(parts[i] for i in alone)], unpacked
+    return [flat] + [parts[i] for i in alone], unpacked
 
 
 def _whole(x: Array) -> Array:
@@ -351,7 +350,7 @@ def mean_each(
     means = list(leaves)
     sent = list(leaves)
     finite = jnp.array(True)
-    dtypes = [jnp.dtype(dtype) for dtype in wire_dtypes or [x.dtype for x in leaves]]
+    dtypes = wire_dtypes or [x.dtype for x in leaves]
     for dtype in dict.fromkeys(dtypes):
         chosen = [i for i, other in enumerate(dtypes) if other == dtype]
         reduced = reduce_mean([leaves[i] for i in chosen], axis_name, dtype)

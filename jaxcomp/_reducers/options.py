@@ -35,18 +35,19 @@ class LowRank:
         """Plans what happens to each leaf of `tree`."""
         return plan_leaves(tree, self.rank, self.min_compression_rate, self.matrix_dims)
 
-    def zero_residual(self, params: PyTree) -> PyTree:
-        """Makes the residual before the first step: zeros for every leaf that is compressed."""
+    def first_leaves(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        """Makes residuals of zeros and random right factors for every leaf that is compressed."""
         leaves, treedef = jax.tree.flatten(params)
-
-        def zeros(leaf: Any, plan: LeafPlan) -> Any:
-            if plan.view is None or not self.error_feedback:
-                return optax.MaskedNode()
-            dtype = self.residual_dtype or compute_dtype(plan.dtype)
-            return jnp.zeros_like(leaf, dtype=dtype)
-
-        residual = treedef.unflatten(map(zeros, leaves, self.plan(params)))
-        return local_if_bound(residual, self.axis_name)
+        residual: list[Any] = [optax.MaskedNode()] * len(leaves)
+        q = list(residual)
+        for i, plan in enumerate(self.plan(params)):
+            if plan.view is not None and self.error_feedback:
+                dtype = self.residual_dtype or compute_dtype(plan.dtype)
+                residual[i] = jnp.zeros_like(leaves[i], dtype=dtype)
+            if plan.view is not None and self.warm_start:
+                q[i] = self.random_factor(plan.q_shape, plan.dtype, i, 0)
+        local = local_if_bound(treedef.unflatten(residual), self.axis_name)
+        return local, treedef.unflatten(q)
 
     def random_factor(self, shape: tuple[int, ...], dtype: Any, *path: Any) -> Array:
         """Draws a factor to start from: the same on every replica, another for every path."""
@@ -55,13 +56,3 @@ class LowRank:
         for number in path:
             key = jax.random.fold_in(key, number)
         return jax.random.normal(key, shape, compute_dtype(dtype))
-
-    def first_factors(self, params: PyTree) -> PyTree:
-        """Draws a right factor for every leaf that is compressed, to warm-start from."""
-        factors = []
-        for i, plan in enumerate(self.plan(params)):
-            if plan.view is None or not self.warm_start:
-                factors.append(optax.MaskedNode())
-            else:
-                factors.append(self.random_factor(plan.q_shape, plan.dtype, i, 0))
-        return jax.tree.structure(params).unflatten(factors)

@@ -152,12 +152,8 @@ def powersgd(
     )
 
     def init(params: PyTree) -> PowerSGDState:
-        return PowerSGDState(
-            count=jnp.zeros([], jnp.int32),
-            residual=options.zero_residual(params),
-            q=options.first_factors(params),
-            owner=no_owner(axis_name),
-        )
+        residual, q = options.first_leaves(params)
+        return PowerSGDState(jnp.zeros([], jnp.int32), residual, q, no_owner(axis_name))
 
     return Reducer(
         init,

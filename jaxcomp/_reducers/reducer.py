@@ -84,7 +84,6 @@ class Reducer(Transformation):
     reduce: Callable[..., Reduction]
     axis_name: AxisName
     in_phases = True  # exact steps, if any, and after them compressed ones
-    _parts: tuple[Callable[..., PyTree], Callable[..., Reduction]]  # what it was made of
 
     def __new__(
         cls,
@@ -113,13 +112,7 @@ class Reducer(Transformation):
         self = super().__new__(cls, unboxed_init, update, made_by=made_by, count_bytes=count_bytes)
         self.reduce = entered
         self.axis_name = axis_name
-        self._parts = (init, reduce)
         return self
-
-    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns what `copy` builds the copy from."""
-        _, arguments = super().__getnewargs_ex__()
-        return (*self._parts, self.axis_name), arguments
 
 
 def enter(
