@@ -71,7 +71,7 @@ def test_two_hundred_steps_of_which_one_in_ten_cannot_be_averaged(name):
 
 def test_a_batch_whose_sums_overflow_leaves_no_trace_either():
     grads = jax.tree.map(lambda x: jnp.full_like(x, 3e38), random_grads(SPOILED, 3, 1))
-    tx = reducer("batched", 1)
+    tx = reducer("batched")
     outputs, final = simulate("vmap", tx, grads)
     assert not any(np.isfinite(x).any() for x in jax.tree.leaves(outputs["dense"]))
     assert int(final.count) == 0
