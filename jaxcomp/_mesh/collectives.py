@@ -214,8 +214,9 @@ def reduce_mean(
     over several all-reduces, so factors, which others wait for, are always packed. Beside mesh axes
     that are left to the compiler each travels in its own shape, and so keeps its sharding.
 
-    No sum overflows where the mean does not: values are divided before they are added up, by a
-    power of two, which rounds nothing.
+    Values that are cast for the wire are also divided before they are added up, by a power of two,
+    which rounds nothing: no sum of 16-bit gradients overflows where their mean does not. Others
+    would have to be copied for that.
 
     Args:
       parts: Arrays of any shapes and floating dtypes; means and sent have the same.
@@ -245,11 +246,13 @@ def reduce_mean(
     exact = dtype == wire_dtype
     scale = 0.5 ** math.ceil(math.log2(replicas))
     shares = []
+    scales = []
     for i, part in enumerate(parts):
         value = part.astype(dtype)
         if i < factors:
             value = clipped(value, wire_dtype)
-        shares.append(value * scale)
+        scales.append(1.0 if exact and part.dtype == dtype else scale)
+        shares.append(value * scales[i])
     values, unpacked = _operands(shares, factors)
     columns = [x.shape[-1] for x in parts[:factors]]
     automatic = other_axes(AxisType.Auto)
@@ -272,12 +275,12 @@ def reduce_mean(
     means = unpacked(totals)
     sent = list(parts) if exact else unpacked(values)
     for i, part in enumerate(parts):
-        means[i] = (means[i] / (replicas * scale)).astype(part.dtype)
+        means[i] = (means[i] / (replicas * scales[i])).astype(part.dtype)
         if automatic and i < factors:
             # Left in the layout of `_laid_out`, they would move the weights made from them into it.
             means[i] = _whole(means[i])
         if not exact:
-            sent[i] = (sent[i] / scale).astype(part.dtype)
+            sent[i] = (sent[i] / scales[i]).astype(part.dtype)
     return Reduced(means, sent, (jnp.stack(zeros_or_nan) == 0).all())
 
 
