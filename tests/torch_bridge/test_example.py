@@ -141,11 +141,15 @@ PICTURES = values(2, 3, 4, 4)
 class Pooled(nn.Module):
     """Has a hidden layer of as many outputs as the flattened map has values."""
 
+    names: tuple[str | None, ...] = ("fc1", "fc2")
+
     @nn.compact
     def __call__(self, x):
+        first, second = self.names
         x = nn.relu(nn.Conv(8, (3, 3), name="conv")(x))
-        x = nn.relu(nn.Dense(32, name="fc1")(nn.max_pool(x, (2, 2), (2, 2)).reshape(len(x), -1)))
-        return nn.Dense(10, name="fc2")(x)
+        x = nn.max_pool(x, (2, 2), (2, 2)).reshape(len(x), -1)
+        x = nn.relu(nn.Dense(32, name=first)(x))
+        return nn.Dense(10, name=second)(x)
 
 
 def torch_pooled():
@@ -154,14 +158,19 @@ def torch_pooled():
     return tnn.Sequential(collections.OrderedDict(layers, fc2=tnn.Linear(32, 10)))
 
 
-@pytest.mark.parametrize("said", [{}, {"flatten": {"fc1": (8, 2, 2)}}, {"unflatten": {}}])
-def test_hidden_units_are_not_permuted_beside_a_flattened_map(said):
+ALL_SAID = {"flatten": {"fc1": (8, 2, 2)}, "unflatten": {}}
+
+
+@pytest.mark.parametrize("said", [{}, {"flatten": {"fc1": (8, 2, 2)}}, {"unflatten": {}}, ALL_SAID])
+@pytest.mark.parametrize("names", [("fc1", "fc2"), (None, None)])
+def test_hidden_units_are_not_permuted_beside_a_flattened_map(names, said):
     state, example = proof(torch_pooled(), PICTURES)
-    like = abstract(Pooled(), np.moveaxis(PICTURES, 1, -1))
-    params = params_from_torch(state, like, apply=Pooled().apply, example=example, **said)
-    layers = params["params"]
-    np.testing.assert_array_equal(layers["fc1"]["bias"], state["fc1.bias"])
-    np.testing.assert_array_equal(layers["fc2"]["kernel"].T, state["fc2.weight"])
+    model = Pooled(names)
+    like = abstract(model, np.moveaxis(PICTURES, 1, -1))
+    params = params_from_torch(state, like, apply=model.apply, example=example, **said)
+    first, second = (params["params"][name or f"Dense_{k}"] for k, name in enumerate(names))
+    np.testing.assert_array_equal(first["bias"], state["fc1.bias"])
+    np.testing.assert_array_equal(second["kernel"].T, state["fc2.weight"])
 
 
 def test_an_answer_that_names_no_map_is_not_searched_around():

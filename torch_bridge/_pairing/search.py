@@ -21,7 +21,7 @@ from torch_bridge._pairing.evidence import Apart, Evidence
 from torch_bridge._pairing.kinds import IN_OUT, USUAL, forms_of
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.leaves import words_of
-from torch_bridge._pairing.maps import VERBS, Answers, Flow, Reading
+from torch_bridge._pairing.maps import VERBS, Answers, Flow, Reading, maps_of, size_of
 from torch_bridge._pairing.match import FITS, Group, Match, Partners, grouped
 from torch_bridge._pairing.options import Options
 from torch_bridge._pairing.pairs import Maps, Pair, leaves_from_torch
@@ -173,11 +173,25 @@ class Search:
         choices = itertools.product((match.partners, by_rule), (used, match.flax), torch_orders)
         for decided, flax, torch in choices:
             partners = assign(match, decided, torch, flax)
-            answers = dict(self._said)
+            answers = self._answers_for(partners)
             for layer, target in partners.items():
                 if self._is_upward(target) and IN_OUT in forms_of(layer, target):
                     answers.setdefault(layer, USUAL._replace(form=IN_OUT))
             yield Change("", Reading(partners, answers))
+
+    def _answers_for(self, partners: Partners) -> Answers:
+        """Adds to what the user says of layers the maps of those that names alone do not pair."""
+        answers = dict(self._said)
+        sizes = Flow(partners, partners, answers).sizes
+        for layer, option in itertools.product(partners, VERBS):
+            said = self._options.map_of(option, layer)
+            field = "flatten" if layer.is_vector else option
+            if layer in self._said or said is None or not said[1]:
+                continue
+            if size_of(said[1]) == sizes[layer].get(field):
+                answer = answers.get(layer, USUAL)
+                answers[layer] = answer._replace(**{field: maps_of(said[1])})
+        return answers
 
     def _place(self, target: Layer) -> float:
         """Returns the place of a layer in the order in which the Flax model uses them."""
