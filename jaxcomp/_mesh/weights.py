@@ -30,16 +30,16 @@ _OTHER_WORDS = ("height",)  # near the word, but one of their own
 def refuse_misspelt_weight(names: Iterable[str]) -> None:
     """Refuses extra arguments of an update that are meant as ``weight`` and would do nothing.
 
-    Others are for other links of a chain. ``example_weights`` holds the word, ``weigth`` nearly.
+    Others are for other links of a chain. The last word of ``example_weights`` tells.
 
     Raises:
       ValueError: With the right name.
     """
     for name in names:
-        last_word = name.lower().rpartition("_")[2]
+        last_word = name.lower().strip("_").rpartition("_")[2]
         close = difflib.get_close_matches(last_word, ["weight"], cutoff=_CLOSE)
         near = bool(close) and last_word not in _OTHER_WORDS
-        if near or "weight" in name.lower() or last_word in _OTHER_NAMES:
+        if near or last_word.endswith(("weight", "weights")) or last_word in _OTHER_NAMES:
             raise ValueError(
                 f"There is no argument `{name}`: it is `weight` that says how much a replica, or "
                 "each of its examples, counts."
