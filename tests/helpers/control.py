@@ -42,7 +42,7 @@ def record(difference, allowed):
     """Does nothing; `tests.perturb` sets what notes how much of a tolerance is used."""
 
 
-def assert_no_further(values, expected, *controls, terms=100):
+def assert_no_further(values, expected, *controls, terms=100, level=0.0):
     """Asserts that a run ends as near to another as controls of it do.
 
     Args:
@@ -51,10 +51,11 @@ def assert_no_further(values, expected, *controls, terms=100):
       *controls: What the other one gives where it is moved by one rounding, see `apart`.
       terms: How many terms a value is a sum of, in all; for values that are rounded already in the
         first step, before anything is enlarged.
+      level: How far two values are apart that a narrow wire rounds to different sides.
     """
     furthest = max(distance(control, expected) for control in controls)
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
-    allowed = FACTOR * furthest + rounding(terms, largest=largest)
+    allowed = FACTOR * furthest + rounding(terms, largest=largest) + level
     difference = distance(values, expected)
     record(difference, allowed)
     assert difference <= allowed, (
