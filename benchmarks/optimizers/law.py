@@ -98,8 +98,6 @@ def _over_links(links: Finished) -> Iterator[Gaps]:
     exact = by_name[over_links.EXACT]
     tokens = usual.processes * usual.sequences * usual.context
     for name in sorted(by_name):
-        if by_name[name].borrowed:
-            continue
         framework, _, text = name.partition("/")
         strategy = parse_strategy(text)
         every_few = strategy.every in (1, 3, 4) and not strategy.start

@@ -110,7 +110,7 @@ class Result:
 def results(runs: Sequence[Mapping[str, Any]]) -> dict[str, Result]:
     """Returns the runs without a limit, by their name; of seeds that the exact run has too.
 
-    With 16 bits on the wire only steps are timed, so that the losses are those of 32 bits.
+    Where only steps with 16 bits on the wire were timed, the losses are those of 32 bits.
     """
     by_name: dict[str, dict[int, Mapping[str, Any]]] = {}
     times: dict[str, dict[str, list[float]]] = {}
@@ -231,9 +231,8 @@ def _text(several: Mapping[str, Result], runs: Sequence[Mapping[str, Any]]) -> s
             times.append([f"`{name}`"])
             times[-1] += [_milliseconds(result, rate) for rate in exact.seconds]
         if _is_ours(name) and result.seconds and result.reached:
-            sooner.append(
-                [f"`{name}`", *(_sooner(result, rate, several) for rate in exact.seconds)]
-            )
+            sooner.append([f"`{name}`"])
+            sooner[-1] += [_sooner(result, rate, several) for rate in exact.seconds]
     rates = [parse_rate(rate).shown for rate in exact.seconds]
     parts = [
         markdown(["run", "seeds", "above exact (95%)", "fewer bytes", "steps to goal"], losses)
@@ -260,30 +259,36 @@ def _milliseconds(result: Result, rate: str) -> str:
 def _sooner(result: Result, rate: str, several: Mapping[str, Result]) -> str:
     """Writes how many times sooner it is than the best all-reduce and the best of torch's hook."""
     cells = []
-    for other in best_of_others(several, result, rate):
-        ratios = result.sooner_than(other, rate)
-        cells.append(f"{_with_timing(ratios, rate, result, other)} than `{other.name}`")
+    for name, times in sooner_than_the_best(several, result, rate).items():
+        cells.append(f"{times} than `{name}`")
     return ", ".join(cells)
 
 
-def best_of_others(several: Mapping[str, Result], result: Result, rate: str) -> list[Result]:
-    """Returns the all-reduce and the hook of torch that are at the goal first at a rate."""
-    best: dict[bool, tuple[float, Result]] = {}
+def sooner_than_the_best(
+    several: Mapping[str, Result], result: Result, rate: str
+) -> dict[str, str]:
+    """Compares with the all-reduce and the hook of torch that are at the goal first at a rate.
+
+    Returns:
+      Name -> how many times sooner the result is there, with its interval; the all-reduce first.
+    """
+    best: dict[bool, tuple[list[float], Result]] = {}
     for name, other in several.items():
         ratios = result.sooner_than(other, rate)
         if _is_ours(name) or not ratios:
             continue
         is_hook = name.startswith(_HOOK)
-        if is_hook not in best or mean(ratios) < best[is_hook][0]:
-            best[is_hook] = mean(ratios), other
-    return [best[is_hook][1] for is_hook in sorted(best)]
+        if is_hook not in best or mean(ratios) < mean(best[is_hook][0]):
+            best[is_hook] = ratios, other
+    written = {}
+    for _, (ratios, other) in sorted(best.items()):
+        written[other.name] = _with_timing(ratios, rate, result, other)
+    return written
 
 
 def _with_timing(ratios: Sequence[float], rate: str, *timed: Result) -> str:
     """Writes the mean and half the width of its 95% interval, over seeds and repeated steps."""
-    if not ratios:
-        return "-"
-    variance = sum(result.timing_error(rate) ** 2 for result in timed if rate in result.seconds)
+    variance = sum(result.timing_error(rate) ** 2 for result in timed)
     if len(ratios) > 1:
         variance += (stdev(ratios) / mean(ratios)) ** 2 / len(ratios)
     half = student(len(ratios)) * variance**0.5 * mean(ratios)

@@ -19,6 +19,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxcomp._base.checks import check_axis_name, check_flag
+from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, typed_specs
@@ -292,7 +293,7 @@ class DataParallel:
             reducer = optax.with_extra_args_support(self.reducer)
             update = takes_rows(reducer.update, reducer.init)
             params = params_of(arrays[0], self.argnums)
-            check_shapes(gradients, params)
+            _check_shapes(gradients, params)
             if weight is None:
                 means, state = update(gradients, state, params)
             elif isinstance(self.reducer, Reducer):
@@ -309,20 +310,19 @@ class DataParallel:
         return step
 
 
-def check_shapes(gradients: PyTree, params: PyTree) -> None:
+def _check_shapes(gradients: PyTree, params: PyTree) -> None:
     """Refuses gradients of other shapes than the parameters of their names.
 
     Raises:
       ValueError: With the first of them.
     """
-    names = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
-    shapes = {names(path): np.shape(x) for path, x in jax.tree.leaves_with_path(params)}
+    shapes = {leaf_name(path): np.shape(x) for path, x in jax.tree.leaves_with_path(params)}
     for path, gradient in jax.tree.leaves_with_path(gradients):
-        name = names(path)
+        name = leaf_name(path)
         shape = np.shape(gradient)
         if shapes.get(name, shape) != shape:
             raise ValueError(
-                f"The gradient of {name or 'the parameters'} has shape {shape}, the parameter has "
+                f"The gradient of {name} has shape {shape}, the parameter has "
                 f"{shapes[name]}. `grad_fn` must return gradients of the parameters, averaged over "
                 "this replica's examples."
             )

@@ -151,8 +151,11 @@ def _read(path: pathlib.Path | None, parse: Callable[[str], Any], max_bytes: int
 def _names(text: str) -> Any:
     names = json.loads(text)
     groups = names if isinstance(names, list) and names and isinstance(names[0], list) else [names]
-    if not all(isinstance(g, list) and all(isinstance(n, str) for n in g) for g in groups):
-        raise ValueError("--param-names must be a list of names, or one list for each param group.")
+    for group in groups:
+        if not (isinstance(group, list) and all(isinstance(name, str) for name in group)):
+            raise ValueError(
+                "--param-names must be a list of names, or one list for each param group."
+            )
     return names
 
 
