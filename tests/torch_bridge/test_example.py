@@ -327,3 +327,62 @@ def test_what_rounds_to_16_bits_is_compared_in_its_units(dtype):
     like = abstract(Nested(), ROWS)
     pairs = torch_bridge.pair(module.state_dict(), like, apply=Nested().apply, example=example)
     assert {p.torch_name: p.path[0] for p in pairs}["0.weight"] == "Dense_1"
+
+
+class TwoHeads(nn.Module):
+    width: int = 5
+    eps: float = 1e-5
+    tanh: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Conv(3, (3, 3), padding="VALID", name="conv")(x)
+        x = x.reshape(len(x), -1)
+        x = nn.Dense(5, name="a")(x) + nn.Dense(5, name="b")(x)
+        x = nn.gelu(nn.LayerNorm(self.eps, name="norm")(x), approximate=self.tanh)
+        return nn.Dense(2, name="out")(nn.Dense(self.width, name="last")(x))
+
+
+class TorchTwoHeads(tnn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = tnn.Conv2d(2, 3, 3)
+        self.a, self.b = tnn.Linear(48, 5), tnn.Linear(48, 5)
+        self.norm, self.last, self.out = tnn.LayerNorm(5), tnn.Linear(5, 5), tnn.Linear(5, 2)
+
+    def forward(self, x):
+        x = self.conv(x).flatten(1)
+        x = tnn.functional.gelu(self.norm(self.a(x) + self.b(x)))
+        return self.out(self.last(x))
+
+
+MAPS = values(2, 2, 6, 6)
+
+
+def proved(model, **options):
+    state, example = proof(TorchTwoHeads(), MAPS)
+    like = abstract(model, np.moveaxis(MAPS, 1, -1))
+    return params_from_torch(state, like, apply=model.apply, example=example, **options)
+
+
+def test_a_map_that_is_said_leaves_the_others_to_the_example():
+    expected = proved(TwoHeads())
+    for said in ({"flatten": {"a": (3, 4, 4)}}, {"flatten": {"b": (3, 4, 4)}}):
+        jax.tree.map(np.testing.assert_array_equal, proved(TwoHeads(), **said), expected)
+    for wrong in ({}, {"a": (3, 4, 4), "b": None}):
+        with pytest.raises(CheckpointMismatch, match="off"):
+            proved(TwoHeads(), flatten=wrong)
+
+
+@pytest.mark.parametrize("other", [{"eps": 1e-2}, {"tanh": True}])
+def test_a_slight_difference_is_said_to_be_of_a_formula(other):
+    with pytest.raises(CheckpointMismatch, match="often another formula: look at the eps and"):
+        proved(TwoHeads(**other))
+
+
+def test_another_width_is_said_first():
+    said = r"A width differs, it seems: .* axis of \[7\], and no tensor of torch one of \[11\]"
+    state = {f"{name}.weight": np.ones((7, 3)) for name in "xy"}
+    like = {name: {"kernel": np.zeros((3, 11))} for name in "ab"}
+    with pytest.raises(CheckpointMismatch, match=said):
+        torch_bridge.pair(state, like)

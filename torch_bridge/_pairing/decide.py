@@ -238,12 +238,29 @@ def _refuse_problems(match: Match, questions: Questions, options: Options) -> No
             message = f"{sentence} {message}"
     if _packs(lonely.torch, lonely.flax):
         message = f"{_PACKED_IN_FLAX} {message}"
+    elif lonely.torch and lonely.flax:
+        of_torch, of_flax = _lengths(match.torch), _lengths(match.flax)
+        only_torch, only_flax = sorted(of_torch - of_flax), sorted(of_flax - of_torch)
+        if only_torch and only_flax:
+            message = (
+                f"A width differs, it seems: no leaf of Flax has an axis of {only_torch}, and no "
+                f"tensor of torch one of {only_flax}. {message}"
+            )
     text = "\n".join(itertools.chain(*problems.values()))
     asked: list[str] = []
     for name in sorted(PairOptions.__optional_keys__ - {"ignore", "rules"}):
         if re.search(rf"\b{name}=", text):
             asked.append(name)
     raise CheckpointMismatch(message, parameters=("rules", *asked, "ignore", "apply"), **problems)
+
+
+def _lengths(layers: Collection[Layer]) -> set[int]:
+    """Collects the lengths of all axes."""
+    lengths: set[int] = set()
+    for layer in layers:
+        for part in layer.parts:
+            lengths.update(layer.shape(part))
+    return lengths
 
 
 def _packs(torch: Collection[Layer], flax: Collection[Layer]) -> bool:

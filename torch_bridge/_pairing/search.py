@@ -31,6 +31,7 @@ _CHECKS = 64  # further runs that look whether the example tells the reading fro
 _PATIENCE = 20  # changes of one reading after which it is put behind one twice as far off
 _FAR = 0.3  # of the outputs' norm: above, a distance says nothing
 _STEP = 0.2  # what one change more counts beside the distance
+_SLIGHT = 1e-2  # of the largest output: as far as another eps or form of an activation leads
 _SHOWN = 12  # layers in an error
 
 
@@ -261,11 +262,15 @@ class Search:
         flow = Flow(reading.partners, reading.partners, reading.answers)
         choices: list[tuple[Any, Choice]] = []
         for option in VERBS:
-            for layers, values in flow.movable(option):
-                is_norm = layers[0].is_vector
-                if getattr(self._options, option) is not None and not is_norm:
-                    continue
-                if any(getattr(self._said.get(layer, USUAL), option) for layer in layers):
+            for alike, values in flow.movable(option):
+                is_norm = alike[0].is_vector
+                layers: list[Layer] = []
+                for layer in alike:
+                    said = self._options.map_of(option, layer)
+                    if said is None and not getattr(self._said.get(layer, USUAL), option):
+                        layers.append(layer)
+                none_at_all = getattr(self._options, option) == {} and not is_norm
+                if none_at_all or not layers:
                     continue
                 maps: list[Maps] = [()]
                 beside: list[Maps] = []
@@ -353,7 +358,9 @@ class Search:
         """Says how far the nearest reading is off, and what could have been otherwise."""
         doubtful = [text for text, _ in itertools.islice(self._neighbours(reading), _SHOWN)]
         hint = "All layers have their places, so that the two models seem to compute something else"
-        if doubtful:
+        if apart.largest < _SLIGHT:
+            hint = "So little is rarely a layer in another's place, and often another formula"
+        elif doubtful:
             hint = (
                 "The layers in doubt are listed; say of them what you know (rules, flatten, "
                 "conv1d, conv_transpose). If all are right, the models compute something else"
@@ -361,9 +368,9 @@ class Search:
         return CheckpointMismatch(
             f"The Flax model does not give torch's outputs: after {self._evidence.runs} tries the "
             f"nearest are {apart.largest:.1e} of the largest output off, where "
-            f"{self._evidence.tolerance:.0e} is rounding. {hint}: look at the eps of norms, the "
-            "sort of an activation (GELU with tanh or without), padding, evaluation mode, and what "
-            "`apply` does with the inputs.",
+            f"{self._evidence.tolerance:.0e} is rounding. {hint}: look at the eps and momentum of "
+            "norms, the form of an activation (GELU with tanh or without), padding, evaluation "
+            "mode, and what `apply` does with the inputs.",
             ambiguous=doubtful,
             parameters=("apply", "rules", "flatten", "conv1d", "conv_transpose"),
         )
