@@ -1,4 +1,4 @@
-"""Types of arguments for the command lines, and checks of a setting."""
+"""Types of arguments for the command lines, and settings whose fields are arguments."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any, NoReturn, TypeVar
 T = TypeVar("T")
 
 
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a module's docstring as it is, and the default of every argument."""
+
+
 def command_line(module: str, doc: str | None) -> argparse.ArgumentParser:
     """Makes a parser for ``python -m module``, whose ``--help`` is the module's docstring."""
-    return argparse.ArgumentParser(
-        prog=f"python -m {module}",
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    name = f"python -m {module}"
+    return argparse.ArgumentParser(prog=name, description=doc, formatter_class=_Help)
 
 
 def call(main: Callable[[], int | None]) -> NoReturn:
@@ -55,13 +56,11 @@ def listed(parse_one: Callable[[str], T], separator: str = ",") -> Callable[[str
     """Makes a type of what stands between commas, each once."""
 
     def parse(text: str) -> tuple[T, ...]:
-        values = {}
-        for part in text.split(separator):
-            try:
-                values[parse_one(part.strip())] = None
-            except ValueError as error:
-                raise argparse.ArgumentTypeError(str(error)) from error
-        return tuple(values)
+        try:
+            values = [parse_one(part.strip()) for part in text.split(separator)]
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+        return tuple(dict.fromkeys(values))
 
     return parse
 
@@ -70,24 +69,34 @@ def add_fields(parser: argparse.ArgumentParser, config: Any) -> None:
     """Adds an argument for every field of a setting, whose defaults these are."""
     group = parser.add_argument_group("setting (runs with another one do not count in a report)")
     for name, default in vars(config).items():
-        option = "--" + name.replace("_", "-")
-        shown = "(default: %(default)s)"
-        group.add_argument(option, type=type(default), default=default, help=shown)
+        kind: Any = type(default)
+        if kind is int:
+            kind = at_least(int, 1)
+        group.add_argument("--" + name.replace("_", "-"), type=kind, default=default, help=" ")
 
 
-def check_sizes(config: Any, *multiples: tuple[str, str]) -> None:
-    """Checks the fields of a dataclass of sizes.
-
-    Args:
-      config: The dataclass.
-      *multiples: Pairs of fields of which the first must be a multiple of the second.
+def read_fields(options: argparse.Namespace, config: T) -> T:
+    """Returns a setting with the arguments that `add_fields` added, checked by its `check`.
 
     Raises:
-      ValueError: Naming what is not positive, or no multiple.
+      ValueError: If `check` does.
     """
-    for name, value in vars(config).items():
-        if not isinstance(value, str) and value <= 0:
-            raise ValueError(f"{name} must be positive")
-    for whole, part in multiples:
+    given = {name: getattr(options, name) for name in vars(config)}
+    made: Any = type(config)(**given)
+    made.check()
+    return made
+
+
+def check_multiples(config: Any, **parts: str) -> None:
+    """Checks that some fields are multiples of others.
+
+    Args:
+      config: A setting.
+      **parts: The field that divides it, by the name of a field.
+
+    Raises:
+      ValueError: If one is not.
+    """
+    for whole, part in parts.items():
         if getattr(config, whole) % getattr(config, part):
             raise ValueError(f"{whole} must be a multiple of {part}")

@@ -8,22 +8,23 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+Run = dict[str, Any]  # what a line says, and what a table is made of
 _COMMON = ("config", "about")
 
 
-def read_runs(path: Path) -> list[dict[str, Any]]:
+def read_runs(path: Path) -> list[Run]:
     """Reads the finished runs in a file of JSON lines; none if there is no file.
 
     A line that was cut off by a kill is left out.
     """
-    runs: list[dict[str, Any]] = []
+    runs: list[Run] = []
     if not path.exists():
         return runs
-    run: dict[str, Any] = {}
+    run: Run = {}
     for line in path.read_text().splitlines():
         common = {name: run[name] for name in _COMMON if name in run}
         with contextlib.suppress(json.JSONDecodeError):
@@ -32,31 +33,30 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     return runs
 
 
-def append_run(path: Path, run: Mapping[str, Any]) -> None:
+def append_run(path: Path, run: Run) -> None:
     """Adds a finished run, on a line of its own also after one that was cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
     last = (read_runs(path) or [{}])[-1]
-    different = {}
-    for name, value in run.items():
-        if name not in _COMMON or last.get(name) != value:
-            different[name] = value
+    different = run.copy()
+    for name in _COMMON:
+        if name in last and last[name] == run.get(name):
+            del different[name]
     cut_off = path.exists() and not path.read_bytes().endswith(b"\n")
     with path.open("a") as file:
-        if cut_off:
-            file.write("\n")
-        file.write(json.dumps(different, separators=(",", ":")) + "\n")
+        file.write("\n" * cut_off + json.dumps(different, separators=(",", ":")) + "\n")
 
 
-def made_on(runs: Sequence[Mapping[str, Any]]) -> str:
+def made_on(runs: Sequence[Run]) -> str:
     """Says when and with what runs were made, as `machine.describe` told beside each."""
-    values: dict[str, dict[str, None]] = {}  # by name, each once
+    several: dict[str, dict[str, None]] = {}  # by name, each once
     for run in runs:
         machine = run["about"]["machine"]
         cpu = re.sub(r"cpu (family \d+, model \d+), stepping \d+", r"\1", machine["cpu"])
         for name, value in ({"cpu": cpu} | machine["versions"]).items():
-            values.setdefault(name, {})[value] = None
-    cpus = " or ".join(values.pop("cpu"))
-    versions = ", ".join(f"{name} {' or '.join(several)}" for name, several in values.items())
+            several.setdefault(name, {})[value] = None
+    written = {name: " or ".join(values) for name, values in several.items()}
+    cpus = written.pop("cpu")
+    versions = ", ".join(f"{name} {numbers}" for name, numbers in written.items())
     dates = sorted(run["about"]["date"][:10] for run in runs)
     when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
     return f"{len(runs)} runs, {when}, {cpus}; {versions}."

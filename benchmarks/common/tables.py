@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import NormalDist, mean, stdev
 
 from scipy import stats
+
+from benchmarks.common.paths import RESULTS
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
@@ -29,29 +30,24 @@ def half_width(values: Sequence[float]) -> float:
     return student(len(values)) * stdev(values) / len(values) ** 0.5
 
 
-def with_spread(values: Sequence[float], form: str, unit: str = "") -> str:
-    """Writes the mean, and beside it, of several values, their standard deviation.
-
-    Example:
-      >>> with_spread([1.0, 3.0], "+.1f", "%"), with_spread([2.0], ".2f"), with_spread([], ".2f")
-      ('+2.0% ± 1.4', '2.00', '')
-    """
-    return _with(values, stdev, form, unit)
-
-
-def with_interval(values: Sequence[float], form: str, unit: str = "") -> str:
+def with_interval(
+    values: Sequence[float],
+    form: str,
+    unit: str = "",
+    spread: Callable[[Sequence[float]], float] = half_width,
+) -> str:
     """Writes the mean, and beside it, of several values, half its 95% interval (Student's).
+
+    Args:
+      values: None, one or several.
+      form: Format of a number.
+      unit: What stands behind the mean.
+      spread: What stands beside it, if not half the interval.
 
     Example:
       >>> with_interval([1.0, 3.0, 2.0], "+.1f", "%"), with_interval([2.0], ".2f")
       ('+2.0% ± 2.5', '2.00')
     """
-    return _with(values, half_width, form, unit)
-
-
-def _with(
-    values: Sequence[float], spread: Callable[[Sequence[float]], float], form: str, unit: str
-) -> str:
     if not values:
         return ""
     text = f"{mean(values):{form}}{unit}"
@@ -73,17 +69,11 @@ def in_page(page: str, command: str, text: str) -> str:
     return page
 
 
-def write_page(program: str, page: Path, paged: Callable[[str], str]) -> int:
-    """Writes a page anew; returns the exit code of a command that did so.
-
-    Args:
-      program: Who says so where there is nothing to write.
-      page: The document.
-      paged: From its text to the new one; a `ValueError` says what is missing.
-    """
-    try:
-        page.write_text(paged(page.read_text()))
-    except ValueError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return 1
-    return 0
+def write_table(text: str, command: str, page: Path, stem: Path) -> Path:
+    """Writes a table into its place in a page; beside the picture if that is not in RESULTS."""
+    if stem.parent == RESULTS:
+        page.write_text(in_page(page.read_text(), command, text))
+        return page
+    beside = stem.with_suffix(".md")
+    beside.write_text(text)
+    return beside

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.common.arguments import add_fields, call, command_line
+from benchmarks.common.arguments import add_fields, call, command_line, read_fields
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import read_runs
 from benchmarks.convergence.report import write_report
@@ -35,9 +35,8 @@ def parser() -> argparse.ArgumentParser:
     for name, strategy in STRATEGIES.items():
         lines.append(f"  {name:28} {strategy.label}")
     p = command_line("benchmarks.convergence", "\n".join(lines))
-    shown = " (default: %(default)s)"
     p.add_argument("--only", nargs="+", default=["*"], help="strategies, with * and ?")
-    p.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of each" + shown)
+    p.add_argument("--seeds", type=int, default=3, help="seeds 0, 1, ... of each")
     p.add_argument("--out", type=Path, default=OUT, help="path of the files, without a suffix")
     p.add_argument("--report", action="store_true", help="only the table and the picture")
     add_fields(p, Config())
@@ -48,7 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     p = parser()
     options = p.parse_args(arguments)
-    config = Config(*(getattr(options, name) for name in asdict(Config())))
     chosen: dict[str, None] = {}
     for pattern in options.only:
         names = fnmatch.filter(STRATEGIES, pattern)
@@ -57,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen |= dict.fromkeys(names)
     path = options.out.with_suffix(".jsonl")
     try:
-        config.check()
+        config = read_fields(options, Config())
         if not options.report:
             runs = Runs(path, config, by_name, "benchmarks.convergence")
             for name in chosen:

@@ -7,16 +7,10 @@ from typing import Any
 import jax
 import optax
 
-MUON = 10.0  # its learning rate, times that of the parameters that Adam trains beside it
 OPTIMIZERS = ("adamw", "muon", "sgd", "lion", "adafactor")
-# What each calls the decay of its first moment.
-_MOMENTUM = {
-    "adamw": "b1",
-    "lion": "b1",
-    "muon": "beta",
-    "sgd": "momentum",
-    "adafactor": "momentum",
-}
+_MUON = 10.0  # its learning rate, times that of the parameters that Adam trains beside it
+# What each calls the decay of its first moment, where that is not `momentum`.
+_MOMENTUM = {"adamw": "b1", "lion": "b1", "muon": "beta"}
 
 
 def schedule(steps: int, highest: float) -> optax.Schedule:
@@ -28,32 +22,34 @@ def schedule(steps: int, highest: float) -> optax.Schedule:
 def optimizer(
     name: str, steps: int, rate: float, momentum: float | None = None
 ) -> optax.GradientTransformation:
-    """Makes clipping and an optimizer with `schedule`.
+    """Makes clipping and an optimizer with `schedule`, whose highest rate is in the state.
 
     Args:
       name: Of `OPTIMIZERS`.
       steps: Length of the run.
       rate: The highest learning rate; of Muon that of the Adam beside it, and a tenth of its own.
-      momentum: Decay of the first moment; None for Optax's default.
+      momentum: Decay of the first moment; None for Optax's default, of SGD 0.9.
     """
-    decaying = schedule(steps, rate)
-    given: dict[str, Any] = {}
+    decaying = schedule(steps, 1.0)
+    options: dict[str, Any] = {}
     if momentum is not None:
-        given[_MOMENTUM[name]] = momentum
+        options[_MOMENTUM.get(name, "momentum")] = momentum
     if name == "muon":
         # For the matrices of the blocks; embeddings, output and norms go to Adam.
         each: dict[Any, optax.GradientTransformation] = {
-            "muon": optax.contrib.muon(schedule(steps, MUON * rate), **given),
+            "muon": optax.contrib.muon(schedule(steps, _MUON), **options),
             "adam": optax.adam(decaying, nesterov=True),
         }
         made = optax.partition(each, _in_blocks)
     elif name == "sgd":
-        made = optax.sgd(decaying, **{"momentum": 0.9, **given})
+        made = optax.sgd(decaying, options.get("momentum", 0.9))
     elif name == "adafactor":
-        made = optax.adafactor(decaying, **given)
+        made = optax.adafactor(decaying, **options)
     else:
-        made = getattr(optax, name)(decaying, weight_decay=0.01, **given)
-    return optax.chain(optax.clip_by_global_norm(1.0), made)
+        made = getattr(optax, name)(decaying, weight_decay=0.01, **options)
+    # One compiled program serves all rates.
+    scaled = optax.inject_hyperparams(optax.scale)(step_size=rate)
+    return optax.chain(optax.clip_by_global_norm(1.0), made, scaled)
 
 
 def _in_blocks(params: Any) -> Any:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from benchmarks.common import style
-from benchmarks.common.paths import RESULTS, ROOT
-from benchmarks.common.runs import made_on
-from benchmarks.common.tables import half_width, in_page, markdown, with_interval, with_spread
+from benchmarks.common.paths import ROOT
+from benchmarks.common.runs import Run, made_on
+from benchmarks.common.tables import half_width, markdown, with_interval, write_table
 from benchmarks.convergence.runs import Result, results
 from benchmarks.convergence.strategies import EXACT, Strategy, by_name
 
@@ -46,13 +46,13 @@ def table(several: Results) -> str:
     by_bytes = sorted(several.items(), key=lambda x: (-x[1].sent, mean(x[1].gaps(exact))))
     for strategy, result in by_bytes:
         above = "" if result is exact else with_interval(result.gaps(exact), "+.1f", "%")
-        losses = with_spread([*result.losses.values()], ".3f")
+        losses = with_interval([*result.losses.values()], ".3f", spread=stdev)
         fewer = f"{exact.sent / result.sent:.1f}"
         rows.append((strategy.label, fewer, above, losses, str(len(result.losses))))
     return markdown(_HEADER, rows)
 
 
-def write_report(runs: list[dict[str, Any]], config: dict[str, Any], stem: Path) -> list[Path]:
+def write_report(runs: list[Run], config: Run, stem: Path) -> list[Path]:
     """Writes ``stem.png``, and the table of the usual setting into docs/convergence.md.
 
     Raises:
@@ -65,13 +65,7 @@ def write_report(runs: list[dict[str, Any]], config: dict[str, Any], stem: Path)
     picture = stem.with_suffix(".png")
     plot(several, picture)
     text = f"{table(several)}\n\n{made_on(of_setting)}\n"
-    page = PAGE
-    if stem.parent == RESULTS:
-        text = in_page(PAGE.read_text(), COMMAND, text)
-    else:
-        page = stem.with_suffix(".md")
-    page.write_text(text)
-    return [picture, page]
+    return [picture, write_table(text, COMMAND, PAGE, stem)]
 
 
 def plot(several: Results, path: Path) -> None:

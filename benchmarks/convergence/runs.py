@@ -2,67 +2,126 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
+
+import jax
+import optax
 
 from benchmarks.common.machine import describe
-from benchmarks.common.runs import append_run, read_runs
+from benchmarks.common.runs import Run, append_run, read_runs
 from benchmarks.convergence.training import Config, Trainer
 
 PACKAGES = ("jax", "flax", "optax")
-S = TypeVar("S", bound=Hashable)  # a setting
+S = TypeVar("S")  # a setting
 
 
-class Runs(Generic[S]):
+class Compared:
+    """How replicas agree on an update, behind which optimizer; compared and hashed by its fields.
+
+    Attributes:
+      label: What it is, in words.
+      stored: What a finished run says of it.
+      program: What is compiled for it; equal for settings that share a program.
+      local: Whether parameters differ between replicas; then `reducer` is all of it.
+    """
+
+    label: Any
+    stored: Any
+    program: Any
+    local = False
+
+    def reducer(self, config: Config) -> Any:
+        """Makes the reducer."""
+        raise NotImplementedError
+
+    def behind(self, config: Config) -> optax.GradientTransformation:
+        """Makes the optimizer."""
+        raise NotImplementedError
+
+    def build(self, config: Config) -> optax.GradientTransformation:
+        """Makes the transformation, from local gradients to updates."""
+        reducer = self.reducer(config)
+        return reducer if self.local else optax.chain(reducer, self.behind(config))
+
+    def bytes_sent(self, config: Config) -> int:
+        """Returns what each replica sends in a whole run."""
+        reducer = self.reducer(config)
+        run = reducer.bytes(config.params(), replicas=config.replicas, steps=config.steps)
+        return run.bytes_after
+
+
+@functools.cache
+def early_momentum(config: Config, exact: Compared) -> Any:
+    """Returns the first moment after a quarter of an exact run, of a seed that no other run has."""
+    seed = 7
+    trainer = Trainer(config, exact.build(config))
+    _, state = trainer.advance(trainer.start(seed), seed, 0, max(1, config.steps // 4))
+    moments = [moment for _, moment in optax.tree.get_all_with_path(state, "mu")]
+    # Of several optimizers each leaf has one, and is masked for the others.
+    mapped = jax.tree.map(lambda *x: min(x, key=_is_masked), *moments, is_leaf=_is_masked)
+    return jax.device_get(mapped)
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+
+class Runs:
     """Finished runs, and new ones."""
 
-    def __init__(self, path: Path, config: Config, made_of: Callable[..., S], program: str):
+    def __init__(self, path: Path, config: Config, made_of: Callable[..., Any], program: str):
         """Reads what is there.
 
         Args:
           path: Of the JSON lines.
           config: What all runs have in common; those with another one do not count.
-          made_of: From what a run says of its setting, as arguments, to the setting, which can be
-            compared and hashed and has what `Setting` and `Strategy` have.
+          made_of: From what a run says of its setting, as arguments, to a `Compared`.
           program: The module whose runs these are.
         """
-        self.path = path
         self.config = config
+        self._path = path
         self._program = program
-        self._trainer: tuple[S, Trainer] | None = None  # the last one, compiled
+        self._last: tuple[Any, Trainer] | None = None  # compiled
         self._losses = {}
         for run in read_runs(path):
             if run["config"] == asdict(config):
                 self._losses[made_of(**run["setting"]), run["seed"]] = run["curve"][-1][1]
 
-    def loss(self, setting: S, seed: int) -> float:
-        """Returns the final held-out loss, trained for if it is not there."""
+    def loss(self, setting: Any, seed: int) -> float:
+        """Returns the final held-out loss of a `Compared`, trained for if it is not there."""
         if (setting, seed) not in self._losses:
-            self._losses[setting, seed] = self._train(setting, seed)
+            began = time.monotonic()
+            curve = self.trainer(setting).run(seed)
+            run = {
+                "setting": setting.stored,
+                "seed": seed,
+                "curve": curve,
+                "bytes": setting.bytes_sent(self.config),
+                "seconds": round(time.monotonic() - began, 1),
+            }
+            self.append(self._path, run)
+            loss = self._losses[setting, seed] = curve[-1][1]
+            print(f"{setting.label:66} {seed} {loss:.4f}", flush=True)
         return self._losses[setting, seed]
 
-    def _train(self, setting: Any, seed: int) -> float:
-        if self._trainer is None or self._trainer[0] != setting:
-            trainer = Trainer(self.config, setting.build(self.config), local=setting.local)
-            self._trainer = (setting, trainer)
-        began = time.monotonic()
-        curve = self._trainer[1].run(seed)
-        run = {
-            "setting": setting.stored,
-            "seed": seed,
-            "curve": curve,
-            "bytes": setting.bytes_sent(self.config),
-            "seconds": round(time.monotonic() - began, 1),
-            "config": asdict(self.config),
-            "about": describe(self._program, PACKAGES),
-        }
-        append_run(self.path, run)
-        loss = curve[-1][1]
-        print(f"{setting.label:66} {seed} {loss:.4f}", flush=True)
-        return loss
+    def trainer(self, setting: Any) -> Trainer:
+        """Returns a compiled trainer of a `Compared`: the last one, if it shares its program."""
+        tx = setting.build(self.config)
+        if self._last is None or self._last[0] != setting.program:
+            self._last = (setting.program, Trainer(self.config, tx, local=setting.local))
+        trainer = self._last[1]
+        trainer.tx = tx
+        return trainer
+
+    def append(self, path: Path, run: Run) -> None:
+        """Appends a finished run to a file, with the setting of all and with where it was made."""
+        about = describe(self._program, PACKAGES)
+        append_run(path, run | {"config": asdict(self.config), "about": about})
 
 
 @dataclass(frozen=True)
@@ -83,7 +142,7 @@ class Result:
         return [100 * (self.losses[seed] / exact.losses[seed] - 1) for seed in shared]
 
 
-def results(runs: Sequence[dict[str, Any]], made_of: Callable[..., S]) -> dict[S, Result]:
+def results(runs: Sequence[Run], made_of: Callable[..., S]) -> dict[S, Result]:
     """Returns the finished runs by their setting, in the order in which they were made."""
     by_setting: dict[S, Result] = {}
     for run in runs:

@@ -12,11 +12,13 @@ from typing import Any
 import optax
 
 import jaxcomp
-from benchmarks.convergence.training import AXIS, Config, adamw, early_momentum
+from benchmarks.convergence.optimizers import optimizer
+from benchmarks.convergence.runs import Compared, early_momentum
+from benchmarks.convergence.training import AXIS, Config
 
 
 @dataclass(frozen=True)
-class Strategy:
+class Strategy(Compared):
     """How replicas agree on an update, and what that costs.
 
     Attributes:
@@ -31,21 +33,23 @@ class Strategy:
     make: Callable[[Config], Any]
     local: bool = False
 
-    def build(self, config: Config) -> optax.GradientTransformation:
-        """Makes the transformation, from local gradients to updates."""
-        made = self.make(config)
-        return made if self.local else optax.chain(made, adamw(config))
+    def reducer(self, config: Config) -> Any:
+        """Makes the reducer."""
+        return self.make(config)
 
-    def bytes_sent(self, config: Config) -> int:
-        """Returns what each replica sends in a whole run."""
-        params = config.params()
-        run = self.make(config).bytes(params, replicas=config.replicas, steps=config.steps)
-        return run.bytes_after
+    def behind(self, config: Config) -> optax.GradientTransformation:
+        """Makes AdamW with clipping, 10% warm-up and a cosine decay to 5%, as in the examples."""
+        return optimizer("adamw", config.steps, config.learning_rate, 0.9)
 
     @property
     def stored(self) -> dict[str, Any]:
         """Returns what a finished run says of it."""
         return {"strategy": self.name}
+
+    @property
+    def program(self) -> Strategy:
+        """Returns itself: each has a program of its own."""
+        return self
 
 
 def _powersgd(name: str, label: str, rank: int, **options: Any) -> Strategy:
@@ -58,7 +62,9 @@ def _by_spectrum(name: str, label: str, ratio: float, wire: str | None = None) -
     """Makes `jaxcomp.powersgd` with the ranks by spectrum that send `ratio` times fewer bytes."""
 
     def make(config: Config) -> Any:
-        ranks = jaxcomp.ranks_by_spectrum(early_momentum(config), ratio=ratio, comm_dtype=wire)
+        ranks = jaxcomp.ranks_by_spectrum(
+            early_momentum(config, EXACT), ratio=ratio, comm_dtype=wire
+        )
         return jaxcomp.powersgd(ranks, axis_name=AXIS, start_step=0, comm_dtype=wire)
 
     return Strategy(name, label, make)
@@ -68,7 +74,8 @@ def _local(name: str, label: str, every: int, **options: Any) -> Strategy:
     """Makes `jaxcomp.local_sgd`: local AdamW, and an average every so many steps."""
 
     def make(config: Config) -> Any:
-        return jaxcomp.local_sgd(adamw(config), sync_every=every, axis_name=AXIS, **options)
+        inner = EXACT.behind(config)
+        return jaxcomp.local_sgd(inner, sync_every=every, axis_name=AXIS, **options)
 
     return Strategy(name, label, make, local=True)
 

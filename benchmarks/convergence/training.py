@@ -20,21 +20,11 @@ import numpy as np
 import optax
 
 import jaxcomp
-from benchmarks.common.arguments import check_sizes
+from benchmarks.common.arguments import check_multiples
 from benchmarks.common.paths import LANGUAGE_MODEL
-from benchmarks.convergence.optimizers import optimizer
 
 sys.path.insert(0, str(LANGUAGE_MODEL))
-from lm import (
-    Corpus,
-    ModelConfig,
-    Transformer,
-    held_out_batches,
-    init_params,
-    load_corpus,
-    loss_fn,
-    training_batch,
-)
+import lm
 
 AXIS = "data"
 Tree = Any
@@ -77,42 +67,43 @@ class Config:
 
     def check(self) -> None:
         """Raises a `ValueError` that names what cannot work."""
-        check_sizes(self, ("steps", "eval_every"), ("width", "heads"))
+        check_multiples(self, steps="eval_every", width="heads")
         if self.eval_sequences % _EVALUATED_AT_ONCE:
             raise ValueError(f"eval_sequences must be a multiple of {_EVALUATED_AT_ONCE}")
         if self.text not in TEXTS:
             raise ValueError(f"text must be one of {', '.join(TEXTS)}, got {self.text!r}")
 
     @property
-    def model(self) -> Transformer:
+    def model(self) -> lm.Transformer:
         """Makes the language model."""
-        return Transformer(ModelConfig(self.layers, self.width, self.heads, self.context))
+        return lm.Transformer(lm.ModelConfig(self.layers, self.width, self.heads, self.context))
+
+    @property
+    def tokens(self) -> int:
+        """Counts the tokens in a step of all replicas together."""
+        return self.replicas * self.batch_size * self.context
 
     def params(self) -> Tree:
         """Returns the shapes of the parameters."""
-        return jax.eval_shape(partial(init_params, self.model), 0)
-
-
-def adamw(config: Config) -> optax.GradientTransformation:
-    """Makes AdamW with clipping, 10% warm-up and a cosine decay to 5%, as in the examples."""
-    return optimizer("adamw", config.steps, config.learning_rate, 0.9)
+        return jax.eval_shape(partial(lm.init_params, self.model), 0)
 
 
 class Trainer:
-    """A transformation, compiled once for all seeds."""
+    """A transformation, compiled once for all seeds and learning rates."""
 
-    def __init__(self, config: Config, tx: optax.GradientTransformation, *, local: bool):
+    def __init__(self, config: Config, tx: optax.GradientTransformation, *, local: bool = False):
         """Compiles nothing yet.
 
         Args:
           config: The setting.
-          tx: The whole transformation, from local gradients to updates.
+          tx: The whole transformation, from local gradients to updates. Another one whose state
+            alone differs, as `optimizer` makes for another rate, may take its place.
           local: Whether parameters differ between replicas.
         """
         self.config = config
         self.tx = tx
-        self.local = local
-        self.corpus = corpus(config.text)
+        self._local = local
+        self._corpus = corpus(config.text)
         specs = jaxcomp.state_specs(jax.eval_shape(tx.init, config.params()), AXIS)
 
         # What is the same everywhere is not mapped, and so computed once. Local SGD has one type
@@ -122,8 +113,8 @@ class Trainer:
 
         axes = jax.tree.map(axis_of, specs, is_leaf=lambda x: isinstance(x, jax.P))
         self._axes = (0 if local else None, axes)
-        self._chunk = jax.jit(self._steps, donate_argnums=0)
-        self._evaluate = jax.jit(partial(loss_fn, config.model))
+        self._chunk = jax.jit(partial(self._steps, tx.update), donate_argnums=0)
+        self._evaluate = jax.jit(partial(lm.loss_fn, config.model))
 
     def run(self, seed: int) -> list[tuple[int, float]]:
         """Trains from the beginning; the seed is that of the parameters and of the data.
@@ -141,7 +132,8 @@ class Trainer:
 
     def start(self, seed: int) -> Tree:
         """Returns parameters and state before the first step."""
-        params = init_params(self.config.model, seed)
+        params = lm.init_params(self.config.model, seed)
+        carry = (params, self.tx.init(params))
 
         def placed(axis: int | None, tree: Tree) -> Tree:
             if axis is not None:
@@ -149,41 +141,35 @@ class Trainer:
             # Copies, because the steps donate them and no buffer may be donated twice.
             return jax.tree.map(jnp.array, tree)
 
-        state = jax.tree.map(placed, self._axes[1], self.tx.init(params), is_leaf=_is_none)
-        return placed(self._axes[0], params), state
+        return jax.tree.map(placed, self._axes, carry, is_leaf=lambda x: x is None)
 
     def advance(self, carry: Tree, seed: int, first: int, last: int) -> Tree:
         """Takes the steps from number `first` to before `last`."""
         config = self.config
+        size = config.replicas * config.batch_size
+        options = {"seed": seed, "size": size, "context": config.context}
         batches = []
         for step in range(first, last):
-            size = config.replicas * config.batch_size
-            text = self.corpus.train
-            batch = training_batch(text, step, seed=seed, size=size, context=config.context)
+            batch = lm.training_batch(self._corpus.train, step, **options)
             batches.append(batch.reshape(config.replicas, config.batch_size, -1))
         return self._chunk(carry, np.stack(batches)) if batches else carry
 
-    def _steps(self, carry: Tree, batches: jax.Array) -> Tree:
-        loss = partial(loss_fn, self.config.model)
+    def _steps(self, update: Any, carry: Tree, batches: jax.Array) -> Tree:
+        gradient = jax.grad(partial(lm.loss_fn, self.config.model))
 
         def one(params: Tree, state: Tree, batch: jax.Array) -> tuple[Tree, Tree]:
-            updates, state = self.tx.update(jax.grad(loss)(params, batch), state, params)
+            updates, state = update(gradient(params, batch), state, params)
             return optax.apply_updates(params, updates), state
 
         mapped = jax.vmap(one, (*self._axes, 0), self._axes, axis_name=AXIS)
-
-        def step(carry: Tree, batch: jax.Array) -> tuple[Tree, None]:
-            params, state = carry
-            return mapped(params, state, batch), None
-
-        return jax.lax.scan(step, carry, batches)[0]
+        return jax.lax.scan(lambda carry, batch: (mapped(*carry, batch), None), carry, batches)[0]
 
     def held_out_loss(self, params: Tree) -> float:
         """Evaluates the replicas' mean parameters, in nats per byte."""
-        if self.local:
+        if self._local:
             params = jax.tree.map(lambda x: x.mean(0), params)
-        batches = held_out_batches(
-            self.corpus.held_out,
+        batches = lm.held_out_batches(
+            self._corpus.held_out,
             count=self.config.eval_sequences // _EVALUATED_AT_ONCE,
             size=_EVALUATED_AT_ONCE,
             context=self.config.context,
@@ -191,29 +177,7 @@ class Trainer:
         return float(np.mean([self._evaluate(params, batch) for batch in batches]))
 
 
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
 @functools.cache
-def corpus(text: str) -> Corpus:
+def corpus(text: str) -> lm.Corpus:
     """Reads one of `TEXTS`, once."""
-    return load_corpus(*TEXTS[text])
-
-
-def after_a_quarter(config: Config, tx: optax.GradientTransformation) -> tuple[Tree, Tree]:
-    """Returns parameters and state a quarter into a run, of a seed that no other run has."""
-    seed = 7
-    quarter = max(1, config.steps // 4)
-    trainer = Trainer(config, tx, local=False)
-    carry = trainer.start(seed)
-    for first in range(0, quarter, config.eval_every):
-        carry = trainer.advance(carry, seed, first, min(first + config.eval_every, quarter))
-    return carry
-
-
-@functools.cache
-def early_momentum(config: Config) -> Tree:
-    """Returns Adam's first moment after a quarter of an exact run."""
-    tx = optax.chain(jaxcomp.allreduce(axis_name=AXIS), adamw(config))
-    return jax.device_get(optax.tree.get(after_a_quarter(config, tx)[1], "mu"))
+    return lm.load_corpus(*TEXTS[text])

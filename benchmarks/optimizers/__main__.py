@@ -3,8 +3,8 @@
     python -m benchmarks.optimizers                        # what is missing; the report
     python -m benchmarks.optimizers --optimizers muon      # one of them
     python -m benchmarks.optimizers --report               # the tables in docs/convergence.md anew
-    python -m benchmarks.optimizers --law                  # the law in width and tokens, anew
-    python -m benchmarks.optimizers --tail                 # the law of jaxcomp.predict_gap, anew
+    python -m benchmarks.optimizers --law                  # of jaxcomp.advise, and the next, anew
+    python -m benchmarks.optimizers --tail                 # of jaxcomp.predict_gap, likewise
     python -m benchmarks.optimizers --scale                # two larger models, on a GPU
 
 For each optimizer an exact average at the best of some learning rates and momenta, searched on seed
@@ -21,27 +21,42 @@ made again: stop the command whenever you like and start it again.
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common.arguments import call, command_line, listed, one_of
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import read_runs
-from benchmarks.common.tables import write_page
 from benchmarks.convergence.optimizers import OPTIMIZERS
 from benchmarks.convergence.runs import Runs
-from benchmarks.optimizers import law, report, scale, tail
-from benchmarks.optimizers.settings import FIRST_STEPS, PREDICTED, STUDIES, UNSEEN, Setting, Study
+from benchmarks.optimizers import laws, report, tail
+from benchmarks.optimizers.settings import (
+    FIRST_STEPS,
+    PREDICTED,
+    SCALE,
+    STUDIES,
+    UNSEEN,
+    Setting,
+    Study,
+    small,
+)
 
-PROGRAM = "benchmarks.optimizers"
 OUT = RESULTS / "optimizers.jsonl"
+_PROGRAM = "benchmarks.optimizers"
 
 
-def make(study: Study, runs: Runs[Setting]) -> None:
-    """Makes what is missing: the tails of exact runs first, so that they foretell the rest."""
+def make(study: Study, out: Path, tails: Path) -> None:
+    """Makes what is missing: the tails of exact runs first, so that they foretell the rest.
+
+    Args:
+      study: Whose runs.
+      out: Of the runs, in JSON lines.
+      tails: Likewise, of the tails.
+    """
+    runs = Runs(out, study.config, Setting, _PROGRAM)
     exact = study.exact(runs.loss)
-    if study.optimizer in tail.TAIL_LAWS:
-        tail.measure(tail.OUT, PROGRAM, study, exact)
+    tail.measure(runs, study, exact, tails)
     for setting in (exact, *study.compressed(exact)):
         for seed in range(study.seeds):
             runs.loss(setting, seed)
@@ -49,53 +64,50 @@ def make(study: Study, runs: Runs[Setting]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Makes the command line."""
-    p = command_line(PROGRAM, __doc__)
+    p = command_line(_PROGRAM, __doc__)
     add = p.add_argument
-    shown = " (default: %(default)s)"
     known = listed(one_of(OPTIMIZERS))
-    add("--optimizers", type=known, default=",".join(OPTIMIZERS), help="which" + shown)
-    add("--out", type=Path, default=OUT, help="the runs" + shown)
+    add("--optimizers", type=known, default=",".join(OPTIMIZERS), help="behind which")
+    add("--out", type=Path, default=OUT, help="the runs")
     add("--report", action="store_true", help="only write the tables anew")
-    add("--law", action="store_true", help="only fit the law in width and tokens, and print it")
-    add("--tail", action="store_true", help="only fit the law of the momentum's tail, and print it")
+    add("--law", "--tail", action="store_true", help="only fit both laws, and print them")
     add("--scale", action="store_true", help="only the two larger models")
-    add("--dry-run", action="store_true", help="with --scale: a step of each, and what it would be")
+    add("--dry-run", action="store_true", help="with --scale: at a size for a CPU, nothing is kept")
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    options = parser().parse_args(argv)
+    p = parser()
+    options = p.parse_args(arguments)
     if options.law:
-        links = read_runs(RESULTS / "time_to_loss.jsonl")
-        others = read_runs(RESULTS / "convergence.jsonl")
-        print(law.report(read_runs(options.out), links, others))
+        print(laws.report(read_runs(options.out)))
         return 0
-    if options.tail:
-        print(tail.report(read_runs(options.out), read_runs(tail.OUT)))
-        return 0
-    if options.scale:
-        scale.run(PROGRAM, dry=options.dry_run)
+    if options.scale and options.dry_run:
+        with tempfile.TemporaryDirectory() as folder:
+            for study in map(small, SCALE):
+                make(study, Path(folder, "runs.jsonl"), Path(folder, "tails.jsonl"))
         return 0
     if not options.report:
-        for study in (*STUDIES, FIRST_STEPS, *PREDICTED, *UNSEEN):
+        studies = SCALE if options.scale else (*STUDIES, FIRST_STEPS, *PREDICTED, *UNSEEN)
+        for study in studies:
             if study.optimizer in options.optimizers:
-                make(study, Runs(options.out, study.config, Setting, PROGRAM))
+                make(study, options.out, tail.OUT)
     if options.out == OUT:
-        finished = read_runs(OUT)
-        return write_page(PROGRAM, report.PAGE, lambda page: paged(page, finished))
+        try:
+            report.PAGE.write_text(paged(report.PAGE.read_text(), read_runs(OUT)))
+        except ValueError as error:
+            p.error(str(error))
     return 0
 
 
-def paged(page: str, finished: report.Finished) -> str:
+def paged(page: str, runs: laws.Finished) -> str:
     """Returns the page with the tables of all studies, of the law and of the tails.
 
     Raises:
       ValueError: If no search has come to its end, or the page has no place for a table.
     """
-    page = report.paged(page, finished)
-    page = law.paged(page, finished, read_runs(RESULTS / "time_to_loss.jsonl"))
-    return tail.paged(page, finished, read_runs(tail.OUT))
+    return laws.paged(report.paged(page, runs), runs)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import jax
 import optax
 
 import jaxcomp
 from benchmarks.convergence.optimizers import optimizer
-from benchmarks.convergence.training import AXIS, Config, after_a_quarter
+from benchmarks.convergence.runs import Compared, early_momentum
+from benchmarks.convergence.training import AXIS, Config
+
+Fields = dict[str, Any]  # of a setting
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(Compared):
     """A run.
 
     Attributes:
@@ -40,41 +41,35 @@ class Setting:
     min_compression_rate: float = 2.0
     exact_steps: int = 0
 
-    local = False  # parameters never differ between replicas
+    def behind(self, config: Config) -> optax.GradientTransformation:
+        """Makes the optimizer."""
+        return optimizer(self.optimizer, config.steps, self.rate, self.momentum)
 
-    @property
-    def exact(self) -> bool:
-        """Tells whether nothing is compressed."""
-        return not (self.rank or self.ratio) and self.wire == "float32"
-
-    def build(self, config: Config) -> optax.GradientTransformation:
-        """Makes the transformation, from local gradients to updates."""
-        behind = optimizer(self.optimizer, config.steps, self.rate, self.momentum)
-        return optax.chain(self._reducer(config), behind)
-
-    def _reducer(self, config: Config) -> Any:
-        if self.exact:
-            return jaxcomp.allreduce(axis_name=AXIS)
+    def reducer(self, config: Config) -> Any:
+        """Makes the reducer."""
         if not (self.rank or self.ratio):
+            if self.wire == "float32":
+                return jaxcomp.allreduce(axis_name=AXIS)
             return jaxcomp.error_feedback(jaxcomp.quantized_allreduce(axis_name=AXIS))
-        return jaxcomp.powersgd(
-            self.rank or _by_spectrum(self, config),
-            axis_name=AXIS,
-            start_step=self.exact_steps,
-            comm_dtype=self.wire,
-            min_compression_rate=self.min_compression_rate,
-        )
-
-    def bytes_sent(self, config: Config) -> int:
-        """Returns what each replica sends in a whole run."""
-        reducer = self._reducer(config)
-        run = reducer.bytes(config.params(), replicas=config.replicas, steps=config.steps)
-        return run.bytes_after
+        options: Fields = {"comm_dtype": self.wire}
+        options["min_compression_rate"] = self.min_compression_rate
+        rank: Any = self.rank
+        if self.ratio:
+            exact = Setting(self.optimizer, self.rate, self.momentum)
+            momentum = early_momentum(config, exact)
+            rank = jaxcomp.ranks_by_spectrum(momentum, ratio=self.ratio, **options)
+        return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=self.exact_steps, **options)
 
     @property
-    def stored(self) -> dict[str, Any]:
+    def stored(self) -> Fields:
         """Returns what a finished run says of it."""
         return asdict(self)
+
+    @property
+    def program(self) -> Setting:
+        """Returns it without its rate, which is in the optimizer's state."""
+        # Ranks by spectrum come from a run at that rate.
+        return self if self.ratio else replace(self, rate=0.0)
 
     @property
     def sent(self) -> str:
@@ -84,7 +79,7 @@ class Setting:
             sent = f"rank {self.rank}" if self.rank else f"ranks by spectrum {self.ratio:g}x"
             if self.wire != "float32":
                 sent += f", {self.wire}"
-        elif not self.exact:
+        elif self.wire != "float32":
             sent = "int8 all-reduce"
         if self.exact_steps:
             sent += f" after {self.exact_steps} exact steps"
@@ -95,34 +90,6 @@ class Setting:
         """Says in a few words what it is."""
         momentum = "" if self.momentum is None else f", momentum {self.momentum:g}"
         return f"{self.optimizer}, rate {self.rate:g}{momentum}: {self.sent}"
-
-
-@functools.cache
-def _by_spectrum(setting: Setting, config: Config) -> jaxcomp.Ranks:
-    """Chooses ranks by the momentum after a quarter of an exact run."""
-    exact = Setting(setting.optimizer, setting.rate, setting.momentum)
-    _, state = after_a_quarter(config, exact.build(config))
-    return jaxcomp.ranks_by_spectrum(
-        first_momentum(state),
-        ratio=setting.ratio,
-        comm_dtype=setting.wire,
-        min_compression_rate=setting.min_compression_rate,
-    )
-
-
-def first_momentum(state: Any) -> Any:
-    """Returns that of all optimizers: Muon's has the leaves that the Adam beside it has not."""
-    moments = optax.tree.get_all_with_path(state, "mu")
-    moments = moments or optax.tree.get_all_with_path(state, "trace")
-    parts = [moment for _, moment in moments]
-
-    def is_masked(x: Any) -> bool:
-        return isinstance(x, optax.MaskedNode)
-
-    def first(*leaves: Any) -> Any:
-        return min(leaves, key=is_masked)  # that one optimizer has
-
-    return jax.tree.map(first, *parts, is_leaf=is_masked)
 
 
 @dataclass(frozen=True)
@@ -143,7 +110,7 @@ class Study:
     name: str
     config: Config
     rates: Sequence[tuple[float, float | None]]
-    sent: Sequence[Mapping[str, Any]]
+    sent: Sequence[Fields]
     seeds: int
 
     def exact(self, loss: Callable[[Setting, int], float]) -> Setting:
@@ -156,39 +123,28 @@ class Study:
         return [replace(exact, **sent) for sent in self.sent]
 
 
-def _int6(*ranks: int, **others: Any) -> tuple[Mapping[str, Any], ...]:
+def _int6(*ranks: int, **others: Any) -> tuple[Fields, ...]:
     return tuple({"rank": rank, "wire": "int6", **others} for rank in ranks)
-
-
-def _whole(*ranks: int) -> tuple[Mapping[str, Any], ...]:
-    """Lists ranks with all leaves that six bits make smaller, as `jaxcomp.advise` has it."""
-    return _int6(*ranks, min_compression_rate=1.0)
 
 
 def _with(momentum: float | None, *rates: float) -> tuple[tuple[float, float | None], ...]:
     return tuple((rate, momentum) for rate in rates)
 
 
-def _spectrum(ratio: float) -> Mapping[str, Any]:
-    return {"ratio": ratio, "wire": "int6"}
-
-
-def _after(exact_steps: int, *ranks: int) -> tuple[Mapping[str, Any], ...]:
-    """Lists ranks after exact first steps."""
-    return _int6(*ranks, exact_steps=exact_steps)
-
-
-_FEW, _MORE = _int6(21, 11), _int6(32, 21, 11)
-_ALL = (*_int6(32), {"rank": 16, "wire": "int8"}, *_int6(21), _spectrum(20.2), *_int6(11, 5))
+# All leaves that six bits make smaller, as `jaxcomp.advise` has it.
+_WHOLE = {"min_compression_rate": 1.0}
+_INT8 = {"rank": 16, "wire": "int8"}
+_ALL = (*_int6(32), _INT8, *_int6(21), {"ratio": 20.2, "wire": "int6"}, *_int6(11, 5))
+_MUON_WIDE = (*_int6(120, **_WHOLE), {"ratio": 16, "wire": "int6"}, *_int6(84, 43))
 _RATES = _with(0.8, 2e-3, 1e-3, 4e-3)
 # The final loss is that of 65,536 held-out bytes, and nothing is evaluated before.
 _ONCE = Config(eval_every=480, eval_sequences=1024)
 # As in `benchmarks.time_to_loss`: 12.9 million parameters.
 _WIDE = Config(width=512, heads=8, layers=4, replicas=2)
-_WIDE_ONCE = replace(_WIDE, eval_every=480, eval_sequences=2048)
+WIDE_ONCE = replace(_WIDE, eval_every=480, eval_sequences=2048)
 _64 = replace(_ONCE, width=64, heads=2)
 _256 = replace(_ONCE, width=256, heads=8, batch_size=16)
-_384 = replace(_WIDE_ONCE, width=384, heads=6, layers=3, replicas=3)
+_384 = replace(WIDE_ONCE, width=384, heads=6, layers=3, replicas=3)
 
 _LONG = Config(steps=1920, eval_every=240)
 _SHORT = Config(steps=240, eval_every=240, eval_sequences=1024)
@@ -203,63 +159,54 @@ STUDIES = (
     Study("adamw", "240 steps", _SHORT, _with(0.8, 2e-3, 4e-3), _int6(21, 11), 4),
     Study("adamw", "1,920 steps", _LONG, _with(0.8, 2e-3), _int6(21), 2),
     Study("adamw", "2,048 tokens a step", _2048, _with(0.8, 2e-3, 4e-3), _int6(21, 11), 4),
-    Study("adamw", "4,096 tokens a step", _4096, _with(0.8, 2e-3, 4e-3, 8e-3), _MORE, 8),
-    Study("adamw", "width 256, 4,096 tokens", _256, _with(0.8, 2e-3), _whole(64, 42), 2),
-    Study("adamw", "width 512", _WIDE_ONCE, _WIDE_RATES, _int6(48, 32), 8),
+    Study(
+        "adamw", "4,096 tokens a step", _4096, _with(0.8, 2e-3, 4e-3, 8e-3), _int6(32, 21, 11), 8
+    ),
+    Study("adamw", "width 256, 4,096 tokens", _256, _with(0.8, 2e-3), _int6(64, 42, **_WHOLE), 2),
+    Study("adamw", "width 512", WIDE_ONCE, _WIDE_RATES, _int6(48, 32), 8),
     Study("muon", "", Config(), (*_with(None, 2e-3), *_with(0.9, 2e-3), *_RATES), _ALL, 3),
-    Study("muon", "width 512", _WIDE, _RATES, (*_whole(120), _spectrum(16), *_int6(84, 43)), 8),
-    Study("sgd", "", Config(), _with(0.9, 0.03, 0.1, 0.3), _FEW, 1),
-    Study("lion", "", Config(), _with(None, 4e-4, 8e-4, 1.6e-3), _FEW, 1),
-    Study("adafactor", "", Config(), _with(None, 1e-2, 3e-2, 1e-1), _FEW, 1),
+    Study("muon", "width 512", _WIDE, _RATES, _MUON_WIDE, 8),
+    Study("sgd", "", Config(), _with(0.9, 0.03, 0.1, 0.3), _int6(21, 11), 1),
+    Study("lion", "", Config(), _with(None, 4e-4, 8e-4, 1.6e-3), _int6(21, 11), 1),
+    Study("adafactor", "", Config(), _with(None, 1e-2, 3e-2, 1e-1), _int6(21, 11), 1),
 )
 # The first steps at equal bytes of the whole run: the ranks that are left after 1, 3 and 10% of the
 # steps in float32, in bfloat16 and through an int8 all-reduce, beside rank 11 and rank 5 from the
 # first step on. In bfloat16 and int8 exact steps lose nothing that could be seen, so that one run
 # stands for all three.
-_FIRST = replace(_64, eval_every=240)
-FIRST_STEPS = Study(
-    "adamw",
-    "width 64, first steps",
-    _FIRST,
-    _with(0.8, 4e-3),
-    (
-        {"wire": "int8"},
-        *_int6(11),
-        *_after(5, 8, 9, 10),
-        *_after(14, 4, 7, 9),
-        *_after(48, 5),
-        *_int6(5),
-        *_after(5, 2, 3, 4),
-        *_after(14, 3),
-    ),
-    8,
+_FIRST = (
+    {"wire": "int8"},
+    *_int6(11),
+    *_int6(8, 9, 10, exact_steps=5),
+    *_int6(4, 7, 9, exact_steps=14),
+    *_int6(5, exact_steps=48),
+    *_int6(5),
+    *_int6(2, 3, 4, exact_steps=5),
+    *_int6(3, exact_steps=14),
 )
+_FIRST_CONFIG = replace(_64, eval_every=240)
+FIRST_STEPS = Study("adamw", "width 64, first steps", _FIRST_CONFIG, _with(0.8, 4e-3), _FIRST, 8)
+
+
+def _predicted(
+    name: str, *, rank: int = 8, rate: float = 4e-3, momentum: float | None = 0.8, **changed: Any
+) -> Study:
+    """Makes a study of one rank that differs from width 64 in some fields of its setting."""
+    config = replace(_64, **changed)
+    return Study("adamw", name, config, _with(momentum, rate), _int6(rank), 3)
+
+
 # Of another depth, context, text, width, length and batch than those that the law of the momentum's
 # tail was fitted to, each at one learning rate: their gaps were predicted before they were run.
-_OTHER = replace(_64, eval_every=480)
-_CHANGED: dict[str, dict[str, Any]] = {
-    "6 blocks": {"layers": 6},
-    "1 block, context 16": {"layers": 1, "context": 16, "batch_size": 16},
-    "context 128": {"context": 128, "batch_size": 2},
-    "C headers, width 64": {"text": "headers"},
-    "width 96, 2 replicas": {"width": 96, "replicas": 2},
-    "960 steps": {"steps": 960, "eval_every": 960},
-    "4,096 tokens, width 64": {"batch_size": 16},
-    "Adam's usual momentum": {},
-}
-# By name: what has not rank 8, and not the rate 4e-3 with a momentum of 0.8.
-_RANK = {"4,096 tokens, width 64": 12}
-_RATE = {"width 96, 2 replicas": (3e-3, 0.8), "Adam's usual momentum": (2e-3, None)}
-PREDICTED = tuple(
-    Study(
-        "adamw",
-        name,
-        replace(_OTHER, **changed),
-        (_RATE.get(name, (4e-3, 0.8)),),
-        _int6(_RANK.get(name, 8)),
-        3,
-    )
-    for name, changed in _CHANGED.items()
+PREDICTED = (
+    _predicted("6 blocks", layers=6),
+    _predicted("1 block, context 16", layers=1, context=16, batch_size=16),
+    _predicted("context 128", context=128, batch_size=2),
+    _predicted("C headers, width 64", text="headers"),
+    _predicted("width 96, 2 replicas", width=96, replicas=2, rate=3e-3),
+    _predicted("960 steps", steps=960, eval_every=960),
+    _predicted("4,096 tokens, width 64", batch_size=16, rank=12),
+    _predicted("Adam's usual momentum", rate=2e-3, momentum=None),
 )
 UNSEEN = (
     Study("adamw", "C headers in place of Python", _HEADERS, _RATES, _int6(21), 8),
@@ -267,3 +214,34 @@ UNSEEN = (
     Study("adamw", "16 replicas of one sequence", _MANY, _RATES, _int6(21), 8),
     Study("adamw", "8,192 tokens a step", _8192, _with(0.8, 2e-3, 4e-3, 6e-3, 8e-3), _int6(21), 5),
 )
+# For a GPU. At 6 operations for each parameter and token and 150 Tflop/s (30% of what an H200's
+# data sheet has in TensorFloat-32) a run takes 8 and 4 seconds: with 30 seconds for each of eight
+# programs, less than six minutes for all. None of this was measured.
+_LARGE = Config(layers=4, eval_sequences=4096)
+_512_LARGE = replace(_LARGE, width=512, heads=8, batch_size=128)
+_1024_LARGE = replace(_LARGE, width=1024, heads=16, batch_size=16)
+_LARGE_RANKS = _int6(128, 96, 64)
+SCALE = (
+    Study(
+        "adamw",
+        "width 512, 32,768 tokens",
+        _512_LARGE,
+        _with(None, 1e-3, 2e-3, 4e-3),
+        _LARGE_RANKS,
+        1,
+    ),
+    Study(
+        "adamw",
+        "width 1,024, 4,096 tokens",
+        _1024_LARGE,
+        _with(None, 2.5e-4, 5e-4, 1e-3),
+        _LARGE_RANKS,
+        1,
+    ),
+)
+
+
+def small(study: Study) -> Study:
+    """Returns a study of `SCALE` at a size for a CPU."""
+    tiny = Config(steps=8, eval_every=1, batch_size=1, layers=1, width=32, heads=2, context=16)
+    return replace(study, config=replace(tiny, eval_sequences=64), sent=_int6(2))

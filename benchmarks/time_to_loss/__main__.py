@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.cluster.command import EXIT_FAILED, PACKAGES, over_links
 from benchmarks.cluster.plan import FRAMEWORKS, UNLIMITED, Strategy, parse_rate, parse_strategy
-from benchmarks.common.arguments import add_fields, at_least, command_line, listed
+from benchmarks.common.arguments import add_fields, at_least, command_line, listed, read_fields
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import append_run, read_runs
@@ -76,9 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     p = parser()
     options = p.parse_args(arguments)
-    config = Config(*(getattr(options, name) for name in asdict(Config())))
     try:
-        config.check()
+        config = read_fields(options, Config())
     except ValueError as error:
         p.error(str(error))
     runs = []

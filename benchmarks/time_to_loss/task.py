@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.arguments import check_sizes
+from benchmarks.common.arguments import check_multiples
 from benchmarks.common.paths import LANGUAGE_MODEL
 
 WEIGHT_DECAY = 0.01
@@ -47,9 +47,7 @@ class Config:
 
     def check(self) -> None:
         """Raises a `ValueError` that names what cannot work."""
-        check_sizes(self, ("steps", "eval_every"), ("width", "heads"))
-        if self.eval_sequences % self.processes:
-            raise ValueError("eval_sequences must be a multiple of processes")
+        check_multiples(self, steps="eval_every", width="heads", eval_sequences="processes")
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def readme():
         times = report.sooner_than_the_best(found, low_rank, rate).values()
         yield words.format(*times).replace("x ±", " ±")
     # What was advised before: a tenth of the steps exact.
-    params = settings._WIDE_ONCE.params()
+    params = settings.WIDE_ONCE.params()
     late = jaxcomp.powersgd(32, axis_name="data", start_step=48, comm_dtype="int6")
     ratio = late.bytes(params, replicas=2, steps=480).ratio
     steps = {name: mean(found[name].reached.values()) for name in found if found[name].reached}
@@ -141,7 +141,7 @@ def rank_of_rates():
     losses = {}
     for run in read_runs(RESULTS / "optimizers.jsonl"):
         setting = run["setting"]
-        wide = run["config"] == asdict(settings._WIDE_ONCE) and run["seed"] == 0
+        wide = run["config"] == asdict(settings.WIDE_ONCE) and run["seed"] == 0
         if wide and setting["optimizer"] == "adamw" and not setting["rank"]:
             losses[setting["rate"]] = run["curve"][-1][1]
     return 100 * (losses[1e-3] / losses[5e-4] - 1)

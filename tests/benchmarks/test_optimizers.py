@@ -9,14 +9,13 @@ import pytest
 
 import benchmarks.optimizers.__main__ as command
 import jaxcomp
-from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import read_runs
 from benchmarks.common.tables import half_width
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config, Trainer
-from benchmarks.optimizers import report, scale, tail
-from benchmarks.optimizers.law import int8_gaps, laws
-from benchmarks.optimizers.settings import UNSEEN, Setting, Study
+from benchmarks.optimizers import report, tail
+from benchmarks.optimizers.laws import int8_gaps, laws, tail_laws
+from benchmarks.optimizers.settings import SCALE, UNSEEN, Setting, Study, small
 from jaxcomp._adviser.advise import _INT8
 from jaxcomp._bytes.gap import LAWS, TAIL_LAWS
 
@@ -53,7 +52,7 @@ def test_the_law_of_the_adviser_is_fitted_to_the_committed_runs(name):
 
 
 def test_the_int8_all_reduce_of_the_adviser_is_that_of_its_runs():
-    percents = int8_gaps(read_runs(command.OUT), read_runs(RESULTS / "convergence.jsonl"))
+    percents = int8_gaps(read_runs(command.OUT))
     assert abs(mean(percents)) < half_width(percents)  # nothing that could be seen
     assert 100 * _INT8.half_width == pytest.approx(half_width(percents), abs=0.05)
 
@@ -68,7 +67,7 @@ def test_the_law_is_compared_with_every_run_that_it_has_not_seen(capsys):
 @pytest.mark.parametrize("name", TAIL_LAWS)
 def test_the_law_of_the_tail_is_fitted_to_the_committed_runs(name):
     law = TAIL_LAWS[name]
-    fitted = tail.laws(read_runs(command.OUT), read_runs(tail.OUT))[name]
+    fitted = tail_laws(read_runs(command.OUT), read_runs(tail.OUT))[name]
     assert law.settings == fitted.settings
     assert law.tails == pytest.approx(fitted.tails, abs=0.00051)
     assert law.c == pytest.approx(fitted.c, abs=0.051)
@@ -85,38 +84,43 @@ def standard_promotion():
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_tail_is_what_predict_gap_reads_and_is_read_once(tmp_path, capsys):
-    study = Study("adamw", "tiny", TINY, ((1e-3, None),), ({"rank": 2, "wire": "int6"},), 1)
-    path = tmp_path / "tails.jsonl"
     config = dataclasses.replace(TINY, steps=8)
-    study = dataclasses.replace(study, config=config)
+    study = Study("adamw", "tiny", config, ((1e-3, None),), ({"rank": 2, "wire": "int6"},), 1)
+    path = tmp_path / "tails.jsonl"
     exact = Setting("adamw", 1e-3)
+    runs = Runs(tmp_path / "runs.jsonl", config, Setting, "benchmarks.optimizers")
     for _ in range(2):
-        tail.measure(path, "benchmarks.optimizers", study, exact)
+        tail.measure(runs, study, exact, path)
     assert capsys.readouterr().out.startswith("tiny: ")
     (row,) = read_runs(path)
     assert list(row["tails"]) == ["1", "2", "3", "4"]
-    trainer = Trainer(config, exact.build(config), local=False)
+    trainer = Trainer(config, exact.build(config))
     carry = trainer.advance(trainer.start(0), 0, 0, 4)
     expected = jaxcomp.predict_gap(carry[1], 2).tail
     assert row["tails"]["4"]["2"] == pytest.approx(expected, abs=1e-3)
-    (point,) = tail.points([study], [], [row])
-    assert point.tail == pytest.approx(
-        (row["tails"]["2"]["2"] + row["tails"]["3"]["2"] + row["tails"]["4"]["2"]) / 3
-    )
+    several = [row["tails"][step]["2"] for step in ("2", "3", "4")]
+    assert tail.find(study, [row]) == {2: pytest.approx(mean(several))}
 
 
 @pytest.mark.usefixtures("standard_promotion")
-def test_the_two_larger_models_go_on_where_they_stopped(tmp_path, monkeypatch, capsys):
-    assert scale.estimated_seconds() < 8 * 60
-    monkeypatch.setattr(scale, "SETTINGS", [scale.small(scale.SETTINGS[0])])
-    out = tmp_path / "scale.jsonl"
-    scale.run("benchmarks.optimizers", dry=False, out=out)
-    rows = read_runs(out)
-    assert [("predicted" in row, "loss" in row) for row in rows] == 2 * [(False, True)] + [
-        (True, False),
-        (False, True),
-    ]
-    printed = capsys.readouterr().out
-    scale.run("benchmarks.optimizers", dry=False, out=out)
-    assert read_runs(out) == rows
-    assert len(capsys.readouterr().out) < len(printed)
+def test_one_program_serves_every_rate(tmp_path):
+    runs = Runs(tmp_path / "runs.jsonl", TINY, Setting, "benchmarks.optimizers")
+    rates = (1e-3, 1e-2)
+    both = [runs.trainer(Setting("adamw", rate)) for rate in rates]
+    assert both[0] is both[1]
+    losses = [runs.loss(Setting("adamw", rate), 0) for rate in rates]
+    alone = Trainer(TINY, Setting("adamw", 1e-2).build(TINY)).run(0)[-1][1]
+    assert losses[1] == alone != losses[0]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_two_larger_models_go_on_where_they_stopped(tmp_path, capsys):
+    study = small(SCALE[0])
+    out, tails = tmp_path / "runs.jsonl", tmp_path / "tails.jsonl"
+    command.make(study, out, tails)
+    runs = read_runs(out)
+    assert [run["setting"]["rank"] for run in runs] == [0, 0, 0, 2]
+    assert len(read_runs(tails)) == 1
+    assert "rank 2 has a tail of" in capsys.readouterr().out
+    command.make(study, out, tails)
+    assert read_runs(out) == runs

@@ -1,0 +1,253 @@
+"""What a rank costs, by two laws: fitted to the committed runs, and compared with others.
+
+One is of the model's width and the tokens in a step, for `jaxcomp.advise`; the other of the tail of
+the momentum's spectrum in the second quarter of an exact run, for `jaxcomp.predict_gap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from statistics import mean
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.common.paths import RESULTS
+from benchmarks.common.runs import Run, made_on, read_runs
+from benchmarks.common.tables import in_page, markdown, with_interval
+from benchmarks.convergence import strategies
+from benchmarks.convergence.runs import results
+from benchmarks.optimizers import tail
+from benchmarks.optimizers.report import made
+from benchmarks.optimizers.settings import FIRST_STEPS, PREDICTED, STUDIES, UNSEEN, Study
+from benchmarks.time_to_loss import report as over_links
+from benchmarks.time_to_loss.task import Config as OverLinks
+from jaxcomp._bytes.gap import LAWS, TAIL_LAWS, Law, TailLaw
+
+LAW = "python -m benchmarks.optimizers --law"
+TAIL = "python -m benchmarks.optimizers --tail"
+_LEAST_STEPS = 480  # runs of fewer are not fitted: they lose less
+# Of `benchmarks.time_to_loss`, with what sets them apart.
+_OVER_LINKS = {
+    "jax/powersgd-32-int6": "int6",
+    "jax/powersgd-32-int6-every-4": "rounds of 4 steps",
+    "torch/powersgd-32": "torch's hook",
+}
+Finished = Sequence[Run]  # of `benchmarks.optimizers`, if nothing else is said
+
+
+class Point(NamedTuple):
+    """A rank in a setting: what it cost, and what the exact run's momentum leaves out."""
+
+    optimizer: str
+    name: str
+    steps: int
+    width: int
+    tokens: int  # in a step of all replicas
+    rank: int
+    percents: list[float]  # above the exact runs of the same seeds
+    tail: float | None = None  # None where it was not read
+
+    @property
+    def gap(self) -> float:
+        """Returns the mean of its runs, in per cent."""
+        return mean(self.percents)
+
+    @property
+    def guess(self) -> float:
+        """Returns what the adviser's law expects, in per cent."""
+        return 100 * LAWS[self.optimizer].gap(self.rank, self.width, self.tokens)
+
+
+def points(studies: Iterable[Study], runs: Finished, rows: Finished = ()) -> Iterator[Point]:
+    """Yields every rank that was run; ranks by spectrum are left out.
+
+    Args:
+      studies: Whose.
+      runs: Those that were made.
+      rows: Of `tail.measure`.
+    """
+    for study in studies:
+        by_setting = made(study, runs)
+        tails = tail.find(study, rows)
+        config = study.config
+        for setting, result in by_setting.items():
+            if setting.rank:
+                percents = result.gaps(next(iter(by_setting.values())))
+                known = tails.get(setting.rank) if setting.wire == "int6" else None
+                yield Point(
+                    study.optimizer,
+                    study.name,
+                    config.steps,
+                    config.width,
+                    config.tokens,
+                    setting.rank,
+                    percents,
+                    known,
+                )
+
+
+def _logarithmic_error(several: Sequence[Point], expected: Callable[[Point], float]) -> float:
+    """Returns the root mean square of the differences of logarithms."""
+    differences = [np.log(point.gap / expected(point)) for point in several]
+    return float(np.sqrt(np.mean(np.square(differences))))
+
+
+def laws(runs: Finished) -> dict[str, Law]:
+    """Fits the law in width and tokens of each optimizer; its error is that of `PREDICTED`."""
+    fitted = {name: _law(name, list(points(STUDIES, runs))) for name in LAWS}
+    # Depth and context were changed behind AdamW alone.
+    law = fitted["adamw"]
+
+    def expected(point: Point) -> float:
+        return 100 * law.gap(point.rank, point.width, point.tokens)
+
+    error = _logarithmic_error(list(points(PREDICTED, runs)), expected)
+    return {name: replace(law, error=error) for name, law in fitted.items()}
+
+
+def _law(optimizer: str, several: Sequence[Point]) -> Law:
+    """Finds the coefficients with the least squares, over single runs."""
+    rows = []
+    for point in several:
+        if point.optimizer == optimizer and point.steps >= _LEAST_STEPS:
+            for percent in point.percents:
+                rows.append((point.width, point.tokens, point.rank, percent))
+    widths, tokens, ranks, percents = np.array(rows, float).T
+    times = np.sqrt(tokens / 1024)
+    columns = np.stack([times / ranks, -times / widths], axis=1)
+    (a, ak), *_ = np.linalg.lstsq(columns, percents, rcond=None)
+    off = (percents - columns @ [a, ak]) / times
+    return Law(
+        runs=len(rows),
+        widths=(int(widths.min()), int(widths.max())),
+        tokens=(int(tokens.min()), int(tokens.max())),
+        a=float(a),
+        k=float(ak / a),
+        spread=float(np.sqrt(np.sum(off**2) / (len(rows) - 2))),
+        error=0.0,
+    )
+
+
+def tail_laws(runs: Finished, rows: Finished) -> dict[str, TailLaw]:
+    """Fits the law of the tail of each optimizer; its error is that of `PREDICTED`.
+
+    Args:
+      runs: Those that were made.
+      rows: Of `tail.measure`.
+    """
+    several = list(points((*STUDIES, *UNSEEN), runs, rows))
+    fitted = {name: _tail_law(name, several) for name in TAIL_LAWS}
+    law = fitted["adamw"]
+    predicted = list(points(PREDICTED, runs, rows))
+    error = _logarithmic_error(predicted, lambda point: 100 * law.gap(point.tail or 0.0))
+    return {name: replace(law, error=error) for name, law in fitted.items()}
+
+
+def _tail_law(optimizer: str, several: Sequence[Point]) -> TailLaw:
+    """Fits a line to the logarithms of the mean gaps, by least squares."""
+    tails = []
+    gaps = []
+    for point in several:
+        fits = point.optimizer == optimizer and point.steps >= _LEAST_STEPS and point.gap > 0
+        if fits and point.tail:
+            tails.append(point.tail)
+            gaps.append(point.gap)
+    power, constant = np.polyfit(np.log(tails), np.log(gaps), 1)
+    extent = (min(tails), max(tails))
+    return TailLaw(len(tails), extent, float(np.exp(constant)), float(power), error=0.0)
+
+
+def int8_gaps(runs: Finished) -> list[float]:
+    """Returns how far above exact runs the int8 all-reduce ended, in per cent, for each run."""
+    by_strategy = results(read_runs(RESULTS / "convergence.jsonl"), strategies.by_name)
+    int8 = by_strategy[strategies.STRATEGIES["int8"]]
+    percents = int8.gaps(by_strategy[strategies.EXACT])
+    by_setting = made(FIRST_STEPS, runs)
+    for setting, result in by_setting.items():
+        if setting.wire == "int8":
+            percents += result.gaps(next(iter(by_setting.values())))
+    return percents
+
+
+def _over_links() -> Iterator[Point]:
+    """Yields PowerSGD over links in the usual setting."""
+    usual = OverLinks()
+    links = read_runs(RESULTS / "time_to_loss.jsonl")
+    by_name = over_links.results([run for run in links if run["config"] == asdict(usual)])
+    tokens = usual.processes * usual.sequences * usual.context
+    for name, way in _OVER_LINKS.items():
+        percents = by_name[name].gaps(by_name[over_links.EXACT])
+        label = f"over links, {way}"
+        yield Point("adamw", label, usual.steps, usual.width, tokens, 32, percents)
+
+
+def compared(runs: Finished) -> str:
+    """Returns a table of runs that were not fitted, and what the law in width says of them."""
+    several = list(points(UNSEEN, runs))
+    several += [point for point in points(STUDIES, runs) if point.steps < _LEAST_STEPS]
+    several += _over_links()
+    rows = []
+    for point in several:
+        half = 100 * LAWS["adamw"].half_width(point.rank, point.width, point.tokens)
+        inside = abs(point.gap - point.guess) <= half
+        rows.append(
+            [
+                f"{point.name}, rank {point.rank}",
+                str(len(point.percents)),
+                with_interval(point.percents, "+.1f", "%"),
+                f"+{point.guess:.1f}% ± {half:.1f}",
+                "inside" if inside else "outside",
+            ]
+        )
+    return markdown(["not fitted", "seeds", "above exact", "the law", "its interval"], rows)
+
+
+def foretold(studies: Sequence[Study], runs: Finished, rows: Finished) -> str:
+    """Returns a table of tails and gaps, and what both laws say of them."""
+    lines = []
+    for point in points(studies, runs, rows):
+        if point.tail:
+            lines.append(
+                [
+                    ", ".join(filter(None, (point.optimizer, point.name))),
+                    str(point.rank),
+                    f"{point.tail:.3f}",
+                    str(len(point.percents)),
+                    with_interval(point.percents, "+.1f", "%"),
+                    f"+{100 * TAIL_LAWS[point.optimizer].gap(point.tail):.1f}%",
+                    f"+{point.guess:.1f}%",
+                ]
+            )
+    header = [
+        "",
+        "rank",
+        "tail",
+        "seeds",
+        "above exact (95%)",
+        "by the tail",
+        "by width and tokens",
+    ]
+    return markdown(header, lines)
+
+
+def paged(page: str, runs: Finished) -> str:
+    """Returns docs/convergence.md with what the laws say.
+
+    Raises:
+      ValueError: If the page has no place for a table.
+    """
+    rows = read_runs(tail.OUT)
+    page = in_page(page, LAW, f"{compared(runs)}\n")
+    fit = foretold((*STUDIES, *UNSEEN), runs, rows)
+    page = in_page(page, TAIL, f"{fit}\n\n{made_on(rows)}\n")
+    return in_page(page, f"{TAIL}, predicted", f"{foretold(PREDICTED, runs, rows)}\n")
+
+
+def report(runs: Finished) -> str:
+    """Returns the coefficients of both laws as fitted now, and the int8 all-reduce."""
+    fitted = (*laws(runs).items(), *tail_laws(runs, read_runs(tail.OUT)).items())
+    lines = [f"{name}: {law}" for name, law in fitted]
+    lines.append(f"int8 all-reduce: {with_interval(int8_gaps(runs), '+.2f', '%')}")
+    return "\n".join([*lines, "", compared(runs)])
