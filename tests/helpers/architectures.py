@@ -18,54 +18,149 @@ import numpy as np
 import torch
 
 import torch_bridge
-from tests.helpers import architecture_models as models
 from tests.helpers.bridge import move_weights, randomize, steps_in_jax, steps_in_torch
-from tests.helpers.two_frameworks import FlaxModel, TorchModel
+from tests.helpers.two_frameworks import NEVER, FlaxModel, TorchModel
 from tests.helpers.zoo import images, sequences
 
 TOLERANCE = 1e-5  # of the largest output
-ALWAYS_LAST = 99  # axes: of the twins, whose inputs have their channels last in torch, too
 
 
 class Case(NamedTuple):
-    module: Callable[[], Any]
-    flax: Callable[[], Any]
-    inputs: tuple[Any, ...]  # their shapes, or numbers of positions of integers below 11
-    moved: int = ALWAYS_LAST  # inputs of so many axes have their channels last in Flax
+    body: Callable[..., Any]
+    inputs: tuple[Any, ...]  # their shapes in torch, or numbers of positions of integers below 11
+    names: dict[str, str] | None = None  # in Flax; where there is none, those of torch
+    declared: str = ""  # what torch declares before the rest
+    channels: int = NEVER  # axes of the inputs whose channels come first in torch
     answers: dict[str, Any] | None = None  # what `pair` has to be told without an example
 
 
 def twin(body, *inputs, **answers):
-    """Makes a case of one function of layers and inputs, with the same names on both sides."""
-    return Case(partial(TorchModel, body), partial(FlaxModel, body), inputs, answers=answers)
+    """Makes a case of the same names on both sides, and of channels that are last on both."""
+    return Case(body, inputs, answers=answers)
+
+
+def user(body, *inputs, names=None, declared="", channels=4):
+    """Makes a case as a Flax user writes it, with layers that Flax numbers."""
+    return Case(body, inputs, names or {}, declared, channels)
 
 
 SMALL = {"growth": 8, "config": (2, 2, 2), "first": 16, "bn_size": 2}
 LARGER = {"growth": 32, "config": (2, 3, 4, 3), "first": 64, "bn_size": 4}
-IMAGE, IDS, SERIES, ROW = (2, 8, 8, 3), 6, (2, 5, 6), (2, 6)
+IMAGE, IDS, STEPS, ROW = (2, 8, 8, 3), 6, (2, 5, 6), (2, 6)
+PICTURE, SERIES = (3, 3, 6, 6), (3, 6, 8)
 CASES = {
-    "VGG": twin(models.vgg, IMAGE, flatten={"7": (16, 2, 2)}),
-    "ResNet-18": twin(partial(models.resnet, bottleneck=False), IMAGE, plain=True),
-    "ResNet-50": twin(partial(models.resnet, bottleneck=True), IMAGE, plain=True),
-    "DenseNet, small": twin(partial(models.densenet, **SMALL), IMAGE, plain=True),
-    "DenseNet-121": twin(partial(models.densenet, **LARGER), IMAGE, plain=True),
-    "MobileNet": twin(models.mobilenet, IMAGE, plain=True),
-    "EfficientNet": twin(models.efficientnet, IMAGE, plain=True),
-    "ConvNeXt": twin(models.convnext, IMAGE, plain=True),
-    "U-Net": twin(models.unet, IMAGE),
-    "pooled head with tabular columns": twin(models.tabular, IMAGE, (2, 48), plain=True),
-    "BatchNorm everywhere": twin(models.normed, IMAGE, flatten={"5": (8, 4, 4)}),
-    "generator": twin(models.generator, ROW, unflatten={"0": (8, 4, 4)}, flatten={}),
-    "two heads of convolutions": twin(models.two_heads, IMAGE, flatten={"policy_fc": (2, 8, 8)}),
-    "ViT": twin(models.vit, IMAGE, plain=True),
-    "LSTM": twin(partial(models.recurrent, kind="LSTM"), SERIES),
-    "GRU": twin(partial(models.recurrent, kind="GRU"), SERIES),
-    "GPT-2": twin(models.gpt2, IDS, conv1d=r".*attn\.c_proj"),
-    "BERT": twin(models.bert, IDS, plain=True),
-    "Whisper": twin(models.whisper, (2, 12, 4), IDS, plain=True),
-    "T5": twin(models.t5, IDS, IDS, plain=True),
+    "VGG": twin(images.vgg, IMAGE, flatten={"7": (16, 2, 2)}),
+    "ResNet-18": twin(partial(images.resnet, bottleneck=False), IMAGE, plain=True),
+    "ResNet-50": twin(partial(images.resnet, bottleneck=True), IMAGE, plain=True),
+    "DenseNet, small": twin(partial(images.densenet, **SMALL), IMAGE, plain=True),
+    "DenseNet-121": twin(partial(images.densenet, **LARGER), IMAGE, plain=True),
+    "MobileNet": twin(images.mobilenet, IMAGE, plain=True),
+    "EfficientNet": twin(images.efficientnet, IMAGE, plain=True),
+    "ConvNeXt": twin(images.convnext, IMAGE, plain=True),
+    "U-Net": twin(images.unet, IMAGE),
+    "pooled head with tabular columns": twin(images.tabular, IMAGE, (2, 48), plain=True),
+    "BatchNorm everywhere": twin(images.normed, IMAGE, flatten={"5": (8, 4, 4)}),
+    "generator": twin(images.generator, ROW, unflatten={"0": (8, 4, 4)}, flatten={}),
+    "two heads of convolutions": twin(images.two_heads, IMAGE, flatten={"policy_fc": (2, 8, 8)}),
+    "ViT": twin(sequences.vit, IMAGE, plain=True),
+    "LSTM": twin(partial(sequences.recurrent, kind="LSTM"), STEPS),
+    "GRU": twin(partial(sequences.recurrent, kind="GRU"), STEPS),
+    "GPT-2": twin(sequences.gpt2, IDS, conv1d=r".*attn\.c_proj"),
+    "BERT": twin(sequences.bert, IDS, plain=True),
+    "Whisper": twin(sequences.whisper, (2, 12, 4), IDS, plain=True),
+    "T5": twin(sequences.t5, IDS, IDS, plain=True),
+    "MLP of colour images": user(images.colour_mlp, PICTURE),
+    # linen numbers nested calls from the outside.
+    "MLP in nested calls": user(
+        images.nested_mlp, (4, 12), names={"0": "Dense_2", "2": "Dense_1", "4": "Dense_0"}
+    ),
+    "C3D": user(images.c3d, (2, 3, 4, 4, 4)),
+    "ResNet of Flax's example": user(
+        partial(images.resnet, bottleneck=False),
+        PICTURE,
+        names={
+            "conv1": "conv_init",
+            "bn1": "bn_init",
+            "layer2.0.downsample.0": "conv_proj",
+            "layer2.0.downsample.1": "norm_proj",
+        },
+    ),
+    "depthwise with GroupNorm, nested": user(
+        images.separable,
+        (2, 8, 6, 6),
+        names={
+            "net.1": "GroupNorm_1",
+            "net.4": "GroupNorm_0",
+            "net.7": "GroupNorm_3",
+            "net.10": "GroupNorm_2",
+        },
+    ),
+    "blocks numbered backwards": user(
+        images.stages,
+        (2, 6, 5, 5),
+        names={
+            "blocks.0": "blocks_3",
+            "blocks.1": "blocks_2",
+            "blocks.2": "blocks_1",
+            "blocks.3": "blocks_0",
+        },
+    ),
+    "FCN-8s": user(
+        images.fcn8s,
+        (2, 3, 8, 8),
+        declared="score_fr score_pool3 score_pool4 upscore2 upscore8 upscore_pool4",
+    ),
+    "autoencoder": user(images.autoencoder, (2, 3, 8, 8)),
+    "DCGAN's generator": user(images.dcgan, (3, 8)),
+    "conditional discriminator": user(images.conditional, PICTURE, 1),
+    "projection discriminator": user(images.projection, PICTURE, 1, declared="c1 l5 l_y"),
+    "U-Net, declared in another order": user(
+        images.unet, (2, 3, 8, 8), declared="up merge down2 down1 out"
+    ),
+    "MLP-Mixer": user(images.mixer, PICTURE),
+    "PointNet": user(images.pointnet, (2, 3, 7), channels=3, declared="conv1 conv2 fc1 fc2"),
+    "Siamese": user(images.siamese, (2, 6, 8, 8), (2, 6, 8, 8)),
+    "PReLU and ParameterList": user(
+        images.rectified, PICTURE, names={"mixes.0": "mix0", "mixes.1": "mix1"}
+    ),
+    "CRNN": user(images.crnn, (2, 3, 6, 5)),
+    "decoder with cross attention": user(sequences.decoder, SERIES, SERIES),
+    "BERT of transformers": user(partial(sequences.bert, in_one=True), IDS),
+    "Llama, tied": user(partial(sequences.llama, tied=True), IDS),
+    "Llama": user(partial(sequences.llama, tied=False), IDS),
+    "packed projections": user(sequences.packed, SERIES),
+    "Swin": user(sequences.swin, (2, 3, 8, 8)),
+    "CLIP": user(sequences.clip, (3, 3, 6, 6), IDS, names={"visual.proj": "image_projection"}),
+    "Mamba": user(sequences.mamba, SERIES, names={"A_log": "log_a", "D": "skip"}),
+    "WaveNet": user(
+        partial(sequences.wavenet, normed=False),
+        (2, 4, 12),
+        channels=3,
+        declared="start filter_convs gate_convs residual_convs",
+    ),
+    "WaveNet with weight_norm": user(
+        partial(sequences.wavenet, normed=True),
+        (2, 4, 12),
+        channels=3,
+        declared="start filter_convs gate_convs residual_convs",
+    ),
+    "DLRM": user(sequences.dlrm, (3, 8), 3, declared="emb_l"),
+    "LoRA": user(
+        sequences.lora,
+        (3, 8),
+        names={
+            "layers.0.lora_A.default": "lora_0_a",
+            "layers.0.lora_B.default": "lora_0_b",
+            "layers.1.lora_A.default": "lora_1_a",
+            "layers.1.lora_B.default": "lora_1_b",
+        },
+    ),
+    "biaffine": user(sequences.biaffine, SERIES, declared="mlp_dep"),
+    "GRUs with attention": user(sequences.translator, IDS, IDS, declared="decoder encoder attn"),
+    "TextCNN": user(sequences.text_cnn, IDS),
+    "highway": user(sequences.highway, (4, 8), declared="nonlinear"),
+    "graph convolution": user(sequences.graph, (3, 6, 8), (3, 6, 6)),
 }
-CASES |= {name: Case(*case) for name, case in (images.CASES | sequences.CASES).items()}
 # They train for the table, too.
 TRAINED = (
     *("VGG", "GPT-2", "ResNet-18", "T5", "LSTM", "MLP of colour images", "autoencoder"),
@@ -111,12 +206,12 @@ def build(name):
         else:
             values = random.standard_normal(shape).astype(np.float32)
         inputs.append(values)
-        is_map = values.ndim >= case.moved and values.dtype == np.float32
+        is_map = values.ndim >= case.channels and values.dtype == np.float32
         flax_inputs.append(np.moveaxis(values, 1, -1) if is_map else values)
     torch.manual_seed(0)
-    module, flax = case.module(), case.flax()
-    if case.answers is not None:
-        module(*map(torch.from_numpy, inputs))  # a twin makes its layers now
+    module = TorchModel(case.body, case.declared, case.channels)
+    flax = FlaxModel(case.body, names=case.names)
+    module(*map(torch.from_numpy, inputs))  # which makes the layers
     randomize(module.eval())
     like = jax.eval_shape(flax.init, jax.random.key(0), *flax_inputs)
     return Built(module, flax, inputs, flax_inputs, like)

@@ -6,33 +6,17 @@ must say: of `UnsafeCheckpoint` the global, else a part of the sentence.
 """
 
 import io
+import itertools
 import struct
 import zipfile
 
 from tests.helpers import torch_files as files
-from tests.helpers.torch_files import (
-    archive,
-    call,
-    dictionary,
-    get,
-    glob,
-    integer,
-    put,
-    text,
-    tup,
-    whole,
-)
+from tests.helpers.torch_files import archive, assemble, sized, text, whole
 
 CANARY = "a-hostile-file-was-here"
 PACKED = zipfile.ZIP_DEFLATED
-POP = b"0"
-DEEP = b"]" * 100_000 + b"a" * 99_999
-SYSTEM = call(glob("os", "system"), text(f"touch {CANARY}"))
-REBUILD = glob("torch._utils", "_rebuild_tensor_v2")
-GENERATOR = glob("numpy.random._pickle", "__randomstate_ctor")
-PATH = glob("pathlib", "PosixPath")
-
-Table = dict[str, tuple[bytes, str]]
+SYSTEM = assemble(f"os:system 'touch {CANARY}' TUPLE1 REDUCE")
+DEEP = assemble("(EMPTY_LIST) * 100000 (APPEND) * 99999")
 
 
 # --- what would run ---------------------------------------------------------------------------
@@ -44,250 +28,238 @@ operator:attrgetter functools:partial types:FunctionType torch.nn.modules.linear
 torch._utils:_rebuild_qtensor numpy.testing._private.utils:runstring uuid:_get_command_stdout
 torch:serialization.os.system builtins:__import__.__call__ collections:OrderedDict.__class__
 """
+RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+OF_SYSTEM = {
+    "as a storage's id": "system BINPERSID",
+    "as a default factory": "collections:defaultdict os:system TUPLE1 REDUCE",
+    "popped again": "system POP NONE",
+    "named by the memo": "'os' MEMOIZE 'system' MEMOIZE POP POP GET0 GET1 STACK_GLOBAL NONE TUPLE1"
+    " REDUCE",
+    "INST": "MARK 'true' inst",
+    "OBJ": "MARK os:system 'true' OBJ",
+    "NEWOBJ": "os:system 'true' TUPLE1 NEWOBJ",
+    "NEWOBJ_EX": "os:system 'true' TUPLE1 EMPTY_DICT NEWOBJ_EX",
+    "broken behind the call": "system POP 0xffff",
+}
+CALLS = {
+    "a hook": (f"{files.HOOK}:powerSGD_hook EMPTY_TUPLE REDUCE", f"{files.HOOK}.powerSGD_hook"),
+    "EXT1": ("EXT1 0x01 EMPTY_TUPLE REDUCE", "extension"),
+    "EXT4": ("EXT4 0x01000000 EMPTY_TUPLE REDUCE", "extension"),
+    "a DTensor": ("torch._utils:_rebuild_wrapper_subclass EMPTY_TUPLE REDUCE", "full_tensor()"),
+}
 
 
 def unsafe():
     """Calls of what is not on the allow-list, wherever a checkpoint has room for a value."""
-    found = {}
+    found = {"os.system in a tensor's hooks": (files.tensor_call(hooks=SYSTEM), "os.system")}
     for name in CALLED.split():
         module, _, function = name.partition(":")
-        now = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
-        make = glob if module != now else files.stack_glob
-        found[name] = call(make(module, function), text("a")), f"{now}.{function}"
-    memo = text("os") + put(0) + text("system") + put(1) + b"00" + get(0) + get(1) + b"\x93"
-    hidden = {
-        "in a tensor's hooks": files.tensor_call(hooks=SYSTEM),
-        "as a storage's id": SYSTEM + b"Q",
-        "as a default factory": call(glob("collections", "defaultdict"), glob("os", "system")),
-        "popped again": SYSTEM + b"0N",
-        "named by the memo": memo + tup(text("true")) + b"R",
-        "INST": b"(" + text("true") + b"ios\nsystem\n",
-        "OBJ": b"(" + glob("os", "system") + text("true") + b"o",
-        "NEWOBJ": glob("os", "system") + tup(text("true")) + b"\x81",
-        "NEWOBJ_EX": glob("os", "system") + tup(text("true")) + b"}\x92",
-        "broken behind the call": SYSTEM + b"0\xff\xff",
-    }  # fmt: skip
-    found |= {f"os.system {where}": (body, "os.system") for where, body in hidden.items()}
-    found["a hook that is called"] = (
-        glob(files.HOOK, "powerSGD_hook") + b")R",
-        f"{files.HOOK}.powerSGD_hook",
-    )
-    found |= {f"EXT {b[0]}": (b + b")R", "extension") for b in (b"\x82\x01", b"\x84\x01\0\0\0")}
-    full = call(glob("torch._utils", "_rebuild_wrapper_subclass"))
-    found["a DTensor"] = full, "full_tensor()"
+        make = files.glob if module in RENAMED else files.stack_glob
+        body = assemble("function 'a' TUPLE1 REDUCE", function=make(module, function))
+        found[name] = body, f"{RENAMED.get(module, module)}.{function}"
+    for where, program in OF_SYSTEM.items():
+        body = assemble(program, system=SYSTEM, inst=b"ios\nsystem\n")
+        found[f"os.system {where}"] = body, "os.system"
+    for name, (program, said) in CALLS.items():
+        found[name] = assemble(program), said
     return {
         name: (archive(whole(body, 4), files.STORAGES), said)
         for name, (body, said) in found.items()
     }
 
 
+# Of harmless objects.
+TRICKS = {
+    "attributes of a function": "rebuild EMPTY_TUPLE EMPTY_DICT '__code__' 'x' SETITEM TUPLE2"
+    " BUILD",
+    "attributes of a class": "collections:OrderedDict EMPTY_DICT 'update' 'x' SETITEM BUILD",
+    "attributes of a call's result": "torch:device 'cpu' TUPLE1 REDUCE EMPTY_DICT BUILD",
+    "attributes of a tensor": "tensor EMPTY_DICT 'data' 'x' SETITEM BUILD",
+    "attributes of text": "'a' EMPTY_DICT 'b' 'c' SETITEM BUILD",
+    "attributes by slots": "rebuild NONE EMPTY_DICT TUPLE2 BUILD",
+    "attributes without names": "argparse:Namespace EMPTY_TUPLE REDUCE EMPTY_DICT 7 NONE SETITEM"
+    " NONE EMPTY_DICT TUPLE2 BUILD",
+    "a call of a call's result": "collections:OrderedDict EMPTY_TUPLE REDUCE EMPTY_TUPLE REDUCE",
+    "a new object of a call's result": "collections:OrderedDict EMPTY_TUPLE REDUCE EMPTY_TUPLE"
+    " NEWOBJ",
+    "a call of a tensor": "tensor EMPTY_TUPLE REDUCE",
+    "entries of a tensor": "tensor 0 1 SETITEM",
+    "entries of a function": "rebuild 0 1 SETITEM",
+    "a member of a dictionary": "EMPTY_DICT MARK 1 ADDITEMS",
+    "arguments in a list": "rebuild EMPTY_LIST REDUCE",
+    "a buffer from elsewhere": "NEXT_BUFFER",
+    "a frame of 2**60": "FRAME 0x0000000000000010",
+    "a persistent id of text": "PERSID 0x640a",
+    "a persistent id on the stack": "'e' BINPERSID",
+    "a storage made of a storage": "MARK 'storage' storage '0' 'cpu' 6 TUPLE BINPERSID",
+    "an array in a persistent id": "MARK tensor torch:FloatStorage '0' 'cpu' 6 TUPLE BINPERSID",
+    "an array as an encoding": "_codecs:encode 'a' tensor TUPLE2 REDUCE",
+    "an array as a device's number": "torch:device 'cuda' tensor TUPLE2 REDUCE",
+    "a memo index of four billion": "NONE LONG_BINPUT 0xffffffff",
+    "text of four gigabytes": "BINUNICODE 0xffffffff",
+    "bytes of 2**63": "BINBYTES8 0x0000000000000080",
+    "a bytearray of 2**60": "BYTEARRAY8 0x0000000000000010",
+    "a memo that is not there": "GET7",
+    "a list that holds itself": "EMPTY_LIST MEMOIZE GET0 APPEND",
+    "a list that is filled after it was shown": "EMPTY_LIST MEMOIZE EMPTY_LIST GET0 APPEND 1 GET0 1"
+    " APPEND",
+    "150 lists in each other": "(EMPTY_LIST) * 150 (APPEND) * 149",
+    "an array of objects": "numpy:dtype 'O8' TUPLE1 REDUCE",
+}
+VIEWS = {
+    "an offset past the end": {"offset": 6},
+    "a huge offset": {"offset": 2**61},
+    "a negative offset": {"offset": -1},
+    "a size past the end": {"size": (3, 3)},
+    "a huge size": {"size": (2**40, 2**40)},
+    "strides past the end": {"stride": (100, 1)},
+    "a negative stride": {"stride": (-3, 1)},
+    "sizes without strides": {"stride": (3,)},
+    "a terabyte by strides of 0": {"size": (2**20, 2**20), "stride": (0, 0)},
+    "an overflowing product": {"size": (2**32, 2**32), "stride": (2**32, 2**32)},
+    "100 axes": {"size": (1,) * 100, "stride": (1,) * 100},
+    "a number for a storage": {"source": assemble("7")},
+    "a storage of no type": {"source": files.storage(kind=("torch", "float32"))},
+    "a storage of another size": {"source": files.storage(numel=2**40)},
+    "a storage outside the archive": {"source": files.storage(key="../../etc/passwd")},
+    "a storage with a path": {"source": files.storage(key="/etc/passwd")},
+}
+
+
 def tricks():
     """Lists what an unpickler could be made to do with harmless objects."""
-    tensor = files.tensor_call()
-    plain = glob("collections", "OrderedDict")
-    bodies = {
-        "attributes of a function": REBUILD + tup(b"}", dictionary(__code__=text("x"))) + b"b",
-        "attributes of a class": plain + dictionary(update=text("x")) + b"b",
-        "attributes of a call's result": call(glob("torch", "device"), text("cpu")) + b"}b",
-        "attributes of a tensor": tensor + dictionary(data=text("x")) + b"b",
-        "attributes of text": text("a") + dictionary(b=text("c")) + b"b",
-        "attributes by slots": REBUILD + b"N}\x86b",
-        "attributes without names": call(glob("argparse", "Namespace"))
-        + b"}" + integer(7) + b"Ns}\x86b",
-        "a call of a call's result": files.EMPTY + b")R",
-        "a new object of a call's result": files.EMPTY + b")\x81",
-        "a call of a tensor": tensor + b")R",
-        "entries of a tensor": tensor + b"K\x00K\x01s",
-        "entries of a function": REBUILD + b"K\x00K\x01s",
-        "a member of a dictionary": b"}(K\x01\x90",
-        "arguments in a list": REBUILD + b"]R",
-        "a buffer from elsewhere": b"\x97",
-        "a frame of 2**60": b"\x95" + struct.pack("<Q", 2**60),
-        "a persistent id of text": b"Pd\n",
-        "a persistent id on the stack": text("e") + b"Q",
-        "a storage of no type": files.tensor_call(
-            source=files.storage(kind=("torch", "float32"))
-        ),
-        "a storage made of a storage": files.tensor_call(
-            source=tup(text("storage"), files.storage(), text("0"), text("cpu"), integer(6)) + b"Q"
-        ),
-        "a number for a storage": files.tensor_call(source=b"K\x07"),
-        "an array in a persistent id": tup(
-            tensor, glob("torch", "FloatStorage"), text("0"), text("cpu"), b"K\x06"
-        ) + b"Q",
-        "an array as an encoding": call(glob("_codecs", "encode"), text("a"), tensor),
-        "an array as a device's number": call(glob("torch", "device"), text("cuda"), tensor),
-        "a memo index of four billion": b"N" + b"r\xff\xff\xff\xff",
-        "text of four gigabytes": b"X\xff\xff\xff\xff",
-        "bytes of 2**63": b"\x8e" + struct.pack("<Q", 2**63),
-        "a bytearray of 2**60": b"\x96" + struct.pack("<Q", 2**60),
-        "a memo that is not there": get(7),
-        "a list that holds itself": b"]" + put(0) + get(0) + b"a",
-        "a list that is filled after it was shown": b"]" + put(0) + b"]" + get(0) + b"aK\x01"
-        + get(0) + b"K\x01a",
-        "150 lists in each other": b"]" * 150 + b"a" * 149,
-        "an array of objects": call(glob("numpy", "dtype"), text("O8")),
-    }  # fmt: skip
-    views = {
-        "an offset past the end": {"offset": 6},
-        "a huge offset": {"offset": 2**61},
-        "a negative offset": {"offset": -1},
-        "a size past the end": {"size": (3, 3)},
-        "a huge size": {"size": (2**40, 2**40)},
-        "strides past the end": {"stride": (100, 1)},
-        "a negative stride": {"stride": (-3, 1)},
-        "sizes without strides": {"stride": (3,)},
-        "a terabyte by strides of 0": {"size": (2**20, 2**20), "stride": (0, 0)},
-        "an overflowing product": {"size": (2**32, 2**32), "stride": (2**32, 2**32)},
-        "100 axes": {"size": (1,) * 100, "stride": (1,) * 100},
-        "a storage of another size": {"source": files.storage(numel=2**40)},
-        "a storage outside the archive": {"source": files.storage(key="../../etc/passwd")},
-        "a storage with a path": {"source": files.storage(key="/etc/passwd")},
-    }
-    bodies |= {name: files.tensor_call(**options) for name, options in views.items()}
+    bodies = {name: assemble(program) for name, program in TRICKS.items()}
+    for name, options in VIEWS.items():
+        bodies[name] = files.tensor_call(**options)
     return {name: (files.beside(body), "xpected") for name, body in bodies.items()}
 
 
 # --- what would take hours or gigabytes -------------------------------------------------------
 
-
-def _kept(*values):
-    """Values in the memo, from 0 on, and none on the stack."""
-    return b"".join(value + put(index) + POP for index, value in enumerate(values))
-
-
-def _doubling(start, times=60):
-    """Makes a pair of a pair of ... of one value."""
-    return _kept(start, *(get(k) * 2 + b"\x86" for k in range(times))) + get(times)
-
-
-def _endless():
-    """Puts a value of endless ``repr`` where a message could show it."""
-    found = {}
-    for kind, value in (("deep", DEEP), ("doubling", _doubling(b")"))):
-        arguments = value, b"N", b"N", b"N"
-        found |= {
-            f"{kind} device": call(glob("torch", "device"), value),
-            f"{kind} function": call(glob("torch._tensor", "_rebuild_from_type_v2"), *arguments),
-            f"{kind} generator": GENERATOR + b")R" + tup(value, b"K\x01", b"K\x01" * 3) + b"b",
-            f"{kind} key": b"}" + value + b"K\x01s",
-            f"{kind} optimizer": dictionary(state=value),
-        }
-    return found
+# Each starts from two values: one nested deeply, one that is a pair of a pair of ... of one value.
+ENDLESS = {  # a value of endless ``repr`` where a message could show it
+    "device": "torch:device value TUPLE1 REDUCE",
+    "function": "torch._tensor:_rebuild_from_type_v2 MARK value NONE NONE NONE TUPLE REDUCE",
+    "generator": "generator EMPTY_TUPLE REDUCE MARK value 1 1 1 1 TUPLE BUILD",
+    "key": "EMPTY_DICT value 1 SETITEM",
+    "optimizer": "EMPTY_DICT 'state' value SETITEM",
+}
+DOUBLING = "EMPTY_TUPLE BINPUT 0x00 (GET0 GET0 TUPLE2 BINPUT 0x00) * 60"
 
 
 def _keys():
     """Keys that have one hash, are huge, or are nested, in every container."""
-    ones = [integer(1 + k * (2**61 - 1)) for k in range(8)]
-    tuples = (b"(" + b"".join(ones[(i >> (3 * d)) & 7] for d in range(8)) + b"tN"
-              for i in range(5_000))  # fmt: skip
-    numbers = [integer(2 * k + 1) for k in range(1 << 14)] + [integer(-5)]
-    listed = b"(" + b"".join(numbers) + b"t"
-    pairs = b"(" + b"".join(number + b"N\x86" for number in numbers) + b"t"
-    huge = _kept(b"\x8b" + struct.pack("<i", 400_000) + b"\x7f" * 400_000)
-    wide = _kept(b"(" + b"K\x01" * 64 + b"t", b"(" + get(0) * 64 + b"t")
+    of_one_hash = [str(1 + k * (2**61 - 1)) for k in range(8)]
+    tuples = ["EMPTY_DICT MARK"]
+    for key in itertools.islice(itertools.product(of_one_hash, repeat=8), 5_000):
+        tuples.append(f"MARK {' '.join(key)} TUPLE NONE")
+    odd = [str(2 * k + 1) for k in range(1 << 14)] + ["-5"]
+    numbers = " ".join(odd)
+    pairs = " NONE TUPLE2 ".join(odd)
     return {
-        "tuples of one hash": b"}(" + b"".join(tuples) + b"u",
-        "number keys": b"}(" + b"N".join(numbers) + b"Nu",
-        "numbers in a set": call(glob("builtins", "set"), listed),
-        "numbers that ADDITEMS adds": b"\x8f" + listed[:-1] + b"\x90",
-        "number keys of a mapping": call(glob("collections", "OrderedDict"), pairs),
-        "one huge integer as a key": huge + b"}" + (get(0) + b"Ns") * 50_000,
-        "tuples of tuples as keys": wide + b"}(" + (get(1) + b"N") * 50_000 + b"u",
+        "tuples of one hash": f"{' '.join(tuples)} SETITEMS",
+        "number keys": f"EMPTY_DICT MARK {' NONE '.join(odd)} NONE SETITEMS",
+        "numbers in a set": f"builtins:set MARK MARK {numbers} TUPLE TUPLE REDUCE",
+        "numbers that ADDITEMS adds": f"EMPTY_SET MARK {numbers} ADDITEMS",
+        "number keys of a mapping": "collections:OrderedDict MARK MARK"
+        f" {pairs} NONE TUPLE2 TUPLE TUPLE REDUCE",
+        "one huge integer as a key": "huge KEEP EMPTY_DICT MARK (GET0 NONE) * 50000 SETITEMS",
+        "tuples of tuples as keys": "MARK (1) * 64 TUPLE KEEP MARK (GET0) * 64 TUPLE KEEP"
+        " EMPTY_DICT MARK (GET1 NONE) * 50000 SETITEMS",
     }
 
 
-def _copied():
-    """Small calls that copy one large value again and again, or each make something large."""
-    expanded = files.tensor_call(
-        size=(25 << 20,), stride=(0,), source=files.storage("1", 24, ("torch", "ByteStorage"))
-    )
-    table = b"}(" + b"".join(integer(i) + b"N" for i in range(20_000)) + b"u"
-    joined = (get(0) + get(k) * 2 + b"\x86R" for k in range(1, 40))
-    array = call(
-        glob("numpy.core.multiarray", "_reconstruct"), glob("numpy", "ndarray"), tup(), b"N"
-    )
-    huge = tup(integer(1), tup(integer(2**40)), call(glob("numpy", "dtype"), text("f8")), b"\x89",
-               b"C\x04abcd")  # fmt: skip
-    return {
-        "a size made of an expanded array": call(glob("torch", "Size"), expanded),
-        "a mapping of an expanded array": call(glob("collections", "OrderedDict"), expanded),
-        "sizes made of an expanded array": call(
-            REBUILD, files.storage(), b"K\x00", expanded, expanded, b"\x89", files.EMPTY
-        ),
-        "a generator of an expanded array": GENERATOR + b")R" + expanded + b"b",
-        "paths that double": _kept(PATH, text("a" * 100), *joined) + get(40),
-        "text encoded 8000 times": _kept(
-            glob("_codecs", "encode"), text("a" * 500_000), text("latin1")
-        ) + b"](" + (get(0) + get(1) + get(2) + b"\x86R") * 8000 + b"e",
-        "dictionaries copied": _kept(glob("collections", "OrderedDict"), table)
-        + b"](" + (get(0) + get(1) + b"\x85R") * 8000 + b"e",
-        "an array of terabytes": array + huge + b"b",
-        "tuples in each other": b"]" + b"\x85" * 200_000,
-        "bytes by number": call(glob("builtins", "bytes"), integer(10**12)),
-        "a bytearray by number": call(glob("builtins", "bytearray"), integer(10**12)),
-    }  # fmt: skip
+# Small calls that copy one large value again and again, or each make something large.
+COPIED = {
+    "a size made of an expanded array": "torch:Size expanded TUPLE1 REDUCE",
+    "a mapping of an expanded array": "collections:OrderedDict expanded TUPLE1 REDUCE",
+    "sizes made of an expanded array": "rebuild MARK storage 0 expanded expanded NEWFALSE NONE"
+    " TUPLE REDUCE",
+    "a generator of an expanded array": "generator EMPTY_TUPLE REDUCE expanded BUILD",
+    "paths that double": "pathlib:PosixPath path TUPLE1 REDUCE BINPUT 0x00"
+    " (POP pathlib:PosixPath GET0 GET0 TUPLE2 REDUCE BINPUT 0x00) * 40",
+    "text encoded 8000 times": "_codecs:encode KEEP letters KEEP 'latin1' KEEP EMPTY_LIST"
+    " MARK (GET0 GET1 GET2 TUPLE2 REDUCE) * 8000 APPENDS",
+    "dictionaries copied": "collections:OrderedDict KEEP EMPTY_DICT MARK table NONE"
+    " SETITEMS KEEP EMPTY_LIST MARK (GET0 GET1 TUPLE1 REDUCE) * 8000 APPENDS",
+    "an array of terabytes": "numpy.core.multiarray:_reconstruct numpy:ndarray EMPTY_TUPLE NONE"
+    " TUPLE3 REDUCE MARK 1 1099511627776 TUPLE1 numpy:dtype 'f8' TUPLE1 REDUCE NEWFALSE abcd"
+    " TUPLE BUILD",
+    "tuples in each other": "EMPTY_LIST (TUPLE1) * 200000",
+    "bytes by number": "builtins:bytes 1000000000000 TUPLE1 REDUCE",
+    "a bytearray by number": "builtins:bytearray 1000000000000 TUPLE1 REDUCE",
+}
 
-
-def _long():
-    """Long values that cost nothing to show again: names, keys, text to be joined or encoded."""
-    letters = "a" * (1 << 20)
-    name = _kept(text("torch"), text("int" + letters))
-    again = (get(0) + get(1) + b"\x93" + POP) * 3_000
-    # Equal, and not one object, so that each look-up compares them.
-    equal = _kept(text(letters), text(letters))
-    megabyte = b"B" + struct.pack("<I", 1 << 20) + bytes(1 << 20)
-    raw = _kept(megabyte, megabyte)
-    tuples = _kept(tup(text(letters)), tup(text(letters)))
-    numbers = _kept(b"\x8b" + struct.pack("<i", 1 << 20) + b"\x7f" * (1 << 20))
-    filled = b"}" + get(0) + b"Ns" + (get(1) + b"Ns") * 50_000
-    return {
-        "a long name": name + again + b"N",
-        "a long module": _kept(text(letters), text("x")) + (get(0) + get(1) + b"\x93") + b"N",
-        "equal long keys": equal + filled,
-        "equal bytes as keys": raw + filled,
-        "tuples of equal text as keys": tuples + filled,
-        "equal long members": equal + b"\x8f(" + get(0) + get(1) * 50_000 + b"\x90",
-        "a long number again": numbers + b"](" + get(0) * 50_000 + b"e",
-        "long text as a storage's name": _kept(text(letters), text(letters)) + b"]("
-        + (get(0) + POP + get(1)) * 50_000 + b"e",
-    }  # fmt: skip
+# Long values that cost nothing to show again: names, keys, text to be joined or encoded. Equal ones
+# are not one object, so that each look-up compares them.
+FILLED = "EMPTY_DICT GET0 NONE SETITEM (GET1 NONE SETITEM) * 50000"
+LONG = {
+    "a long name": "'torch' KEEP letters KEEP (GET0 GET1 STACK_GLOBAL POP) * 3000 NONE",
+    "a long module": "letters KEEP 'x' KEEP GET0 GET1 STACK_GLOBAL NONE",
+    "equal long keys": "letters KEEP letters KEEP filled",
+    "equal bytes as keys": "megabyte KEEP megabyte KEEP filled",
+    "tuples of equal text as keys": "letters TUPLE1 KEEP letters TUPLE1 KEEP filled",
+    "equal long members": "letters KEEP letters KEEP EMPTY_SET MARK GET0 (GET1) * 50000 ADDITEMS",
+    "a long number again": "long KEEP EMPTY_LIST MARK (GET0) * 50000 APPENDS",
+    "long text as a storage's name": "letters KEEP letters KEEP EMPTY_LIST MARK"
+    " (GET0 POP GET1) * 50000 APPENDS",
+}
 
 
 def amplified():
     """Files that a naive reader would take hours or gigabytes for, within one entry."""
-    bodies = _endless() | _keys() | _copied() | _long()
+    bytes_of_one = files.storage("1", 24, ("torch", "ByteStorage"))
+    parts = {
+        "expanded": files.tensor_call(size=(25 << 20,), stride=(0,), source=bytes_of_one),
+        "path": text("a" * 100),
+        "abcd": b"C\x04abcd",
+        "huge": sized("LONG4", b"\x7f" * 400_000),
+        "long": sized("LONG4", b"\x7f" * (1 << 20)),
+        "filled": assemble(FILLED),
+        "table": assemble(" NONE ".join(map(str, range(20_000)))),
+        "letters": text("a" * (1 << 20)),
+        "megabyte": sized("BINBYTES", bytes(1 << 20)),
+    }
+    bodies = {}
+    for kind, value in (("deep", DEEP), ("doubling", assemble(DOUBLING))):
+        for name, program in ENDLESS.items():
+            bodies[f"{kind} {name}"] = assemble(program, value=value)
+    for name, program in (_keys() | COPIED | LONG).items():
+        bodies[name] = assemble(program, **parts)
     return {name: (files.beside(body), "xpected") for name, body in bodies.items()}
+
+
+LAYOUT = f'{{"format":"torch_bridge.BucketLayout","version":1,"buckets":[[{"[0]," * 2**17}0]]}}'
+UNPACKED = {
+    "nothing": "(NONE) * 250000",
+    "nothing, popped": "(NONE POP) * 250000",
+    "wide strings": "(wide) * 50000",
+    "tuples": "(1 1 1 TUPLE3) * 50000",
+    "marks": "(MARK) * 250000",
+    "sets": "(EMPTY_SET) * 250000",
+    "dictionaries": "(EMPTY_DICT MEMOIZE) * 150000",
+    "generators": "generator KEEP MARK 'MT19937' numpy._core.numeric:_frombuffer MARK words"
+    " numpy:dtype 'u4' TUPLE1 REDUCE 624 TUPLE1 'C' TUPLE REDUCE 1 0 zero TUPLE KEEP EMPTY_LIST"
+    " MARK (GET0 EMPTY_TUPLE REDUCE GET1 BUILD) * 4000 APPENDS",
+    "empty tensors": "rebuild KEEP MARK storage 0 MARK 0 (1) * 63 TUPLE MARK 0 (1) * 63"
+    " TUPLE NEWFALSE NONE TUPLE KEEP EMPTY_LIST MARK (GET0 GET1 REDUCE) * 6000 APPENDS",
+    "a layout": "EMPTY_DICT 'state_dict' EMPTY_DICT SETITEM 'layout' layout SETITEM",
+}
 
 
 def packed():
     """Small archives whose contents would unpack to far more: refused by `max_bytes`."""
-    words = b"B" + struct.pack("<I", 2496) + bytes(2496)
-    dtype = call(glob("numpy", "dtype"), text("u4"))
-    key = call(glob("numpy._core.numeric", "_frombuffer"), words, dtype, tup(integer(624)),
-               text("C"))  # fmt: skip
-    state = tup(text("MT19937"), key, b"K\x01", b"K\x00", b"G" + bytes(8))
-    axes = tup(b"K\x00", *[b"K\x01"] * 63)
-    tensor = tup(files.storage("0", 6), b"K\x00", axes, axes, b"\x89", b"N")
-    layout = f'{{"format":"torch_bridge.BucketLayout","version":1,"buckets":[[{"[0]," * 2**17}0]]}}'
-    bodies = {
-        "nothing": b"N" * 250_000,
-        "nothing, popped": b"N0" * 250_000,
-        "wide strings": b"X\x04\x00\x00\x00\xf0\x9f\x98\x80" * 50_000,
-        "tuples": (b"K\x01" * 3 + b"\x87") * 50_000,
-        "marks": b"(" * 250_000,
-        "sets": b"\x8f" * 250_000,
-        "dictionaries": b"}\x94" * 150_000,
-        "generators": _kept(GENERATOR, state) + b"](" + (get(0) + b")R" + get(1) + b"b") * 4_000
-        + b"e",
-        "empty tensors": _kept(REBUILD, tensor) + b"](" + (get(0) + get(1) + b"R") * 6_000 + b"e",
-        "a layout": dictionary(state_dict=b"}", layout=text(layout)),
-    }  # fmt: skip
-    found = {name: archive(whole(body), files.STORAGES, PACKED) for name, body in bodies.items()}
-    zeros = {"data/0": bytes(100 << 20)}
-    source = files.storage(numel=25 << 20)
-    found["zeros"] = archive(files.pickle_of_tensor(source=source), zeros, PACKED)
-    found["a directory of many entries"] = _directory()
+    parts = {
+        "wide": text("\U0001f600"),
+        "words": sized("BINBYTES", bytes(2496)),
+        "zero": b"G" + bytes(8),
+        "layout": text(LAYOUT),
+    }
+    found = {"a directory of many entries": _directory()}
+    for name, program in UNPACKED.items():
+        found[name] = archive(whole(assemble(program, **parts)), files.STORAGES, PACKED)
+    document = files.pickle_of_tensor(source=files.storage(numel=25 << 20))
+    found["zeros"] = archive(document, {"data/0": bytes(100 << 20)}, PACKED)
     return {name: (raw, "max_bytes") for name, raw in found.items()}
 
 

@@ -1,6 +1,8 @@
 """Torch files for the reading tests: good ones, written by torch, and pickles opcode by opcode."""
 
 import io
+import pickletools
+import re
 import struct
 import zipfile
 
@@ -98,10 +100,6 @@ def integer(value):
     return b"\x8a" + bytes([len(raw)]) + raw
 
 
-def put(index):
-    return b"q" + bytes([index])
-
-
 def get(index):
     return b"h" + bytes([index])
 
@@ -118,6 +116,40 @@ def dictionary(**items):
     return b"}(" + b"".join(text(key) + value for key, value in items.items()) + b"u"
 
 
+def sized(opcode, raw):
+    """Returns an opcode whose argument has its length before it, in four bytes."""
+    return OPCODES[opcode] + struct.pack("<I", len(raw)) + raw
+
+
+def assemble(program, **parts):
+    """Makes a pickle's body of the names that `pickletools` gives opcodes, and of values.
+
+    ``module:name`` is a global, ``'a'`` is text, ``7`` a number, ``0xff`` a byte as it is; what is
+    at place 3 of the memo is ``GET3``, and ``(NONE POP) * 9`` is that again and again. Other words
+    are of `PARTS` or `parts`.
+    """
+    parts = PARTS | parts
+    body = []
+    for again, times, quoted, word in WORDS.findall(program):
+        if times:
+            body.append(assemble(again, **parts) * int(times))
+        elif not word:
+            body.append(text(quoted))
+        elif word in OPCODES:
+            body.append(OPCODES[word])
+        elif word in parts:
+            body.append(parts[word])
+        elif ":" in word:
+            body.append(glob(*word.split(":")))
+        elif word.startswith("0x"):
+            body.append(bytes.fromhex(word[2:]))
+        elif word.startswith("GET"):
+            body.append(get(int(word[3:])))
+        else:
+            body.append(integer(int(word)))
+    return b"".join(body)
+
+
 def whole(body, protocol=2):
     return b"\x80" + bytes([protocol]) + body + b"."
 
@@ -126,15 +158,26 @@ def storage(key="0", numel=6, kind=("torch", "FloatStorage")):
     return tup(text("storage"), glob(*kind), text(key), text("cpu"), integer(numel)) + b"Q"
 
 
+OPCODES = {opcode.name: opcode.code.encode("latin-1") for opcode in pickletools.opcodes}
+WORDS = re.compile(r"\(([^()]*)\) \* (\d+)|'([^']*)'|(\S+)")
 STORAGES = {"data/0": bytes(24), "data/1": bytes(24)}
 EMPTY = call(glob("collections", "OrderedDict"))
 
 
 def tensor_call(source=None, offset=0, size=(2, 3), stride=(3, 1), hooks=EMPTY):
-    ints = lambda values: tup(*map(integer, values))  # noqa: E731
+    sizes = tup(*map(integer, size))
+    strides = tup(*map(integer, stride))
     function = glob("torch._utils", "_rebuild_tensor_v2")
-    args = (source or storage(), integer(offset), ints(size), ints(stride), b"\x89", hooks)
-    return call(function, *args)
+    return call(function, source or storage(), integer(offset), sizes, strides, b"\x89", hooks)
+
+
+PARTS = {
+    "KEEP": b"\x940",  # in the memo, and not on the stack
+    "tensor": tensor_call(),
+    "storage": storage(),
+    "rebuild": glob("torch._utils", "_rebuild_tensor_v2"),
+    "generator": glob("numpy.random._pickle", "__randomstate_ctor"),
+}
 
 
 def pickle_of_tensor(**options):

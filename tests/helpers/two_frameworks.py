@@ -1,36 +1,70 @@
-"""One function of layers and inputs as a model of torch and as its twin in Flax.
+"""One function of layers and inputs as a model of torch and as a model of Flax.
 
-Arrays have their channels last in both; inside, torch's layers get them first, as everywhere. A
-layer ``h.0.attn`` of torch is ``h_0_attn`` in Flax; one that is a number has the name Flax gives.
+Arrays have their channels last in the function; torch's layers get them first, as everywhere. A
+layer ``h.0.attn`` of torch is ``h_0_attn`` in Flax, and one that is a number has the name Flax
+gives; with `names`, all have but those that stand there.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 import torch
 from torch import nn as tnn
+from torch.nn.utils.parametrizations import weight_norm
 
 F = tnn.functional
 ONES = nn.initializers.ones
+NEVER = 99  # axes
+
+
+def attend(n, q, k, v, heads=2, bias=None):
+    """Attention between projections, each (batch, length, width)."""
+    q, k, v = (x.reshape(*x.shape[:-1], heads, -1) for x in (q, k, v))
+    weights = n.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+    if bias is not None:
+        weights = weights + n.asarray(bias)
+    y = n.einsum("bhqk,bkhd->bqhd", n.softmax(weights, -1), v)
+    return y.reshape(*y.shape[:2], -1)
+
+
+def projected(n, x, of, name, words, biased=True, **more):
+    """Attention of `x` to `of`, with the layers of such words."""
+    query, key, value, out = (f"{name}.{word}" for word in words)
+    q = n.dense(x, query, 8, biased)
+    y = attend(n, q, n.dense(of, key, 8, biased), n.dense(of, value, 8, biased), **more)
+    return n.dense(y, out, 8, biased)
 
 
 class TorchModel(tnn.Module):
-    """Makes each layer when `body` first asks for it."""
+    """Makes each layer when `body` first asks for it; those in `declared` come before all others.
 
-    def __init__(self, body):
+    Inputs and outputs of `channels` axes and more have their channels first.
+    """
+
+    def __init__(self, body, declared="", channels=NEVER):
         super().__init__()
         self._body = body
+        self._channels = channels
+        for name in declared.split():
+            self.add_module(name, tnn.Module())
 
     def forward(self, *inputs):
-        return self._body(TorchLayers(self), *inputs)
+        inputs = [self._moved(x, 1, -1) for x in inputs]
+        return self._moved(self._body(TorchLayers(self), *inputs), -1, 1)
+
+    def _moved(self, x, source, target):
+        is_map = x.ndim >= self._channels and x.is_floating_point()
+        return x.movedim(source, target) if is_map else x
 
 
 class FlaxModel(nn.Module):
     body: Callable[..., Any]
     train: bool = False
+    names: Mapping[str, str] | None = None
 
     @nn.compact
     def __call__(self, *inputs):
@@ -53,6 +87,7 @@ class TorchLayers:
     """Layers of torch, of the module that they are made in."""
 
     max = staticmethod(torch.amax)
+    asarray = staticmethod(torch.as_tensor)
 
     def __init__(self, module):
         self.module = module
@@ -63,31 +98,68 @@ class TorchLayers:
 
     def _at(self, name, make, *sizes, **more):
         """Returns the layer of such a name, made at the first time."""
-        *parents, last = name.split(".")
-        node = self.module
-        for parent in parents:
-            if not hasattr(node, parent):
-                node.add_module(parent, tnn.Module())
-            node = getattr(node, parent)
-        if not hasattr(node, last):
-            setattr(node, last, make(*sizes, **more))
-        return getattr(node, last)
+        parent, _, last = name.rpartition(".")
+        node = self._at(parent, tnn.Module) if parent else self.module
+        layer = getattr(node, last, None)
+        only_declared = type(layer) is tnn.Module and make is not tnn.Module
+        if layer is None or only_declared:
+            layer = make(*sizes, **more)
+            setattr(node, last, layer)
+        return layer
 
     def _of_map(self, x, name, make, *sizes, **more):
         return self._at(name, make, x.shape[-1], *sizes, **more)(x.movedim(-1, 1)).movedim(1, -1)
 
-    def conv(self, x, name, out, k, s=1, p=0, groups=1, bias=True):
-        make = tnn.Conv1d if x.ndim == 3 else tnn.Conv2d
-        return self._of_map(x, name, make, out, k, s, p, groups=groups, bias=bias)
+    def block(self, name, body, *inputs):
+        return body(TorchLayers(self._at(name, tnn.Module)), *inputs)
 
-    def conv_transpose(self, x, name, out, k):
-        return self._of_map(x, name, tnn.ConvTranspose2d, out, k, k)
+    def conv(self, x, name, out, k, s=1, p=0, groups=1, bias=True, dilation=1, normed=False):
+        plain = (tnn.Conv1d, tnn.Conv2d, tnn.Conv3d)[x.ndim - 3]
+
+        def make(*sizes):
+            layer = plain(*sizes, dilation, groups, bias)
+            return weight_norm(layer) if normed else layer
+
+        return self._of_map(x, name, make, out, k, s, p)
+
+    def pointwise(self, x, name, out):
+        """Convolves with a kernel of one place, which is a Dense in Flax."""
+        return self.conv(x, name, out, 1)
+
+    def rows_conv(self, x, name, out, k):
+        """Convolves over whole rows of two axes, which in Flax are channels."""
+        layer = self._at(name, tnn.Conv2d, 1, out, (k, x.shape[-1]))
+        return layer(x[:, None])[..., 0].movedim(1, -1)
+
+    def conv_transpose(self, x, name, out, k, s=2, p=0, bias=True):
+        return self._of_map(x, name, tnn.ConvTranspose2d, out, k, s, p, bias=bias)
 
     def bn(self, x, name):
-        return self._of_map(x, name, tnn.BatchNorm1d if x.ndim == 2 else tnn.BatchNorm2d)
+        flat = x.ndim < 4
+        return self._of_map(x, name, tnn.BatchNorm1d if flat else tnn.BatchNorm2d)
+
+    def gn(self, x, name, groups):
+        make = functools.partial(tnn.GroupNorm, groups)
+        return self._of_map(x, name, make)
 
     def dense(self, x, name, out, bias=True):
         return self._at(name, tnn.Linear, x.shape[-1], out, bias)(x)
+
+    def packed(self, x, name, out):
+        """Three projections of one layer, which are three in Flax."""
+        y = self.dense(x, name, 3 * out)
+        return y.chunk(3, -1)
+
+    def matrix(self, x, name, out):
+        """Multiplies with the weight of a layer, which is a bare parameter in Flax."""
+        return self.dense(x, name, out, bias=False)
+
+    def bare(self, x, name, out):
+        """Multiplies with a bare parameter, which is the kernel of a layer in Flax."""
+        return x @ self.param(name, x.shape[-1], out)
+
+    def bilinear(self, x, y, name, out):
+        return self._at(name, tnn.Bilinear, x.shape[-1], y.shape[-1], out)(x, y)
 
     def conv1d(self, x, name, out):
         return self._at(name, Conv1D, x.shape[-1], out)(x)
@@ -97,6 +169,9 @@ class TorchLayers:
 
     def rms(self, x, name):
         return self._at(name, tnn.RMSNorm, x.shape[-1], eps=1e-6)(x)
+
+    def prelu(self, x, name):
+        return self._at(name, tnn.PReLU)(x)
 
     def embed(self, ids, name, size, width):
         return self._at(name, tnn.Embedding, size, width)(ids)
@@ -108,19 +183,27 @@ class TorchLayers:
         head.weight = weight
         return head(x)
 
-    def attention(self, x, name, heads):
+    def attention(self, x, name, heads, of=None):
         layer = self._at(name, tnn.MultiheadAttention, x.shape[-1], heads, batch_first=True)
-        return layer(x, x, x)[0]
+        of = x if of is None else of
+        return layer(x, of, of)[0]
 
-    def recurrent(self, x, name, kind, width, layers):
-        make = getattr(tnn, kind)
-        return self._at(name, make, x.shape[-1], width, layers, batch_first=True)(x)[0]
+    def separate(self, x, name, words):
+        """Attention of four layers, which are one in Flax."""
+        return projected(self, x, x, name, words)
+
+    def recurrent(self, x, name, kind, width, layers=1, both=False):
+        make = functools.partial(getattr(tnn, kind), batch_first=True, bidirectional=both)
+        return self._at(name, make, x.shape[-1], width, layers)(x)[0]
 
     def param(self, name, *shape):
         return self._at(name, lambda: tnn.Parameter(torch.ones(shape)))
 
-    def flatten(self, x):
-        return x.movedim(-1, 1).flatten(1)
+    def buffer(self, name, value):
+        return self._at(name, lambda: tnn.Buffer(torch.as_tensor(value)))
+
+    def flatten(self, x, start=1):
+        return x.movedim(-1, start).flatten(start)
 
     def unflatten(self, x, *shape):
         return x.unflatten(1, shape).movedim(1, -1)
@@ -138,74 +221,119 @@ class FlaxLayers:
     """The same layers in Flax."""
 
     gelu = functools.partial(nn.gelu, approximate=False)
+    permute = staticmethod(jnp.permute_dims)
 
     def __init__(self, module):
         self.module = module
-        self.tables = {}
+        self.made = {}
 
     def __getattr__(self, name):
         """Takes a function without parameters from JAX or Flax."""
         return getattr(jnp, name, None) or getattr(nn, name)
 
     def _name(self, name):
+        if self.module.names is not None:
+            return self.module.names.get(name)
         return None if name.isdecimal() else name.replace(".", "_")
 
-    def conv(self, x, name, out, k, s=1, p=0, groups=1, bias=True):
-        layer = nn.Conv(
+    def _at(self, name, make, *sizes, **more):
+        """Returns the layer of such a name in torch, made at the first time."""
+        if name not in self.made:
+            self.made[name] = make(*sizes, name=self._name(name), **more)
+        return self.made[name]
+
+    def block(self, name, body, *inputs):
+        return self._at(name, FlaxModel, body, self.module.train, self.module.names)(*inputs)
+
+    def conv(self, x, name, out, k, s=1, p=0, groups=1, bias=True, dilation=1, normed=False):
+        layer = self._at(
+            name,
+            nn.Conv,
             out,
             (k,) * (x.ndim - 2),
             s,
-            padding=p,
+            p,
+            kernel_dilation=dilation,
             feature_group_count=groups,
             use_bias=bias,
-            name=self._name(name),
         )
-        return layer(x)
+        return nn.WeightNorm(layer)(x) if normed else layer(x)
 
-    def conv_transpose(self, x, name, out, k):
-        return nn.ConvTranspose(out, (k, k), (k, k), name=self._name(name))(x)
+    def rows_conv(self, x, name, out, k):
+        return self.conv(x, name, out, k)
+
+    def conv_transpose(self, x, name, out, k, s=2, p=0, bias=True):
+        pad = (k - 1 - p, k - 1 - p)
+        make = functools.partial(nn.ConvTranspose, padding=(pad, pad), use_bias=bias)
+        return self._at(name, make, out, (k, k), (s, s))(x)
 
     def bn(self, x, name):
-        return nn.BatchNorm(
-            not self.module.train, momentum=0.9, epsilon=1e-5, name=self._name(name)
-        )(x)
+        return self._at(name, nn.BatchNorm, not self.module.train, momentum=0.9, epsilon=1e-5)(x)
+
+    def gn(self, x, name, groups):
+        return self._at(name, nn.GroupNorm, groups, epsilon=1e-5)(x)
 
     def dense(self, x, name, out, bias=True):
-        return nn.Dense(out, bias, name=self._name(name))(x)
+        return self._at(name, nn.Dense, out, bias)(x)
 
     conv1d = dense
+    pointwise = dense
+
+    def packed(self, x, name, out):
+        return [self.dense(x, f"{name}.{part}", out) for part in range(3)]
+
+    def matrix(self, x, name, out):
+        return x @ self.param(name, x.shape[-1], out)
+
+    def bare(self, x, name, out):
+        return self.dense(x, name, out, bias=False)
+
+    def bilinear(self, x, y, name, out):
+        kernel = self.param("kernel", x.shape[-1], y.shape[-1], out)
+        return jnp.einsum("bxi,ijo,bxj->bxo", x, kernel, y) + self.param("bias", out)
 
     def ln(self, x, name):
-        return nn.LayerNorm(1e-5, name=self._name(name))(x)
+        return self._at(name, nn.LayerNorm, 1e-5)(x)
 
     def rms(self, x, name):
-        return nn.RMSNorm(1e-6, name=self._name(name))(x)
+        return self._at(name, nn.RMSNorm, 1e-6)(x)
+
+    def prelu(self, x, name):
+        return self._at(name, nn.PReLU, negative_slope_init=0.25)(x)
 
     def embed(self, ids, name, size, width):
-        if name not in self.tables:
-            self.tables[name] = nn.Embed(size, width, name=self._name(name))
-        return self.tables[name](ids)
+        return self._at(name, nn.Embed, size, width)(ids)
 
     def tied(self, x, name, table):
-        return self.tables[table].attend(x)
+        return self.made[table].attend(x)
 
-    def attention(self, x, name, heads):
-        return nn.MultiHeadDotProductAttention(heads, name=self._name(name))(x)
+    def attention(self, x, name, heads, of=None):
+        return self._at(name, nn.MultiHeadDotProductAttention, heads)(x, of)
 
-    def recurrent(self, x, name, kind, width, layers):
+    def separate(self, x, name, words):
+        return self.attention(x, name, 2)
+
+    def recurrent(self, x, name, kind, width, layers=1, both=False):
         cell = {"LSTM": nn.OptimizedLSTMCell, "GRU": nn.GRUCell}[kind]
+        if both:
+            return nn.Bidirectional(nn.RNN(cell(width)), nn.RNN(cell(width)))(x)
         for k in range(layers):
-            x = nn.RNN(cell(width, name=self._name(f"{name}_{k}")))(x)
+            x = nn.RNN(self._at(f"{name}_{k}", cell, width))(x)
         return x
 
     def param(self, name, *shape):
         parents, _, last = name.rpartition(".")
+        if self.module.names is not None:
+            return self.module.param(self.module.names.get(name, last), ONES, shape)
         if parents:
             return Bare(name=self._name(parents))(last, shape)
         return self.module.param(last, ONES, shape)
 
-    def flatten(self, x):
-        return x.reshape(len(x), -1)
+    def buffer(self, name, value):
+        return value
+
+    def flatten(self, x, start=1):
+        return x.reshape(*x.shape[:start], -1)
 
     def unflatten(self, x, channels, *spatial):
         return x.reshape(len(x), *spatial, channels)
