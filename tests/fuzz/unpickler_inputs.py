@@ -6,6 +6,7 @@ import random
 import struct
 
 from tests.helpers import torch_files as files
+from tests.helpers.torch_files import OPCODES, assemble, sized
 
 Dice = random.Random
 GLOBALS = [
@@ -20,8 +21,8 @@ FORBIDDEN = ("os:system", "builtins:eval")
 TEXTS = ["__class__", "__setstate__", "storage", "0", "", "w", "a" * 300, "\ud800", "latin1"]
 NUMBERS = [0, -1, 1, 3, 255, 2**31, 2**40, 2**62]
 COUNTS = [0, 1, 7, 255, 300, 65_536, 2**31 - 1, 2**32 - 1, 2**40, 2**63, 2**64 - 1]
-PLAIN = [b"N", b"\x88", b")", b"]", b"}", b"\x8f", b"C\x03abc", b"(lK\x01a", b"G\x7f" + bytes(7)]
-OPCODES = [opcode for opcode in pickletools.opcodes if opcode.code != "."]
+NOT_LAST = [opcode for opcode in pickletools.opcodes if opcode.name != "STOP"]
+PLAIN = "NONE NEWTRUE EMPTY_TUPLE EMPTY_LIST EMPTY_DICT EMPTY_SET"
 
 
 def named(dice):
@@ -36,7 +37,7 @@ def any_value(dice, depth=0):
     """Makes a function, an instance, a tensor, a storage or something plain, of few opcodes."""
     kind = dice.randrange(6 if depth > 3 else 10)
     if kind == 0:
-        return dice.choice(PLAIN)
+        return OPCODES[dice.choice(PLAIN.split())]
     if kind == 1:
         return files.integer(dice.choice(NUMBERS))
     if kind == 2:
@@ -52,64 +53,83 @@ def any_value(dice, depth=0):
     if kind == 6:
         return files.call(named(dice), *parts)
     if kind == 7:
-        return any_value(dice, depth + 1) + b")" + dice.choice([b"R", b"\x81"])
+        return any_value(dice, depth + 1) + assemble(f"EMPTY_TUPLE {dice.choice(CALLS)}")
     if kind == 8:
         return files.tup(*parts)
-    return b"}" + files.text(dice.choice(TEXTS)) + any_value(dice, depth + 1) + b"s"
+    return state(dice, depth + 1)
+
+
+CALLS = ["REDUCE", "NEWOBJ"]
+
+
+def state(dice, depth):
+    """Makes a dictionary of one entry."""
+    key = files.text(dice.choice(TEXTS))
+    return assemble("EMPTY_DICT key value SETITEM", key=key, value=any_value(dice, depth))
+
+
+ENDINGS = [  # what calls or fills whatever there is: functions, instances and values
+    *("pair SETITEM", "MARK pair SETITEMS", "value APPEND", "MARK pair APPENDS"),
+    *("MARK pair ADDITEMS", "value BUILD", "state BUILD", "NONE state TUPLE2 BUILD"),
+    *("MARK pair TUPLE REDUCE", "MARK pair TUPLE NEWOBJ", "MARK pair TUPLE EMPTY_DICT NEWOBJ_EX"),
+    *("BINPERSID", "state state TUPLE2 BUILD", "MARK name pair OBJ"),
+]
 
 
 def calls(dice):
     """Calls and fills whatever there is: functions, instances and values."""
     body = any_value(dice)
     for _ in range(dice.randrange(1, 5)):
-        pair = any_value(dice, 2) + any_value(dice, 2)
-        arguments = files.tup(pair)
-        state = b"}" + files.text(dice.choice(TEXTS)) + any_value(dice, 3) + b"s"
-        endings = [
-            *(pair + b"s", b"(" + pair + b"u", any_value(dice) + b"a", b"(" + pair + b"e"),
-            *(b"(" + pair + b"\x90", any_value(dice) + b"b", state + b"b", b"N" + state + b"\x86b"),
-            *(arguments + b"R", arguments + b"\x81", arguments + b"}\x92", b"Q"),
-            *(state + state + b"\x86b", b"(" + named(dice) + pair + b"o"),
-        ]
-        body += dice.choice(endings)
+        parts = {
+            "pair": any_value(dice, 2) + any_value(dice, 2),
+            "state": state(dice, 3),
+            "value": any_value(dice),
+            "name": named(dice),
+        }
+        body += assemble(dice.choice(ENDINGS), **parts)
     return body
+
+
+TWO_OF_TWO = "GET0 GET0 TUPLE2 BINPUT 0x00"
+MEMO = [
+    *("BINPUT short", "MEMOIZE", "BINGET short APPEND", "LONG_BINPUT long"),
+    *("LONG_BINGET long APPEND", "TUPLE1 MEMOIZE", TWO_OF_TWO, "EMPTY_DICT BINPUT 0x01 GET0 GET1"),
+]
 
 
 def memo(dice):
     """Asks for entries of the memo that are far away, missing, overwritten, or hold each other."""
-    if dice.random() < 0.3:  # two of two of two of ...
-        return b")q\x00" + b"h\x00h\x00\x86q\x00" * dice.choice([5, 12, 40])
-    body = b"]"
+    if dice.random() < 0.3:
+        return assemble(f"EMPTY_TUPLE BINPUT 0x00 ({TWO_OF_TWO}) * {dice.choice([5, 12, 40])}")
+    body = assemble("EMPTY_LIST")
     for _ in range(dice.randrange(1, 60)):
         index = dice.choice([0, 1, 2, 3, 200, 5_000, 10**6, 2**31 - 1, 2**32 - 1])
-        short, long = bytes([index & 255]), struct.pack("<I", index)
-        endings = [
-            *(b"q" + short, b"\x94", b"h" + short + b"a", b"r" + long, b"j" + long + b"a"),
-            *(b"\x85\x94", b"h\x00h\x00\x86q\x00", b"}q\x01h\x00h\x01sa"),
-        ]
-        body += dice.choice(endings)
+        parts = {"short": bytes([index & 255]), "long": struct.pack("<I", index)}
+        body += assemble(dice.choice(MEMO), **parts)
     return body
 
 
-NESTED = [  # what is before, and what behind
-    (b"]", b"a"), (b"(", b"t"), (b"", b"\x85"), (b"}K\x00", b"s"), (b"", b"N\x86"), (b"}", b"Ns"),
-    (files.glob("torch", "Size"), b"\x85R"), (b"\x8f(", b"\x90"),
-    (files.glob("argparse", "Namespace") + b")R", b"b"),
-]  # fmt: skip
+NESTED = [  # containers, arguments, states and keys in each other
+    *("(EMPTY_LIST) * {0} NONE (APPEND) * {0}", "(MARK) * {0} NONE (TUPLE) * {0}"),
+    *("NONE (TUPLE1) * {0}", "(EMPTY_DICT 0) * {0} NONE (SETITEM) * {0}"),
+    *("NONE (NONE TUPLE2) * {0}", "(EMPTY_DICT) * {0} NONE (NONE SETITEM) * {0}"),
+    *("(torch:Size) * {0} NONE (TUPLE1 REDUCE) * {0}", "(EMPTY_SET MARK) * {0} (ADDITEMS) * {0}"),
+    "(argparse:Namespace EMPTY_TUPLE REDUCE) * {0} NONE (BUILD) * {0}",
+]
 
 
 def deep(dice):
-    """Puts containers, arguments, states and keys into each other."""
     depth = 100_000 if dice.random() < 0.03 else dice.choice([5, 40, 90, 100, 101, 2_000])
-    start, end = dice.choice(NESTED)
-    return start * depth + b"N" + end * depth
+    return assemble(dice.choice(NESTED).format(depth))
 
 
-# Opcodes with a length, and its bytes.
+# Bytes of the length that stands behind an opcode.
 WITH_LENGTH = {
-    b"\x8a": 1, b"\x8b": 4, b"X": 4, b"\x8d": 8, b"\x8c": 1, b"T": 4, b"U": 1, b"B": 4, b"C": 1,
-    b"\x8e": 8, b"\x96": 8, b"\x95": 8,
-}  # fmt: skip
+    **dict.fromkeys(("LONG1", "SHORT_BINUNICODE", "SHORT_BINSTRING", "SHORT_BINBYTES"), 1),
+    **dict.fromkeys(("LONG4", "BINUNICODE", "BINSTRING", "BINBYTES"), 4),
+    **dict.fromkeys(("BINUNICODE8", "BINBYTES8", "BYTEARRAY8", "FRAME"), 8),
+}
+HUGE = ["made", "EMPTY_DICT made NONE SETITEM", "made BINPUT 0x00 (GET0 TUPLE2) * 50"]
 
 
 def huge(dice):
@@ -117,24 +137,23 @@ def huge(dice):
     size = dice.choice([0, 1, 255, 256, 5_000, 400_000])
     raw = dice.choice([b"\x7f", b"a", b"\xff", "\u00e9".encode(), "\U0001f600".encode()]) * size
     said = len(raw) if dice.random() < 0.6 else dice.choice(COUNTS)
-    code, width = dice.choice(list(WITH_LENGTH.items()))
-    made = code + (said % 256**width).to_bytes(width, "little") + raw
-    return dice.choice([made, b"}" + made + b"Ns", made + b"q\x00" + b"h\x00\x86" * 50])
+    name, width = dice.choice(list(WITH_LENGTH.items()))
+    made = OPCODES[name] + (said % 256**width).to_bytes(width, "little") + raw
+    return assemble(dice.choice(HUGE), made=made)
 
 
 def any_opcodes(dice):
     """Puts any opcode behind any other, with arguments that can be read."""
     body = b""
     for _ in range(dice.randrange(1, 40)):
-        opcode = dice.choice(OPCODES)
+        opcode = dice.choice(NOT_LAST)
         size = opcode.arg.n if opcode.arg else 0
-        code = opcode.code.encode("latin-1")
         argument = bytes(dice.randrange(4) for _ in range(max(size, 0)))
         if size == pickletools.UP_TO_NEWLINE:
             argument = dice.choice([b"0\n", b"torch\nSize\n", b"1\n", b"9" * 5_000 + b"\n"])
         elif size < 0:
-            argument = b"\x03" + bytes(WITH_LENGTH[code] - 1) + b"abc"
-        body += dice.choice([b"", any_value(dice, 3)]) + code + argument
+            argument = b"\x03" + bytes(WITH_LENGTH[opcode.name] - 1) + b"abc"
+        body += dice.choice([b"", any_value(dice, 3)]) + OPCODES[opcode.name] + argument
     return body
 
 
@@ -149,35 +168,35 @@ HASHES = [
 ]
 
 
-def _key(value):
+def written(value):
     """Writes a key without the memo, which would make equal keys one."""
     if isinstance(value, tuple):
-        return files.tup(*map(_key, value))
+        return files.tup(*map(written, value))
     return files.text(value) if isinstance(value, str) else pickle.dumps(value, 4)[2:-1]
+
+
+FILLED = [
+    *("EMPTY_DICT MARK entries SETITEMS", "EMPTY_DICT set", "EMPTY_SET MARK keys ADDITEMS"),
+    *("MARK keys FROZENSET", "builtins:set MARK MARK keys TUPLE TUPLE REDUCE"),
+    "collections:OrderedDict EMPTY_DICT MARK entries SETITEMS TUPLE1 REDUCE",
+    "EMPTY_DICT 'state' EMPTY_DICT MARK entries SETITEMS SETITEM",
+]
 
 
 def filled(dice, keys):
     """Fills a dictionary or a set with these keys, in one of the ways that there are."""
-    value = dice.choice([b"N", b"K\x01", files.text("w")])
-    mapping = b"}(" + b"".join(key + value for key in keys) + b"u"
-    listed = b"(" + b"".join(keys)
-    choices = [
-        mapping,
-        b"}" + b"".join(key + value + b"s" for key in keys),
-        b"\x8f" + listed + b"\x90",
-        listed + b"\x91",
-        files.call(files.glob("builtins", "set"), listed + b"t"),
-        files.call(files.glob("collections", "OrderedDict"), mapping),
-        files.dictionary(state=mapping),
-    ]
-    return dice.choice(choices)
+    value = dice.choice([assemble("NONE"), assemble("1"), files.text("w")])
+    entries = value.join(keys) + value
+    set_each = (value + OPCODES["SETITEM"]).join(keys) + value + OPCODES["SETITEM"]
+    parts = {"keys": b"".join(keys), "entries": entries, "set": set_each}
+    return assemble(dice.choice(FILLED), **parts)
 
 
 def colliding_keys(dice):
     """Fills dictionaries and sets with keys that meet each other."""
     count = dice.choice([2, 7, 40, 300, 5_000, 17_000])
     makers = dice.sample(HASHES, dice.choice([1, 1, 2]))
-    keys = [_key(dice.choice(makers)(k)) for k in range(count)]
+    keys = [written(dice.choice(makers)(k)) for k in range(count)]
     return filled(dice, keys[: 300_000 // len(keys[0])])
 
 
@@ -187,37 +206,36 @@ def equal_keys(dice):
     kept = b""
     different = dice.choice([1, 2, 9])
     for index in range(different):
-        key = files.text("k" * size + str(index))
-        kept += (key + b"\x940") * 2
+        kept += assemble("key KEEP key KEEP", key=files.text("k" * size + str(index)))
     order = [files.get(dice.randrange(2 * different)) for _ in range(dice.choice([2, 100, 20_000]))]
     return kept + filled(dice, order)
 
 
+# Long text, bytes, numbers and tuples of them: the first two of the memo. Behind them are the name
+# of a module and a function.
+LONG = "value KEEP value KEEP module KEEP function KEEP "
+USES = [
+    *("EMPTY_LIST (GET0 APPEND) * {}", "EMPTY_LIST MARK (GET1) * {} APPENDS"),
+    "EMPTY_DICT (GET0 GET1 SETITEM GET1 NONE SETITEM) * {}",
+    "EMPTY_SET MARK (GET0 GET1) * {} ADDITEMS",
+    *("(GET2 GET0 STACK_GLOBAL POP) * {} NONE", "(GET0 GET2 STACK_GLOBAL POP) * {} NONE"),
+    "EMPTY_LIST MARK (GET3 GET0 TUPLE1 REDUCE) * {} APPENDS",
+    "EMPTY_LIST MARK (GET3 GET0 'latin1' TUPLE2 REDUCE) * {} APPENDS",
+    "(MARK 'storage' torch:FloatStorage GET0 GET1 TUPLE BINPERSID POP) * {} NONE",
+]
+
+
 def long_values(dice):
-    """Shows long text, bytes, numbers and tuples of them again wherever a value can stand."""
+    """Shows long values again wherever a value can stand."""
     size = dice.choice([300, 5_000, 100_000, 1 << 20])
     letter = dice.choice([b"a", "\u00e9".encode(), "\U0001f600".encode()])
     raw = letter * (size // len(letter))
-    said = struct.pack("<I", len(raw))
-    long_text = b"X" + said + raw
-    value = dice.choice([long_text, b"B" + said + raw, b"\x8b" + said + raw, files.tup(long_text)])
+    value = sized(dice.choice(["BINUNICODE", "BINBYTES", "LONG4"]), raw)
     module = files.text(dice.choice(["torch", "os", "torch._utils", "collections"]))
-    kept = b"".join(part + b"\x940" for part in (value, value, module, named(dice)))
-    times = dice.choice([1, 30, 3_000, 30_000])
-    first, second, module, function = map(files.get, range(4))
-    storage = files.tup(files.text("storage"), files.glob("torch", "FloatStorage"), first, second)
-    uses = [
-        b"]" + (first + b"a") * times,
-        b"](" + second * times + b"e",
-        b"}" + (first + second + b"s" + second + b"Ns") * times,
-        b"\x8f(" + (first + second) * times + b"\x90",
-        (module + first + b"\x930") * times + b"N",
-        (first + module + b"\x930") * times + b"N",
-        b"](" + (function + first + b"\x85R") * times + b"e",
-        b"](" + (function + first + files.text("latin1") + b"\x86R") * times + b"e",
-        (storage + b"Q0") * times + b"N",
-    ]
-    return kept + dice.choice(uses)
+    program = LONG + dice.choice(USES).format(dice.choice([1, 30, 3_000, 30_000]))
+    if dice.random() < 0.25:
+        value = files.tup(value)
+    return assemble(program, value=value, module=module, function=named(dice))
 
 
 def many_names(dice):
@@ -228,9 +246,9 @@ def many_names(dice):
     names = [files.text(f"{prefix}{'x' * width}{index}") for index in range(count)]
     tensor = files.tensor_call()
     if dice.random() < 0.5:
-        items = b"".join(name + files.get(0) for name in names)
-        return tensor + b"\x940}(" + items + b"u"
-    return b"}(" + b"".join(name + tensor for name in names[:1_000]) + b"u"
+        again = files.get(0)
+        return assemble("tensor KEEP EMPTY_DICT MARK ") + again.join(names) + again + b"u"
+    return assemble("EMPTY_DICT MARK") + tensor.join(names[:1_000]) + tensor + b"u"
 
 
 BODIES = {
