@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import torch_bridge
 from tests.helpers.control import apart
@@ -51,6 +53,26 @@ def move_weights(module, seed):
 def params_to_torch(params, like, **said):
     found = torch_bridge.pair(like, params, **said)
     return torch_bridge.params_to_torch(params, like, pairs=found)
+
+
+def ddp_job(module, steps=4, scaler=None, **options):
+    """Trains a module in DDP at rank 2, compressed from the third step on.
+
+    Returns the model of DDP, the hook's state and the optimizer; `options` are of the state.
+    """
+    ddp = DistributedDataParallel(module)
+    settings = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2} | options
+    state = powerSGD_hook.PowerSGDState(None, **settings)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    inputs = next(module.parameters()).shape[-1]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        scaler.scale((ddp(torch.randn(8, inputs)) ** 2).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return ddp, state, optimizer
 
 
 def steps_in_torch(loss, optimizer, batches):

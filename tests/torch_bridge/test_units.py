@@ -1,6 +1,7 @@
 """Files that mean something else than they seem to say: converted right, or said by name."""
 
 import dataclasses
+import functools
 import warnings
 
 import jax
@@ -12,7 +13,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.fuzz.legitimate import DTYPES
 from tests.helpers import torch_files as files
+from tests.helpers.bridge import ddp_job, kernels, linears
 from torch_bridge import (
     BucketLayout,
     Checkpoint,
@@ -43,26 +46,21 @@ def converted(checkpoint, like=LIKE, **options):
 
 
 def scaled_job(scale):
-    """Four steps of a job whose hook compresses gradients of a loss times `scale`."""
+    """Trains a job whose hook compresses gradients of a loss times `scale`."""
     torch.manual_seed(0)
-    ddp = DistributedDataParallel(torch.nn.Linear(24, 16))
-    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2)
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale != 1)
-    for _ in range(4):
-        optimizer.zero_grad()
-        scaler.scale((ddp(torch.randn(8, 24)) ** 2).mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return ddp, state, optimizer, scaler
+    return ddp_job(torch.nn.Linear(24, 16), scaler=scaler), scaler
+
+
+def as_most_loops(ddp, state, optimizer):
+    """Makes the document that most loops save."""
+    models = {"state_dict": ddp.state_dict(), "optimizer": optimizer.state_dict()}
+    return models | {"comm_hook_state": state, "world_size": 1}
 
 
 @pytest.fixture
 def plain(alone):
-    ddp, state, optimizer, _ = scaled_job(1)
-    document = {"state_dict": ddp.state_dict(), "comm_hook_state": state, "world_size": 1}
-    return document | {"optimizer": optimizer.state_dict()}
+    return as_most_loops(*scaled_job(1)[0])
 
 
 def written(path, document):
@@ -70,40 +68,31 @@ def written(path, document):
     return load(path)
 
 
-@pytest.mark.parametrize("place", ["scaler", "amp.grad_scaler", "save_checkpoint"])
+@pytest.mark.parametrize("place", ["scaler", "amp", "save_checkpoint"])
 def test_a_loss_scale_is_taken_out_and_put_in_again(plain, tmp_path, place):
     path = tmp_path / "c.pt"
     unscaled, _ = converted(written(path, plain))
-    ddp, state, optimizer, scaler = scaled_job(4096.0)
+    (ddp, state, optimizer), scaler = scaled_job(4096.0)
     if place == "save_checkpoint":
         save_checkpoint(path, ddp, state, optimizer=optimizer, scaler=scaler)
         assert torch.load(path, weights_only=True)["extra"]["scaler"] == scaler.state_dict()
     else:
-        document = {"state_dict": ddp.state_dict(), "comm_hook_state": state, "world_size": 1}
-        document["optimizer"] = optimizer.state_dict()
-        above, _, name = place.rpartition(".")
-        entry = {name: scaler.state_dict()}
-        document.update({above: entry} if above else entry)
+        document = as_most_loops(ddp, state, optimizer)
+        above = document if place == "scaler" else document.setdefault(place, {})
+        above["grad_scaler"] = scaler.state_dict()
         torch.save(document, path)
     checkpoint = load(path)
     run, said = converted(checkpoint)
     assert not said
-    for what in ("residual", "q"):
-        pairs = zip(
-            jax.tree.leaves(getattr(run.reducer_state, what)),
-            jax.tree.leaves(getattr(unscaled.reducer_state, what)),
-            strict=True,
-        )
-        for ours, theirs in pairs:
-            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, run.reducer_state, unscaled.reducer_state)
     back = tmp_path / "back.pt"
     to_torch(run.params, run.opt_state, checkpoint, path=back)
-    returned = state_from_record(load(back).record(0))
-    old = checkpoint.layout or load(back).layout
-    for name, part in old.parts(returned).items():
-        if part.rank:
-            np.testing.assert_array_equal(part.error, old.parts(state)[name].error)
-            np.testing.assert_array_equal(part.q, old.parts(state)[name].q)
+    returned = load(back)
+    new = returned.layout.parts(state_from_record(returned.record(0)))["weight"]
+    old = returned.layout.parts(state)["weight"]
+    np.testing.assert_array_equal(new.error, old.error)
+    np.testing.assert_array_equal(new.q, old.q)
 
 
 def test_scalers_that_disagree_need_an_answer(plain, tmp_path):
@@ -126,17 +115,16 @@ def test_a_scaler_that_is_not_enabled_changes_nothing(plain, tmp_path):
     before, _ = converted(written(tmp_path / "c.pt", plain))
     plain["scaler"] = torch.amp.GradScaler("cpu", enabled=False).state_dict()
     after, _ = converted(written(tmp_path / "c.pt", plain))
-    same = jax.tree.map(np.array_equal, before.reducer_state, after.reducer_state)
-    assert all(jax.tree.leaves(same))
+    jax.tree.map(np.testing.assert_array_equal, before.reducer_state, after.reducer_state)
 
 
 def test_save_checkpoint_wants_the_scaler_itself(alone, tmp_path):
-    ddp, state, _, scaler = scaled_job(1024.0)
+    (ddp, state, _), scaler = scaled_job(1024.0)
     with pytest.raises(TypeError, match="`scaler` must be the GradScaler itself"):
         save_checkpoint(tmp_path / "c.pt", ddp, state, scaler=scaler.state_dict())
 
 
-@pytest.mark.parametrize("scale", [0, -1.0, "many", float("nan")])
+@pytest.mark.parametrize("scale", [0, "many", float("nan")])
 def test_a_loss_scale_that_is_none(tmp_path, scale):
     path = tmp_path / "c.pt"
     path.write_bytes(files.saved(files.own_format(loss_scale=scale)))
@@ -152,12 +140,12 @@ def square_layers(bias=False):
     return torch.nn.Sequential(*[torch.nn.Linear(6, 6, bias=bias) for _ in range(3)])
 
 
-SQUARES = {f"layers_{index}": {"kernel": np.zeros((6, 6), np.float32)} for index in range(3)}
+SQUARES = kernels(layers_0=(6, 6), layers_1=(6, 6), layers_2=(6, 6))
 
 
-def stepped(optimizer, module, schedule=None, steps=3):
+def stepped(optimizer, module, schedule=None):
     torch.manual_seed(1)
-    for _ in range(steps):
+    for _ in range(3):
         optimizer.zero_grad()
         (module(torch.randn(8, 6)) ** 2).mean().backward()
         optimizer.step()
@@ -186,15 +174,12 @@ def test_what_a_scheduler_drove_is_named(tmp_path, make, options, name, args, mo
     module = square_layers()
     optimizer = make(module.named_parameters(), lr=1e-3, **options)
     schedule = getattr(torch.optim.lr_scheduler, name)(optimizer, *args, **more)
-    stepped(optimizer, module, schedule, steps=12)
-    checkpoint = saved(tmp_path, module, optimizer)
+    checkpoint = saved(tmp_path, module, stepped(optimizer, module, schedule))
     _, said = converted(checkpoint, SQUARES, plain=True)
-    momenta = [text for text in said if f"drives the optimizer's `{kind}`" in text]
-    assert len(momenta) == bool(kind)
-    assert len([text for text in said if "Pass learning_rate=" in text]) == 1
     assert len(said) == 1 + bool(kind)
+    assert "Pass learning_rate=" in "".join(said)
     _, said = converted(checkpoint, SQUARES, plain=True, learning_rate=lambda step: 1e-3)
-    assert len(said) == bool(kind)
+    assert [f"drives the optimizer's `{kind}`" in text for text in said] == [True] * bool(kind)
 
 
 def test_an_optimizer_without_names_says_what_could_be_exchanged(tmp_path):
@@ -202,20 +187,15 @@ def test_an_optimizer_without_names_says_what_could_be_exchanged(tmp_path):
     backwards = [parameter for _, parameter in module.named_parameters()][::-1]
     optimizer = stepped(torch.optim.SGD(backwards, 0.1, momentum=0.9), module)
     checkpoint = saved(tmp_path, module, optimizer)
-    _, said = converted(checkpoint, SQUARES, plain=True)
-    assert [text for text in said if "0.weight and 1.weight" in text and "param_names=" in text]
-    names = [name for name, _ in module.named_parameters()][::-1]
+    _, (said,) = converted(checkpoint, SQUARES, plain=True)
+    assert "0.weight and 1.weight" in said
+    assert "param_names=" in said
+    names = ["2.weight", "1.weight", "0.weight"]
     run, said = converted(checkpoint, SQUARES, plain=True, param_names=names)
     assert not said
     moved = run.optimizer_state[0].trace["layers_0"]["kernel"]
     buffer = optimizer.state_dict()["state"][2]["momentum_buffer"]
     np.testing.assert_array_equal(moved, buffer.numpy().T)
-
-
-def test_a_name_that_is_given_twice_is_refused(tmp_path):
-    module = square_layers()
-    optimizer = stepped(torch.optim.SGD(module.parameters(), 0.1, momentum=0.9), module)
-    checkpoint = saved(tmp_path, module, optimizer)
     with pytest.raises(ValueError, match="names a parameter twice"):
         converted(checkpoint, SQUARES, plain=True, param_names=["0.weight", "1.weight", "0.weight"])
 
@@ -226,9 +206,7 @@ def test_sorted_names_do_not_tell_the_order_of_an_optimizer(tmp_path):
     document = {"optimizer": optimizer.state_dict()}
     document["state_dict"] = dict(sorted(module.state_dict().items()))  # as safetensors does
     checkpoint = written(tmp_path / "c.pt", document)
-    like = {
-        f"layers_{index}": {"kernel": np.zeros((6, 6)), "bias": np.zeros(6)} for index in range(11)
-    }
+    like = linears(**{f"layers_{index}": (6, 6) for index in range(11)})
     with pytest.raises(ValueError, match="names of the model are sorted, as safetensors"):
         converted(checkpoint, like, plain=True)
     names = [name for name, _ in module.named_parameters()]
@@ -236,15 +214,6 @@ def test_sorted_names_do_not_tell_the_order_of_an_optimizer(tmp_path):
     assert not said
     kept = run.optimizer_state[0].mu["layers_10"]["bias"]
     np.testing.assert_array_equal(kept, optimizer.state_dict()["state"][21]["exp_avg"].numpy())
-
-
-def test_names_that_only_count_up_are_in_order(tmp_path):
-    module = square_layers()
-    optimizer = stepped(torch.optim.SGD(module.parameters(), 0.1, momentum=0.9), module)
-    checkpoint = saved(tmp_path, module, optimizer)
-    assert list(checkpoint.model) == sorted(checkpoint.model)
-    run, _ = converted(checkpoint, SQUARES, plain=True)
-    assert run.optimizer is not None
 
 
 def test_moments_take_the_dtype_of_their_parameters(tmp_path):
@@ -257,10 +226,8 @@ def test_moments_take_the_dtype_of_their_parameters(tmp_path):
     run, said = converted(checkpoint, like, plain=True)
     assert ["exp_avg of 0.weight (float32 beside bfloat16)" in text for text in said] == [True]
     fresh = run.optimizer.init(run.params)
-    dtypes = jax.tree.map(
-        lambda ours, theirs: ours.dtype == theirs.dtype, run.optimizer_state, fresh
-    )
-    assert all(jax.tree.leaves(dtypes))
+    dtypes = [jax.tree.map(jnp.result_type, state) for state in (run.optimizer_state, fresh)]
+    assert dtypes[0] == dtypes[1]
 
 
 def test_a_file_without_an_optimizer_says_that_nothing_goes_downhill(tmp_path):
@@ -283,16 +250,11 @@ def test_an_optimizers_own_file_is_read(tmp_path):
 
 
 def test_a_hook_that_draws_q_anew_is_equal_in_kind_alone(alone, tmp_path):
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(torch.nn.Linear(24, 16))
-    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2, warm_start=False)
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    for _ in range(4):
-        (ddp(torch.randn(8, 24)) ** 2).mean().backward()
+    ddp, state, _ = ddp_job(torch.nn.Linear(24, 16), warm_start=False)
     save_checkpoint(tmp_path / "c.pt", ddp, state)
     checkpoint = load(tmp_path / "c.pt")
     run, said = converted(checkpoint)
-    assert [text for text in said if "warm_start=False" in text]
+    assert "warm_start=False" in "".join(said)
     error = checkpoint.layout.parts(checkpoint.powersgd[0])["weight"].error
     np.testing.assert_array_equal(run.reducer_state.residual["kernel"], error.T)
     document = to_torch(run.params, run.opt_state, checkpoint)
@@ -345,25 +307,15 @@ def test_a_state_of_post_local_sgd_is_named(alone, tmp_path):
 
 def test_activation_checkpointing_changes_no_name(alone, tmp_path):
     net = torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(24, 16)), torch.nn.Linear(16, 24))
-    ddp = DistributedDataParallel(net)
-    state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=2)
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), 0.1, momentum=0.9)
-    for _ in range(4):
-        optimizer.zero_grad()
-        (ddp(torch.randn(8, 24)) ** 2).mean().backward()
-        optimizer.step()
+    ddp, state, optimizer = ddp_job(net)
     save_checkpoint(tmp_path / "c.pt", ddp, state, optimizer=optimizer)
     checkpoint = load(tmp_path / "c.pt")
     assert set(checkpoint.layout.names) == set(net.state_dict())
-    like = {f"layers_{k}": {"kernel": np.zeros(s), "bias": np.zeros(s[1])}
-            for k, s in enumerate([(24, 16), (16, 24)])}  # fmt: skip
-    run, said = converted(checkpoint, like)
+    run, said = converted(checkpoint, linears(layers_0=(24, 16), layers_1=(16, 24)))
     assert (run.step, said) == (4, [])
     buffer = optimizer.state_dict()["state"][0]["momentum_buffer"]
-    np.testing.assert_array_equal(
-        run.optimizer_state[0].trace["layers_0"]["kernel"], buffer.numpy().T
-    )
+    moved = run.optimizer_state[0].trace["layers_0"]["kernel"]
+    np.testing.assert_array_equal(moved, buffer.numpy().T)
     document = to_torch(run.params, run.opt_state, checkpoint)
     net.load_state_dict(document["state_dict"])
 
@@ -374,17 +326,12 @@ def test_one_name_with_and_without_a_wrappers_word(tmp_path):
         written(tmp_path / "c.pt", both)
 
 
-DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
-          "float8_e8m0fnu", "uint16", "uint64", "complex64", "bool")  # fmt: skip
-
-
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_dtype_that_is_read_goes_back(tmp_path, name):
     scale = torch.tensor([0, 1, 2]).to(getattr(torch, name))
     document = {"state_dict": {"fc.weight": torch.ones(3, 2), "scale": scale}}
     checkpoint = written(tmp_path / "c.pt", document)
-    params = {"fc": {"kernel": np.zeros((2, 3), np.float32)}}
-    back = to_torch(params, (), checkpoint, ignore="scale")["state_dict"]["scale"]
+    back = to_torch(kernels(fc=(2, 3)), (), checkpoint, ignore="scale")["state_dict"]["scale"]
     assert back.dtype == scale.dtype
     assert torch.equal(back.view(torch.uint8), scale.view(torch.uint8))
 
