@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +12,8 @@ import numpy as np
 
 import jaxcomp
 from benchmarks.card import step
-from benchmarks.card.updates import AXIS, queued_ms, tree
+from benchmarks.card.updates import AXIS, mesh_of, queued_ms, tree
+from benchmarks.common.runs import Run
 
 
 def equal_everywhere(values: Any) -> bool:
@@ -23,7 +25,7 @@ def equal_everywhere(values: Any) -> bool:
     return True
 
 
-def update(name: str, reducer: Any, mesh: Any, small: bool) -> dict[str, Any]:
+def update(name: str, reducer: Any, mesh: Any, small: bool) -> Run:
     """Runs updates of gradients that differ by device; looks at the outputs, counts the bytes."""
     params = {path: jnp.zeros(shape) for path, shape in tree(small).items()}
     state = jaxcomp.shard_state(reducer.init(params), mesh, AXIS)
@@ -43,28 +45,22 @@ def update(name: str, reducer: Any, mesh: Any, small: bool) -> dict[str, Any]:
     compiled = jax.jit(mapped).lower(state).compile()
     outputs, after = compiled(state)
     sent = jaxcomp.collectives(compiled, mesh=mesh)
-    row: dict[str, Any] = {"kind": "replicas", "reducer": name, "devices": mesh.size}
+    row: Run = {"kind": "replicas", "reducer": name, "devices": mesh.size}
     row["right"] = equal_everywhere((outputs, getattr(after, "q", ())))
     row["collectives"] = [str(collective) for collective in sent]
     row["bytes"] = sum(collective.bytes for collective in sent)
     row["bytes_expected"] = reducer.bytes(params, replicas=mesh.size).bytes_after
-    row["queued_ms"] = queued_ms(lambda: compiled(state), 3 if small else 20)
+    row["queued_ms"] = queued_ms(partial(compiled, state), 3 if small else 20)
     return row
 
 
-def rows(small: bool, quick: bool, devices: int) -> Iterator[dict[str, Any]]:
+def rows(small: bool, quick: bool, devices: int) -> Iterator[Run]:
     """Yields, for all devices and then for fewer, an update and a step with each reducer."""
-    counts = [n for n in (2, 4, 8) if n < devices] + [devices]
-    for count in reversed(counts):
-        mesh = jax.make_mesh(
-            (count,),
-            (AXIS,),
-            axis_types=(jax.sharding.AxisType.Auto,),
-            devices=jax.devices()[:count],
-        )
+    for count in sorted({n for n in (2, 4, 8, devices) if n <= devices}, reverse=True):
+        mesh = mesh_of(jax.devices()[:count])
         reducers = step.strategies(quick)
-        del reducers["none"]
         reducers["all-reduce"] = jaxcomp.allreduce(axis_name=AXIS)
         for name, reducer in reducers.items():
-            yield update(name, reducer, mesh, small)
-            yield step.timed(name, reducer, mesh, small)
+            if reducer is not None:
+                yield update(name, reducer, mesh, small)
+                yield step.timed(name, reducer, mesh, small)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,12 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxcomp
+from benchmarks.card.updates import AXIS, mesh_of
+from benchmarks.common.runs import Run
 
-AXIS = "data"
 # How far the two may be apart, of the largest value: rounding that an orthogonalisation enlarges.
 EXACT = 1e-3
 # Of values that are sent or kept in bfloat16: four units of its rounding.
 BFLOAT16 = 4 * 2.0**-8
+# One and a half steps of integers: rounding decides now and then which of two neighbours is sent,
+# and the rest comes on top.
+INT8 = 1.5 / 127
+INT6 = 1.5 / 31
 KINDS = ("random", "zero", "collinear", "1e-30", "1e35", "nan")
 SHAPES = {
     "dense": (300, 270),
@@ -37,28 +43,16 @@ class Form(NamedTuple):
     dtype: str = "float32"  # of the gradients
 
 
-def levels(bits: int) -> float:
-    """Returns one and a half steps of integers of so many bits, of the largest value.
-
-    Rounding decides now and then which of two neighbours is sent, and the rest comes on top.
-    """
-    return 1.5 / (2 ** (bits - 1) - 1)
-
-
 def forms(quick: bool = False) -> dict[str, Form]:
     """Lists the forms by name, the most used first."""
-
-    def powersgd(rank: int = 4, **options: Any) -> Any:
-        options = {"start_step": 0, "min_compression_rate": 0.0} | options
-        return jaxcomp.powersgd(rank, axis_name=AXIS, **options)
-
+    powersgd = partial(jaxcomp.powersgd, axis_name=AXIS, start_step=0, min_compression_rate=0.0)
     quantized = jaxcomp.quantized_allreduce(axis_name=AXIS)
     every = {
         "rank 4": Form(powersgd(4)),
         "rank 32": Form(powersgd(32)),
         "rank 128": Form(powersgd(128)),
-        "rank 32, int6": Form(powersgd(32, comm_dtype="int6"), levels(6)),
-        "gradients in bfloat16": Form(powersgd(), BFLOAT16, "bfloat16"),
+        "rank 32, int6": Form(powersgd(32, comm_dtype="int6"), INT6),
+        "gradients in bfloat16": Form(powersgd(4), BFLOAT16, "bfloat16"),
         "allreduce": Form(jaxcomp.allreduce(axis_name=AXIS)),
     }
     if quick:
@@ -67,16 +61,16 @@ def forms(quick: bool = False) -> dict[str, Form]:
         "rank 1": Form(powersgd(1)),
         "rank 2": Form(powersgd(2)),
         "rank 8": Form(powersgd(8)),
-        "start_step 2": Form(powersgd(start_step=2)),
-        "no warm start": Form(powersgd(warm_start=False)),
-        "no error feedback": Form(powersgd(error_feedback=False)),
-        "eps 1e-8": Form(powersgd(eps=1e-8)),
-        "sent in bfloat16": Form(powersgd(comm_dtype="bfloat16"), BFLOAT16),
-        "sent in int8": Form(powersgd(comm_dtype="int8"), levels(8)),
-        "sent in int6": Form(powersgd(comm_dtype="int6"), levels(6)),
-        "residual in bfloat16": Form(powersgd(residual_dtype="bfloat16"), BFLOAT16),
-        "int8 all-reduce": Form(quantized, levels(8)),
-        "error feedback of int8": Form(jaxcomp.error_feedback(quantized), levels(8)),
+        "start_step 2": Form(powersgd(4, start_step=2)),
+        "no warm start": Form(powersgd(4, warm_start=False)),
+        "no error feedback": Form(powersgd(4, error_feedback=False)),
+        "eps 1e-8": Form(powersgd(4, eps=1e-8)),
+        "sent in bfloat16": Form(powersgd(4, comm_dtype="bfloat16"), BFLOAT16),
+        "sent in int8": Form(powersgd(4, comm_dtype="int8"), INT8),
+        "sent in int6": Form(powersgd(4, comm_dtype="int6"), INT6),
+        "residual in bfloat16": Form(powersgd(4, residual_dtype="bfloat16"), BFLOAT16),
+        "int8 all-reduce": Form(quantized, INT8),
+        "error feedback of int8": Form(jaxcomp.error_feedback(quantized), INT8),
     }
 
 
@@ -85,7 +79,7 @@ def gradients(kind: str, seed: int, small: bool) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     grads = {}
     for name, shape in SHAPES.items():
-        x = rng.normal(size=[min(n, 24) for n in shape] if small else shape)
+        x = rng.normal(size=np.minimum(shape, 24) if small else shape)
         if kind == "zero":
             x = np.zeros_like(x)
         elif kind == "collinear" and x.ndim > 1:
@@ -100,26 +94,25 @@ def gradients(kind: str, seed: int, small: bool) -> dict[str, np.ndarray]:
 
 def steps_on(device: Any, form: Form, small: bool) -> Iterator[tuple[str, list[Any], Any]]:
     """Yields for each kind of gradients the outputs of some steps and the residual in the end."""
-    mesh = jax.sharding.Mesh([device], (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = mesh_of([device])
 
     def loss(params: Any, grads: Any) -> Any:
         # Its gradient is what it is given.
-        terms = [jnp.sum(params[name] * grads[name][0]) for name in params]
-        return sum(terms[1:], start=terms[0])
+        return sum(jnp.sum(params[name] * grads[name][0]) for name in params)
 
     averaged = jaxcomp.value_and_grad(loss, form.reducer, mesh=mesh)
-    whole = jax.sharding.NamedSharding(mesh, jax.P())
+    whole = jax.NamedSharding(mesh, jax.P())
     shapes = gradients("zero", 0, small)
     params = {name: jnp.zeros(x.shape, form.dtype) for name, x in shapes.items()}
     params = jax.device_put(params, whole)
-    step = jax.jit(lambda state, grads: averaged(state, params, grads))
+    step = jax.jit(averaged)
     for kind in KINDS:
         state = averaged.init(params)
         outputs = []
         for seed in range(_STEPS):
             drawn = gradients(kind, seed, small)
             grads = {name: jnp.asarray(x[None], form.dtype) for name, x in drawn.items()}
-            (_, means), state = step(state, jax.device_put(grads, whole))
+            (_, means), state = step(state, params, jax.device_put(grads, whole))
             outputs.append(jax.device_get(means))
         kept = jax.device_get(jaxcomp.consolidate(state))
         yield kind, outputs, getattr(kept, "residual", None)
@@ -132,26 +125,25 @@ def apart(one: Any, other: Any, largest: float = 0.0) -> float:
     """
     worst = 0.0
     for first, second in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
-        a = np.asarray(first, np.float64)
-        b = np.asarray(second, np.float64)
-        if not np.array_equal(np.isnan(a), np.isnan(b)):
+        both = np.array([first, second], np.float64)
+        missing = np.isnan(both)
+        if (missing[0] != missing[1]).any():
             return float("inf")
-        a = np.nan_to_num(a)
-        b = np.nan_to_num(b)
-        scale = max(np.abs(a).max(initial=0), np.abs(b).max(initial=0), largest)
+        both = np.nan_to_num(both)
+        scale = max(np.abs(both).max(initial=0), largest)
         if scale:
-            worst = max(worst, float(np.abs(a - b).max(initial=0) / scale))
+            worst = max(worst, float(np.abs(both[0] - both[1]).max(initial=0) / scale))
     return worst
 
 
-def compare(name: str, form: Form, small: bool) -> dict[str, Any]:
+def compare(name: str, form: Form, small: bool) -> Run:
     """Compares a form on the first device with itself on the CPU, for every kind of gradients."""
-    row: dict[str, Any] = {"kind": "form", "form": name, "allowed": form.allowed, "apart": {}}
+    row: Run = {"kind": "form", "form": name, "allowed": form.allowed, "apart": {}}
     start = time.monotonic()
     try:
-        first = steps_on(jax.devices()[0], form, small)
-        second = steps_on(jax.devices("cpu")[-1], form, small)
-        for (kind, outputs, residual), (_, expected, kept) in zip(first, second, strict=True):
+        here = steps_on(jax.devices()[0], form, small)
+        on_cpu = steps_on(jax.devices("cpu")[-1], form, small)
+        for (kind, outputs, residual), (_, expected, kept) in zip(here, on_cpu, strict=True):
             drawn = gradients(kind, 0, small)
             scale = max(float(np.nanmax(np.abs(x))) for x in drawn.values())
             # Of a gradient of low rank only rounding is left: compared with the gradient. What
@@ -166,7 +158,7 @@ def compare(name: str, form: Form, small: bool) -> dict[str, Any]:
     return row
 
 
-def rows(small: bool, quick: bool, devices: int) -> Iterator[dict[str, Any]]:
+def rows(small: bool, quick: bool, devices: int) -> Iterator[Run]:
     """Yields a row for each form."""
     del devices
     for name, form in forms(quick).items():

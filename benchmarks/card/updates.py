@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import glob
 import math
-import statistics
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jaxcomp
+from benchmarks.common.runs import Run
 from benchmarks.overhead.trees import Shapes, gpt2
 
 AXIS = "data"
 RANKS = (4, 32, 128, 1, 8, 16, 64, 216)
-QUICK_RANKS = (4, 32, 128)
 # What the names of kernels have in them, by class; the first class that fits.
 _CLASSES = {
     "products on tensor cores": ("tensorop", "s16816", "hmma", "wgmma", "bf16"),
@@ -45,6 +46,13 @@ def tree(small: bool) -> Shapes:
     return gpt2(2, 64) if small else gpt2(12, 768)
 
 
+def mesh_of(devices: Sequence[Any]) -> jax.sharding.Mesh:
+    """Makes a mesh of some devices along `AXIS`."""
+    return jax.make_mesh(
+        (len(devices),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=devices
+    )
+
+
 def seconds_of(call: Callable[[], Any], warm_up: int, steps: int) -> list[float]:
     """Returns the wall-clock seconds of each of `steps` calls, each waited for."""
     taken = []
@@ -65,47 +73,38 @@ def queued_ms(call: Callable[[], Any], steps: int) -> float:
     return 1e3 * (time.perf_counter() - start) / steps
 
 
-def kernels_of(call: Callable[[], Any], steps: int) -> dict[str, tuple[float, float]]:
-    """Profiles a call; returns launches and microseconds of each kernel of a GPU, for one call."""
-    totals: dict[str, list[float]] = {}
+def kernels_of(call: Callable[[], Any], steps: int) -> tuple[Counter[str], Counter[str]]:
+    """Profiles a call; returns launches and microseconds of each kernel of a GPU, in all calls."""
+    launches: Counter[str] = Counter()
+    microseconds: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for _ in range(steps):
-                jax.block_until_ready(call())
-        for path in glob.glob(f"{folder}/**/*.xplane.pb", recursive=True):
-            for name, microseconds in _events(jax.profiler.ProfileData.from_file(path)):
-                entry = totals.setdefault(name, [0, 0])
-                entry[0] += 1
-                entry[1] += microseconds
-    return {name: (n / steps, total / steps) for name, (n, total) in totals.items()}
+            seconds_of(call, 0, steps)
+        for path in Path(folder).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+                for line in plane.lines:
+                    # Other lines repeat what the streams have, under XLA's own names.
+                    events = line.events if "GPU" in plane.name and "Stream" in line.name else ()
+                    for event in events:
+                        launches[event.name] += 1
+                        microseconds[event.name] += event.duration_ns / 1e3
+    return launches, microseconds
 
 
-def _events(profile: Any) -> Iterator[tuple[str, float]]:
-    """Yields names and microseconds of what ran on a GPU's streams."""
-    for plane in profile.planes:
-        if "GPU" not in plane.name:
-            continue
-        for line in plane.lines:
-            # Other lines repeat what the streams have, under XLA's own names.
-            if "Stream" in line.name:
-                for event in line.events:
-                    yield event.name, event.duration_ns / 1e3
-
-
-def copies(values: int, steps: int) -> dict[str, Any]:
+def copies(values: int, steps: int) -> Run:
     """Times kernels that move two and seven words for every value."""
 
     def seven(a: Any, b: Any, c: Any) -> Any:
         return a + b, b - c, a * c, a - c
 
     words = [jnp.full(values, float(k)) for k in range(3)]
-    negated = jax.jit(lambda x: -x)
-    mixed = jax.jit(seven)
+    two_words = partial(jax.jit(jnp.negative), words[0])
+    seven_words = partial(jax.jit(seven), *words)
     return {
         "kind": "copies",
         "values": values,
-        "two_words_ms": queued_ms(lambda: negated(words[0]), steps),
-        "seven_words_ms": queued_ms(lambda: mixed(*words), steps),
+        "two_words_ms": queued_ms(two_words, steps),
+        "seven_words_ms": queued_ms(seven_words, steps),
     }
 
 
@@ -114,19 +113,18 @@ class Update:
 
     def __init__(self, tx: Any, shapes: Mapping[str, Sequence[int]]):
         """Compiles it on one device, and draws gradients."""
-        mesh = jax.make_mesh((1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+        mesh = mesh_of(jax.devices()[:1])
         grads = {}
         for i, (name, shape) in enumerate(shapes.items()):
             grads[name] = jax.random.normal(jax.random.key(i), shape)
-        grads = jax.device_put(grads, jax.sharding.NamedSharding(mesh, jax.P()))
+        grads = jax.device_put(grads, jax.NamedSharding(mesh, jax.P()))
         state = jaxcomp.shard_state(tx.init(grads), mesh, AXIS)
-        specs = jaxcomp.state_specs(state, AXIS)
-        mapped = jax.shard_map(
-            lambda g, s: tx.update(jaxcomp.as_local(g, AXIS), s),
-            mesh=mesh,
-            in_specs=(jax.P(), specs),
-            out_specs=(jax.P(), specs),
-        )
+        specs = (jax.P(), jaxcomp.state_specs(state, AXIS))
+
+        def update(grads: Any, state: Any) -> Any:
+            return tx.update(jaxcomp.as_local(grads, AXIS), state)
+
+        mapped = jax.shard_map(update, mesh=mesh, in_specs=specs, out_specs=specs)
         start = time.perf_counter()
         self._run = jax.jit(mapped, donate_argnums=(0, 1)).lower(grads, state).compile()
         self.compile_seconds = time.perf_counter() - start
@@ -141,34 +139,35 @@ class Update:
         return self._held
 
 
-def update(rank: int, shapes: Shapes, steps: int, **options: Any) -> dict[str, Any]:
+def update(rank: int, shapes: Shapes, steps: int, **options: Any) -> Run:
     """Times one update and profiles it."""
     step = Update(jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, **options), shapes)
     seconds_of(step, 0, 3)
-    row: dict[str, Any] = {"kind": "update", "rank": rank, "options": options}
+    row: Run = {"kind": "update", "rank": rank, "options": options}
     row["compile_s"] = step.compile_seconds
     row["queued_ms"] = queued_ms(step, steps)
-    row["waited_ms"] = 1e3 * statistics.median(seconds_of(step, 0, steps))
+    row["waited_ms"] = 1e3 * median(seconds_of(step, 0, steps))
     values = sum(math.prod(shape) for shape in shapes.values())
     row["temporary"] = step.temporary_bytes / 4 / values
-    kernels = kernels_of(step, 3)
-    classes: defaultdict[str, float] = defaultdict(float)
-    for name, (_, microseconds) in kernels.items():
-        classes[class_of(name)] += microseconds
-    row["launches"] = sum(launches for launches, _ in kernels.values())
-    row["classes_us"] = dict(classes)
-    longest = sorted(kernels.items(), key=lambda item: -item[1][1])
-    row["kernels"] = dict(longest[:60])
+    profiled = 3
+    launches, microseconds = kernels_of(step, profiled)
+    row["launches"] = launches.total() / profiled
+    row["classes_us"] = classes = Counter()
+    row["kernels"] = {}
+    for name, total in microseconds.most_common():
+        classes[class_of(name)] += total / profiled
+        if len(row["kernels"]) < 60:
+            row["kernels"][name] = (launches[name] / profiled, total / profiled)
     return row
 
 
-def rows(small: bool, quick: bool, devices: int) -> Iterator[dict[str, Any]]:
+def rows(small: bool, quick: bool, devices: int) -> Iterator[Run]:
     """Yields a row for copies and one for each rank, one after the other."""
     del devices
     shapes = tree(small)
     steps = 3 if small else 30
     yield copies(sum(math.prod(shape) for shape in shapes.values()), steps)
-    for rank in QUICK_RANKS if quick else RANKS:
+    for rank in RANKS[:3] if quick else RANKS:
         yield update(rank, shapes, steps)
     if not quick:
         yield update(32, shapes, steps, comm_dtype="int6")

@@ -24,27 +24,18 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from benchmarks.cluster.command import PACKAGES, over_links
 from benchmarks.cluster.job import ENVIRONMENT
 from benchmarks.cluster.measure import Plan, measure
-from benchmarks.cluster.plan import (
-    DEFAULT_RATES,
-    DEFAULT_STRATEGIES,
-    FRAMEWORKS,
-    MODELS,
-    Strategy,
-    parse_rate,
-    parse_strategy,
-)
-from benchmarks.cluster.plot import plot
-from benchmarks.cluster.report import BUSY, Case, all_figures, conditions, figures_of, table
+from benchmarks.cluster.plan import FRAMEWORKS, STRATEGIES, Strategy, parse_rate, parse_strategy
+from benchmarks.cluster.report import BUSY, figures_of, write_report
 from benchmarks.common.arguments import at_least, command_line, listed, one_of
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
 
 TRIAL = Path("out/cluster")
+MODELS = ("mlp", "transformer")
 _PROGRAM = "benchmarks.cluster"
 
 
@@ -52,21 +43,17 @@ def parser() -> argparse.ArgumentParser:
     """Makes the command line, whose arguments are the fields of a plan."""
     p = command_line(_PROGRAM, __doc__)
     add = p.add_argument
-    shown = " (default: %(default)s)"
-    add("--processes", type=at_least(int, 2), default=2, metavar="N", help="at least 2" + shown)
-    rates = ",".join(DEFAULT_RATES)
-    add("--rates", type=listed(parse_rate), default=rates, help="of every link" + shown)
-    models = listed(one_of(MODELS))
-    add("--models", type=models, default=",".join(MODELS), help="10 million parameters" + shown)
-    strategies = ",".join(DEFAULT_STRATEGIES)
-    add("--strategies", type=listed(_of_one_phase), default=strategies, help="any rank" + shown)
-    frameworks = listed(one_of(FRAMEWORKS))
-    add("--frameworks", type=frameworks, default=",".join(FRAMEWORKS), help=shown[1:])
-    add("--steps", type=at_least(int, 2), default=40, help="at most, per case" + shown)
+    add("--processes", type=at_least(int, 2), default=2, metavar="N", help="at least 2")
+    rates = "unlimited,1gbit,100mbit,10mbit"
+    add("--rates", type=listed(parse_rate), default=rates, help="of every link")
+    for name, known in (("--models", MODELS), ("--frameworks", FRAMEWORKS)):
+        add(name, type=listed(one_of(known)), default=",".join(known), help="some, by commas")
+    add("--strategies", type=listed(_of_one_phase), default=STRATEGIES, help="any rank")
+    add("--steps", type=at_least(int, 2), default=40, help="at most, per case")
     fewer = "a case whose steps take longer gets by on fewer, at least 2"
-    add("--seconds-per-case", type=at_least(float, 0.1), default=3.0, help=fewer + shown)
+    add("--seconds-per-case", type=at_least(float, 0.1), default=3.0, help=fewer)
     add("--tiny", action="store_true", help="small models, to see whether it works here")
-    add("--out", type=Path, help=f"folder (default: benchmarks/results; {TRIAL} if --tiny)")
+    add("--out", type=Path, help=f"folder, by default benchmarks/results, or {TRIAL} if --tiny")
     add("--report", action="store_true", help="only write table and picture of a cluster.json anew")
     return p
 
@@ -90,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         return over_links("cluster", lambda: run(plan, out))
     if not (out / "cluster.json").exists():
         p.error(f"--report needs {out / 'cluster.json'}, which a run without it writes.")
-    report(json.loads((out / "cluster.json").read_text()), out)
+    write_report(json.loads((out / "cluster.json").read_text()), out)
     return 0
 
 
@@ -105,42 +92,25 @@ def run(plan: Plan, out: Path) -> None:
     for framework in plan.frameworks:
         packages += PACKAGES[framework]
     content = describe(_PROGRAM, packages)
-    content["settings"] = dataclasses.asdict(plan)
-    content["settings"]["environment"] = ENVIRONMENT
+    content["settings"] = dataclasses.asdict(plan) | {"environment": ENVIRONMENT}
     content["complete"] = False
     content["cases"] = []
     if content["machine"]["busy_cores_at_start"] > BUSY:
         print("cluster: other programs are running; the times will be off.", file=sys.stderr)
-    out.mkdir(parents=True, exist_ok=True)
     try:
         with contextlib.closing(measure(plan)) as cases:
             for case in cases:
                 content["cases"].append(dataclasses.asdict(case))
-                print(_line(case), flush=True)
+                median, low, high, wire, _ = figures_of(case)
+                name = f"{case.model:12} {case.rate:10} {case.strategy:24} {case.framework:6}"
+                milliseconds = f"{1e3 * median:10.1f} ms ({1e3 * low:.1f} to {1e3 * high:.1f})"
+                print(f"{name}{milliseconds}, {wire / 1e3:10,.1f} kB", flush=True)
         content["complete"] = True
     finally:
         # Whatever ends the run, what was measured until then is kept, and marked as a part.
         if content["cases"]:
-            report(content, out)
-
-
-def _line(case: Case) -> str:
-    figures = figures_of(case)
-    return (
-        f"{case.model:12} {case.rate:10} {case.strategy:24} {case.framework:6}"
-        f"{figures.median * 1e3:10.1f} ms ({figures.low * 1e3:.1f} to {figures.high * 1e3:.1f}), "
-        f"{figures.wire / 1e3:10,.1f} kB"
-    )
-
-
-def report(content: dict[str, Any], out: Path) -> None:
-    """Writes everything, the table and the picture."""
-    (out / "cluster.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
-    figures = all_figures(Case(**case) for case in content["cases"])
-    parts = ["## Step times over shaped links", "", conditions(content), "", table(figures)]
-    (out / "cluster.md").write_text("\n".join(parts))
-    plot(figures, out / "cluster.png")
-    print(f"{out / 'cluster.json'}, cluster.md, cluster.png")
+            out.mkdir(parents=True, exist_ok=True)
+            write_report(content, out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from benchmarks.cluster.job import JobFailed
-from benchmarks.cluster.net import NetworkUnavailable, check_available
+from benchmarks.cluster.net import NetworkUnavailable
 
 # Exit codes; 2 is argparse's, for wrong arguments.
 EXIT_FAILED = 1
@@ -18,10 +18,8 @@ PACKAGES = {"jax": ("jax", "flax", "optax"), "torch": ("torch",)}
 
 def over_links(program: str, work: Callable[[], None]) -> int:
     """Does what takes processes on a network; returns the exit code."""
+    _on_signals(_interrupt)
     try:
-        check_available()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _interrupt)
         work()
     except NetworkUnavailable as error:
         print(f"{program}: {error}", file=sys.stderr)
@@ -35,8 +33,12 @@ def over_links(program: str, work: Callable[[], None]) -> int:
     return 0
 
 
+def _on_signals(handler: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+
+
 def _interrupt(*_: Any) -> NoReturn:
     """Ends the run; what takes it down must not be interrupted in turn."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    _on_signals(signal.SIG_IGN)
     raise KeyboardInterrupt

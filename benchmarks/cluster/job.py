@@ -1,4 +1,4 @@
-"""The processes of one framework and model: how they are started and talked to."""
+"""The processes of one framework and model: how they are started, talked to and timed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from statistics import mean
 from typing import Any, Self
 
 from benchmarks.cluster.net import Network
-from benchmarks.cluster.plan import Strategy
+from benchmarks.cluster.plan import Rate, Strategy
 from benchmarks.common.machine import ALLOCATOR, ONE_THREAD
 from benchmarks.common.paths import ROOT
 
@@ -26,9 +26,12 @@ ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "CUDA_VISIBLE_DEVICES": "",
 }
-_START_SECONDS = 180
-_COMPILE_SECONDS = 600
-_EVALUATE_SECONDS = 300
+_ANSWER_SECONDS = 600  # of whatever is no step: starts, compiles, evaluates
+# Calls at a new rate of which no time counts: they pay for the changed link, and the first ones
+# of a run for memory.
+_SETTLING = 8
+
+Times = list[list[float]]  # seconds of each process, in each call: a step, or a round of local SGD
 
 
 class JobFailed(RuntimeError):
@@ -38,23 +41,20 @@ class JobFailed(RuntimeError):
 class Job:
     """One process on every host of a network; a context manager that ends them."""
 
-    def __init__(self, network: Network, benchmark: str, framework: str, model: str, logs: Path):
+    def __init__(self, network: Network, framework: str, folder: Path):
         """Takes what is to be started when it is entered.
 
         Args:
           network: Where they run.
-          benchmark: "cluster" or "time_to_loss", which has the models.
           framework: "jax" or "torch".
-          model: What is trained, as the benchmark knows it.
-          logs: A folder for what they say besides their answers.
+          folder: What is trained, as `task` has written it; they leave their logs there.
         """
+        self.network = network
         self.framework = framework
-        self.model = model
         self.parameters = 0  # values in the model; known once it runs
-        self._network = network
-        self._benchmark = benchmark
-        logged = f"{framework}-{Path(model).name}"
-        self._logs = [logs / f"{logged}-{i}.log" for i in range(len(network.names))]
+        self._folder = folder
+        self._call = 1  # steps
+        self._logs = [folder / f"{framework}-{i}.log" for i in range(len(network.names))]
         self._processes: list[Any] = []  # whose pipes are never None
 
     def __enter__(self) -> Self:
@@ -66,15 +66,15 @@ class Job:
         try:
             for i, log in enumerate(self._logs):
                 self._processes.append(self._started(i, log))
-            self.parameters = self._answers(_START_SECONDS)[0]["parameters"]
+            self.parameters = self._answers(_ANSWER_SECONDS)[0]
         except BaseException:
             self.close()
             raise
         return self
 
     def _started(self, index: int, log: Path) -> subprocess.Popen[bytes]:
-        network = self._network
-        arguments = [self._benchmark, self.framework, self.model, str(index)]
+        network = self.network
+        arguments = [self.framework, str(self._folder), str(index)]
         arguments += [str(len(network.names)), network.addresses[0]]
         program = [sys.executable, "-um", "benchmarks.cluster.process", *arguments]
         cores = sorted(os.sched_getaffinity(0))
@@ -95,14 +95,40 @@ class Job:
 
     def start(self, strategy: Strategy, seed: int = 0) -> float | None:
         """Begins anew; returns the bytes a step that jaxcomp says it sends."""
-        request = {"do": "start", "strategy": strategy.name, "seed": seed}
-        return self.ask(_COMPILE_SECONDS, **request)[0]["payload"]
+        self._call = strategy.round_steps
+        return self._ask(_ANSWER_SECONDS, do="start", strategy=strategy.name, seed=seed)[0]
 
-    def train(self, first: int, count: int) -> list[list[float]]:
+    def train(self, first: int, count: int) -> Times:
         """Takes so many steps; returns the seconds of each process's calls."""
         # No step of any model here takes minutes, whatever the link.
-        answers = self.ask(60 + 120 * count, do="train", first=first, count=count)
-        return [answer["seconds"] for answer in answers]
+        return self._ask(60 + 120 * count, do="train", first=first, count=count)
+
+    def sample(self, rate: Rate, most: int, seconds: float) -> tuple[Times, list[list[int]]]:
+        """Times calls at a rate.
+
+        Args:
+          rate: Of the links.
+          most: So many calls at most.
+          seconds: A rate at which they take longer gets by on fewer, at least two.
+
+        Returns:
+          The seconds of each process's calls; and what each sent and received in them, in bytes.
+        """
+        self.network.shape(rate)
+        # All processes have ended their steps when the counters are read, so nothing is on its way.
+        before = self.sent()
+        kept = self.train(0, self._call)
+        fitting = int(seconds / max(times[0] for times in kept))
+        if fitting >= 4:
+            self.train(0, self._call * _SETTLING)
+            before = self.sent()
+            kept = [[] for _ in kept]
+        rest = self.train(0, self._call * max(2 - len(kept[0]), min(most, fitting)))
+        times = [one + other for one, other in zip(kept, rest, strict=True)]
+        sent = []
+        for earlier, later in zip(before, self.sent(), strict=True):
+            sent.append([b - a for a, b in zip(earlier, later, strict=True)])
+        return times, sent
 
     def loss(self) -> float:
         """Evaluates all shares.
@@ -110,27 +136,20 @@ class Job:
         Raises:
           JobFailed: If the loss is not finite.
         """
-        loss = mean(answer["loss"] for answer in self.ask(_EVALUATE_SECONDS, do="evaluate"))
+        loss = mean(self._ask(_ANSWER_SECONDS, do="evaluate"))
         if not math.isfinite(loss):
-            raise JobFailed(f"{self.framework} {self.model}: the loss is {loss}.")
+            raise JobFailed(f"{self.framework} {self._folder.name}: the loss is {loss}.")
         return loss
 
-    def sent(self) -> list[dict[str, int]]:
-        """Reads what every process has sent and received so far, `tx` and `rx`, in bytes."""
-        return self.ask(_START_SECONDS, do="bytes")
+    def sent(self) -> list[list[int]]:
+        """Reads what every process has sent and received so far, in bytes."""
+        return self._ask(_ANSWER_SECONDS, do="bytes")
 
-    def ask(self, seconds: float, **request: Any) -> list[dict[str, Any]]:
-        """Sends all processes the same request.
-
-        Args:
-          seconds: How long to wait for the last of them.
-          **request: See `cluster.process`.
-
-        Returns:
-          Their answers, in the order of the hosts.
+    def _ask(self, seconds: float, **request: Any) -> list[Any]:
+        """Sends all processes the same request (see `process`); returns their answers.
 
         Raises:
-          JobFailed: If one has none.
+          JobFailed: If one has none in time.
         """
         line = json.dumps(request).encode() + b"\n"
         for process in self._processes:
@@ -140,26 +159,26 @@ class Job:
                 process.stdin.flush()
         return self._answers(seconds)
 
-    def _answers(self, seconds: float) -> list[dict[str, Any]]:
+    def _answers(self, seconds: float) -> list[Any]:
         """Reads a line of each process, in whatever order they come: a failure must not wait."""
         end = time.monotonic() + seconds
         waiting = {process.stdout: i for i, process in enumerate(self._processes)}
-        answers: list[dict[str, Any]] = [{} for _ in self._processes]
+        answers: list[Any] = [None for _ in self._processes]
         while waiting:
             ready, _, _ = select.select(list(waiting), [], [], max(0.0, end - time.monotonic()))
             if not ready:
                 raise self._failure(next(iter(waiting.values())), f"no answer in {seconds:.0f} s")
             for stream in ready:
                 index = waiting.pop(stream)
-                line = stream.readline()
-                answers[index] = json.loads(line) if line else {"error": "it ended"}
-                if "error" in answers[index]:
-                    raise self._failure(index, answers[index]["error"])
+                said = json.loads(stream.readline() or '{"error": "it ended"}')
+                if "error" in said:
+                    raise self._failure(index, said["error"])
+                answers[index] = said["answer"]
         return answers
 
     def _failure(self, process: int, reason: str) -> JobFailed:
         log = self._logs[process].read_text(errors="replace").splitlines()[-12:]
-        said = f"{self.framework} {self.model}, process {process}: {reason}."
+        said = f"{self.framework} {self._folder.name}, process {process}: {reason}."
         return JobFailed("\n".join([said, *log]))
 
     def close(self) -> None:

@@ -12,10 +12,10 @@ from benchmarks.cluster.job import Job
 from benchmarks.cluster.net import Network
 from benchmarks.cluster.plan import UNLIMITED, Rate, Strategy
 from benchmarks.cluster.report import Case
+from benchmarks.cluster.task import timed_task
 
-# The first steps compile; until about the eighth an allocator still asks the system for memory, and
-# torch's hook is exact in two.
-_WARM_UP = 10
+# The first steps compile, and torch's hook is exact in two; likewise of rounds.
+_WARM_UP = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,57 +42,38 @@ def measure(plan: Plan) -> Generator[Case]:
       NetworkUnavailable: If the network cannot be made.
       JobFailed: If a process fails.
     """
-    with contextlib.ExitStack() as stack:
-        network = stack.enter_context(Network(plan.processes))
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cluster-")))
-        for model in plan.models:
-            with contextlib.ExitStack() as running:
-                network.shape(UNLIMITED)
-                jobs = []
-                for framework in plan.frameworks:
-                    name = f"tiny-{model}" if plan.tiny else model
-                    job = Job(network, "cluster", framework, name, logs)
-                    jobs.append(running.enter_context(job))
-                for rate in plan.rates:
-                    for strategy in plan.strategies:
-                        for job in jobs:
-                            if strategy.runs_in(job.framework):
-                                yield measure_case(network, job, rate, strategy, plan)
+    for model in plan.models:
+        name = f"tiny-{model}" if plan.tiny else model
+        with contextlib.ExitStack() as running:
+            network = running.enter_context(Network(plan.processes))
+            folder = Path(running.enter_context(tempfile.TemporaryDirectory(suffix=f"-{name}")))
+            timed_task(name, plan.processes).write(folder / "0.npz")
+            jobs = []
+            for framework in plan.frameworks:
+                jobs.append(running.enter_context(Job(network, framework, folder)))
+            for rate in plan.rates:
+                for strategy in plan.strategies:
+                    for job in jobs:
+                        if strategy.runs_in(job.framework):
+                            yield _case(job, model, rate, strategy, plan)
 
 
-def measure_case(network: Network, job: Job, rate: Rate, strategy: Strategy, plan: Plan) -> Case:
-    """Times one strategy at one rate.
-
-    Raises:
-      JobFailed: If a process fails, or what it trains is no longer finite.
-    """
+def _case(job: Job, model: str, rate: Rate, strategy: Strategy, plan: Plan) -> Case:
+    """Times one strategy at one rate."""
     call = strategy.round_steps
-    network.shape(UNLIMITED)  # the warm-up may send far more than the steps that are timed
+    job.network.shape(UNLIMITED)  # the warm-up may send far more than the steps that are timed
     payload = job.start(strategy)
     job.train(0, _WARM_UP * call)
-    network.shape(rate)
-
-    # All processes have ended their steps when the counters are read, so nothing is on its way.
-    before = job.sent()
-    seconds = job.train(0, call)
-    first = max(times[0] for times in seconds)
-    if first <= plan.seconds_per_case / 4:
-        # The first sample also pays for the changed link, which is dropped where that is cheap.
-        before = job.sent()
-        seconds = [[] for _ in seconds]
-    # A median of one has no spread.
-    fitting = max(2, min(plan.steps // call, int(plan.seconds_per_case / first)))
-    rest = job.train(0, call * (fitting - len(seconds[0])))
-    after = job.sent()
+    seconds, sent = job.sample(rate, plan.steps // call, plan.seconds_per_case)
     return Case(
         framework=job.framework,
-        model=job.model,
+        model=model,
         rate=rate.name,
         strategy=strategy.name,
         steps_per_sample=call,
-        seconds=[a + b for a, b in zip(seconds, rest, strict=True)],
-        tx_bytes=[b["tx"] - a["tx"] for a, b in zip(before, after, strict=True)],
-        rx_bytes=[b["rx"] - a["rx"] for a, b in zip(before, after, strict=True)],
+        seconds=seconds,
+        tx_bytes=[tx for tx, _ in sent],
+        rx_bytes=[rx for _, rx in sent],
         payload=payload,
         loss=job.loss(),
     )

@@ -67,8 +67,9 @@ class Network:
         """Builds it; links are not limited at first.
 
         Raises:
-          NetworkUnavailable: If the kernel or the container does not allow it.
+          NetworkUnavailable: If the machine has not what it takes, or does not allow it.
         """
+        check_available()
         lines = ["127.0.0.1 localhost"]
         for address, host in zip(self.addresses, self.names, strict=True):
             lines.append(f"{address} {host}")

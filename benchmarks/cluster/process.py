@@ -1,13 +1,13 @@
 """One process of `benchmarks.cluster` or `benchmarks.time_to_loss`: answers requests.
 
-    python -m benchmarks.cluster.process BENCHMARK FRAMEWORK MODEL INDEX PROCESSES ADDRESS
+    python -m benchmarks.cluster.process FRAMEWORK FOLDER INDEX PROCESSES ADDRESS
 
 It reads requests from its standard input until that ends, and answers each in a line of JSON:
 
-- ``{"do": "start", "strategy": "powersgd-4", "seed": 0}``: new parameters and state. The answer has
-  the bytes a step that jaxcomp says it sends (`payload`, None where it says nothing).
+- ``{"do": "start", "strategy": "powersgd-4", "seed": 0}``: new parameters and state. The answer is
+  the bytes a step that jaxcomp says it sends, null where it says nothing.
 - ``{"do": "train", "first": 0, "count": 24}``: steps with the batches from that number on. The
-  answer has the seconds of each call: a step, or a round of local SGD.
+  answer is the seconds of each call: a step, or a round of local SGD.
 - ``{"do": "evaluate"}``: the loss; of local SGD, at the end of a round.
 - ``{"do": "bytes"}``: what the interface has sent and received so far.
 """
@@ -28,32 +28,31 @@ from benchmarks.cluster.plan import parse_strategy
 _COUNTERS = Path("/sys/class/net") / INTERFACE / "statistics"
 
 
-def answer(trainer: Any, request: dict[str, Any]) -> dict[str, Any]:
+def answer(trainer: Any, request: dict[str, Any]) -> Any:
     """Does what the request says, with a trainer of either framework."""
     if request["do"] == "start":
-        return {"payload": trainer.start(parse_strategy(request["strategy"]), request["seed"])}
+        return trainer.start(parse_strategy(request["strategy"]), request["seed"])
     if request["do"] == "evaluate":
-        return {"loss": trainer.loss()}
+        return trainer.loss()
     if request["do"] == "bytes":
-        return {way: int((_COUNTERS / f"{way}_bytes").read_text()) for way in ("tx", "rx")}
+        return [int((_COUNTERS / f"{way}_bytes").read_text()) for way in ("tx", "rx")]
     first = request["first"]
-    return {"seconds": trainer.train(range(first, first + request["count"]))}
+    return trainer.train(range(first, first + request["count"]))
 
 
 def main() -> None:
     """Joins the other processes and answers requests until there are no more."""
-    benchmark, framework, model, index, processes, address = sys.argv[1:]
+    framework, folder, index, processes, address = sys.argv[1:]
     # Whatever a library prints must not end up between the answers.
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
         # Only one of the frameworks is ever loaded: their thread pools would share the core.
         engine = importlib.import_module(f"benchmarks.cluster.{framework}_trainer")
-        side = importlib.import_module(f"benchmarks.{benchmark}.{framework}_side")
-        trainer = engine.Trainer(side.Problem, model, int(index), int(processes), address)
-        print(json.dumps({"parameters": trainer.parameters}), file=replies)
+        trainer = engine.Trainer(Path(folder), int(index), int(processes), address)
+        print(json.dumps({"answer": trainer.parameters}), file=replies)
         for line in sys.stdin:
-            print(json.dumps(answer(trainer, json.loads(line))), file=replies)
+            print(json.dumps({"answer": answer(trainer, json.loads(line))}), file=replies)
     except Exception as error:
         traceback.print_exc()
         first = str(error).partition("\n")[0]

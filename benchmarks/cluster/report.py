@@ -1,17 +1,25 @@
-"""The figures of a run of `benchmarks.cluster`: medians, ratios within the run, the table."""
+"""The results of a run of `benchmarks.cluster`: figures, ratios within the run, table, picture."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.cluster.plan import parse_rate
+from benchmarks.common import style
 from benchmarks.common.machine import sentence
+from benchmarks.common.runs import Run
 from benchmarks.common.tables import markdown
+
+# Cores that other programs used just before the run, above which its times are off.
+BUSY = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +58,7 @@ def figures_of(case: Case) -> Figures:
     The samples of all processes count: with communication they end together, without they are
     independent measurements of the same thing.
     """
-    steps = np.concatenate([np.asarray(x) for x in case.seconds]) / case.steps_per_sample
+    steps = np.concatenate(case.seconds) / case.steps_per_sample
     count = len(case.seconds[0]) * case.steps_per_sample
     processes = len(case.seconds)
     low, median, high = (float(q) for q in np.quantile(steps, (0.1, 0.5, 0.9)))
@@ -82,21 +90,22 @@ _HEADER = (
 
 def table(figures: Mapping[Key, Figures]) -> str:
     """Makes an overview of each model, then all figures of each rate, as measured in turn."""
+    models, rates, strategies, _ = (
+        list(dict.fromkeys(names)) for names in zip(*figures, strict=True)
+    )
     parts = []
-    for model in dict.fromkeys(key[0] for key in figures):
-        of_model = {key: value for key, value in figures.items() if key[0] == model}
-        rates = list(dict.fromkeys(key[1] for key in of_model))
+    for model in models:
         overview = []
-        for strategy in dict.fromkeys(key[2] for key in of_model):
+        for strategy in strategies:
             row = [strategy]
             for rate in rates:
-                both = [figures.get((model, rate, strategy, name)) for name in ("jax", "torch")]
+                both = (figures.get((model, rate, strategy, name)) for name in ("jax", "torch"))
                 row.append(" / ".join(_milliseconds(each.median) if each else "-" for each in both))
             overview.append(row)
         parts.append(f"### {model}\n\nMilliseconds per step, JAX / torch:")
         parts.append(markdown(["strategy", *rates], overview))
         for rate in rates:
-            rows = [_row(of_model, key) for key in of_model if key[1] == rate]
+            rows = [_row(figures, key) for key in figures if key[:2] == (model, rate)]
             parts.append(f"#### {model}, {rate}\n\n" + markdown(_HEADER, rows))
     return "\n\n".join(parts) + "\n"
 
@@ -104,36 +113,35 @@ def table(figures: Mapping[Key, Figures]) -> str:
 def _row(figures: Mapping[Key, Figures], key: Key) -> list[str]:
     """Writes a case beside others of the same model and rate; empty cells where not run."""
     model, rate, strategy, framework = key
-    own = figures[key]
+    median, low, high, wire, promised = figures[key]
 
-    def median(strategy: str, framework: str) -> float:
+    def other(strategy: str, framework: str) -> float:
         return figures.get((model, rate, strategy, framework), _UNKNOWN).median
 
-    alone = median("none", framework)
-    to_alone = own.median / alone
-    over_allreduce = median("allreduce", framework) / own.median
-    over_torch = median(strategy, "torch") / own.median
-    overhead = own.median - alone
-    of_torch = median(strategy, "torch") - median("none", "torch")
+    alone = other("none", framework)
+    ratios = {"alone": median / alone, "all-reduce": other("allreduce", framework) / median}
+    overhead = 1e3 * (median - alone)
+    of_torch = 1e3 * (other(strategy, "torch") - other("none", "torch"))
+    over_torch = other(strategy, "torch") / median
     # An overhead below zero is noise, and a ratio to it means nothing.
     part = overhead / of_torch if of_torch > 0 else math.nan
     if strategy == "none":
-        to_alone = over_allreduce = overhead = math.nan
+        ratios = dict.fromkeys(ratios, math.nan)
+        overhead = math.nan
     if framework != "jax":
         over_torch = part = math.nan
-    promised = own.wire / own.promised if own.promised else math.nan
     return [
         strategy,
         framework,
-        _milliseconds(own.median),
-        f"{_milliseconds(own.low)} to {_milliseconds(own.high)}",
-        _number(to_alone),
-        _number(over_allreduce),
+        _milliseconds(median),
+        f"{_milliseconds(low)} to {_milliseconds(high)}",
+        _number(ratios["alone"]),
+        _number(ratios["all-reduce"]),
         _number(over_torch),
-        _milliseconds(overhead),
+        _milliseconds(overhead / 1e3),
         _number(part),
-        f"{own.wire / 1e3:,.1f}",
-        _number(promised, digits=3),
+        f"{wire / 1e3:,.1f}",
+        _number(wire / (promised or math.nan), digits=3),
     ]
 
 
@@ -147,7 +155,7 @@ def _number(value: float, digits: int = 2) -> str:
     return "" if math.isnan(value) else f"{value:.{digits}f}"
 
 
-def conditions(run: Mapping[str, Any]) -> str:
+def conditions(run: Run) -> str:
     """Says how, where and when it was measured."""
     machine = run["machine"]
     busy = machine["busy_cores_at_start"]
@@ -163,5 +171,47 @@ def conditions(run: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-# Cores that other programs used just before the run, above which its times are off.
-BUSY = 0.2
+def write_report(content: Run, out: Path) -> None:
+    """Writes everything, the table and the picture."""
+    (out / "cluster.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
+    figures = all_figures(Case(**case) for case in content["cases"])
+    parts = ["## Step times over shaped links", conditions(content), table(figures)]
+    (out / "cluster.md").write_text("\n\n".join(parts))
+    plot(figures, out / "cluster.png")
+    print(f"{out / 'cluster.json'}, cluster.md, cluster.png")
+
+
+# What a reader decides between, by strategy and framework; the table has the others.
+_LINES = {
+    ("none", "jax"): ("no communication", style.MUTED),
+    ("allreduce", "jax"): ("all-reduce", style.INK),
+    ("local-sgd-8", "jax"): ("local SGD, every 8 steps", style.GREEN),
+    ("powersgd-4", "torch"): ("rank 4, torch", style.ORANGE),
+    ("powersgd-4", "jax"): ("rank 4, jaxcomp", style.BLUE),
+    ("powersgd-4-int8", "jax"): ("rank 4 int8, jaxcomp", style.PURPLE),
+}
+
+
+def plot(figures: Mapping[Key, Figures], path: Path) -> None:
+    """Writes a PNG: a panel for each model, a line for each of a few strategies."""
+    models, rates, *_ = (list(dict.fromkeys(names)) for names in zip(*figures, strict=True))
+    figure, axes = style.panels(len(models), 5.6 * len(models), 4.4)
+    for axis, model in zip(axes, models, strict=True):
+        ends = []
+        for of_line, (name, colour) in _LINES.items():
+            shown = {}
+            for place, rate in enumerate(rates):
+                if (model, rate, *of_line) in figures:
+                    shown[place] = figures[(model, rate, *of_line)][:3]
+            if shown:
+                median, low, high = 1e3 * np.transpose([*shown.values()])
+                form = {"color": colour, "markersize": 4, "linewidth": 1.6, "capsize": 2}
+                axis.errorbar([*shown], median, (median - low, high - median), fmt="o-", **form)
+                ends.append((max(shown), median[-1], name, colour))
+        axis.set(yscale="log", title=style.TITLES.get(model, model), xlabel="rate of every link")
+        axis.set_xticks(range(len(rates)), [parse_rate(rate).shown for rate in rates])
+        axis.set_xlim(-0.2, len(rates) + 0.45)  # room for the names
+        axis.yaxis.set_major_formatter(lambda y, _: f"{y:,.0f}")
+        style.name_points(axis, ends)
+    axes[0].set_ylabel("step time, ms (median, 10% to 90%)")
+    style.save(figure, path)

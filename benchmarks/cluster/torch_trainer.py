@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,9 +20,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.cluster.plan import Strategy
+from benchmarks.cluster.task import WEIGHT_DECAY, read_task
+from benchmarks.cluster.torch_models import make_model
 
 _PORT = 29_501
 # One bucket: with several, powerSGD_hook hangs over gloo.
@@ -29,13 +34,24 @@ _BUCKET_MEGABYTES = 1_000
 _START_ITERATION = 2
 
 
+def tensors(inputs: np.ndarray, targets: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns inputs, and targets as torch's loss takes them."""
+    return torch.from_numpy(inputs), torch.from_numpy(targets).long()
+
+
+def loss_of(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns the mean cross-entropy."""
+    return cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
+
+
 def data_parallel(model: nn.Module, strategy: Strategy) -> nn.Module:
     """Wraps the model as a strategy trains it: with torch's own hook of that name."""
     if strategy.kind == "none":
         return model
     wrapped = DistributedDataParallel(model, bucket_cap_mb=_BUCKET_MEGABYTES)
+    state: Any = None
     if strategy.kind == "fp16":
-        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        wrapped.register_comm_hook(state, default_hooks.fp16_compress_hook)
     elif strategy.kind == "powersgd":
         state = powerSGD_hook.PowerSGDState(
             None, strategy.number, start_powerSGD_iter=_START_ITERATION
@@ -55,23 +71,8 @@ def data_parallel(model: nn.Module, strategy: Strategy) -> nn.Module:
 class Trainer:
     """One process of a torch job; `process.answer` says what is asked of it."""
 
-    def __init__(
-        self,
-        problem: Callable[[str, int], Any],
-        model: str,
-        index: int,
-        processes: int,
-        address: str,
-    ):
-        """Joins the other processes.
-
-        Args:
-          problem: Of a `torch_side`: from the model and the index to a module, data and loss.
-          model: What is trained.
-          index: Of this process.
-          processes: How many there are.
-          address: Of the first.
-        """
+    def __init__(self, folder: Path, index: int, processes: int, address: str):
+        """Joins the other processes; see `jax_trainer.Trainer`."""
         torch.set_num_threads(1)
         dist.init_process_group(
             "gloo",
@@ -80,8 +81,10 @@ class Trainer:
             world_size=processes,
             timeout=datetime.timedelta(hours=1),
         )
-        self._problem = problem(model, index)
-        self._model: nn.Module = self._problem.model(0)
+        self._folder = folder
+        self._index = index
+        self._task = read_task(folder / "0.npz")
+        self._model = make_model(self._task)
         self._wrapped: nn.Module | None = None
         self._optimizer: Any = None
         self._steps = 0  # so far
@@ -91,9 +94,15 @@ class Trainer:
     def start(self, strategy: Strategy, seed: int) -> None:
         """Begins anew; torch says nothing of its payload."""
         self._wrapped = self._optimizer = None
-        self._model = self._problem.model(seed)
+        self._task = read_task(self._folder / f"{seed}.npz")
+        self._model = make_model(self._task)
         self._wrapped = data_parallel(self._model, strategy)
-        self._optimizer = self._problem.optimizer(self._model.parameters())
+        parameters = self._model.parameters()
+        if self._task.largest_norm:
+            options: Any = {"weight_decay": WEIGHT_DECAY, "fused": True}
+            self._optimizer = torch.optim.AdamW(parameters, lr=0.0, **options)
+        else:
+            self._optimizer = torch.optim.SGD(parameters, lr=0.0)
         if strategy.kind == "local-sgd":
             averager = PeriodicModelAverager(strategy.number, warmup_steps=0)
             self._optimizer = PostLocalSGDOptimizer(self._optimizer, averager)
@@ -102,16 +111,17 @@ class Trainer:
 
     def train(self, steps: Sequence[int]) -> list[float]:
         """Takes steps with the batches of these numbers; returns the seconds of each call."""
-        problem = self._problem
+        task = self._task
         seconds = [0.0] * math.ceil(len(steps) / self._call)
-        for number, batch in enumerate(map(problem.batch, steps)):
+        for number, step in enumerate(steps):
+            batch = tensors(*task.batch(step, self._index))
             began = time.perf_counter()
             for group in self._optimizer.param_groups:
-                group["lr"] = problem.rate(self._steps)
+                group["lr"] = task.rate(self._steps)
             self._optimizer.zero_grad()
-            problem.loss(self._wrapped, batch).backward()
-            if problem.largest_norm:
-                nn.utils.clip_grad_norm_(self._model.parameters(), problem.largest_norm)
+            loss_of(self._wrapped, *batch).backward()
+            if task.largest_norm:
+                nn.utils.clip_grad_norm_(self._model.parameters(), float(task.largest_norm))
             self._optimizer.step()
             seconds[number // self._call] += time.perf_counter() - began
             self._steps += 1
@@ -120,4 +130,4 @@ class Trainer:
     def loss(self) -> float:
         """Evaluates this process's share."""
         with torch.no_grad():
-            return self._problem.evaluate(self._model).item()
+            return loss_of(self._model, *tensors(*self._task.share(self._index))).item()

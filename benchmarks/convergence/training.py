@@ -157,12 +157,13 @@ class Trainer:
     def _steps(self, update: Any, carry: Tree, batches: jax.Array) -> Tree:
         gradient = jax.grad(partial(lm.loss_fn, self.config.model))
 
-        def one(params: Tree, state: Tree, batch: jax.Array) -> tuple[Tree, Tree]:
+        def one(carry: Tree, batch: jax.Array) -> tuple[Tree, None]:
+            params, state = carry
             updates, state = update(gradient(params, batch), state, params)
-            return optax.apply_updates(params, updates), state
+            return (optax.apply_updates(params, updates), state), None
 
-        mapped = jax.vmap(one, (*self._axes, 0), self._axes, axis_name=AXIS)
-        return jax.lax.scan(lambda carry, batch: (mapped(*carry, batch), None), carry, batches)[0]
+        step = jax.vmap(one, (self._axes, 0), (self._axes, None), axis_name=AXIS)
+        return jax.lax.scan(step, carry, batches)[0]
 
     def held_out_loss(self, params: Tree) -> float:
         """Evaluates the replicas' mean parameters, in nats per byte."""

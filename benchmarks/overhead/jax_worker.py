@@ -1,4 +1,4 @@
-"""Times jaxcomp's update alone on one device; a worker of `benchmarks.overhead`.
+"""Times jaxcomp's update alone on one core; a worker of `benchmarks.overhead`.
 
 Reads a job as JSON from standard input and prints one JSON line for the copy bandwidth and one for
 every rank.
@@ -8,46 +8,34 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import sys
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jaxcomp
 from benchmarks.card.updates import AXIS, Update, seconds_of
 
 
-def copy_seconds(words: int, steps: int) -> list[float]:
-    """Times copies of so many float32 words from one array to another."""
-    if jax.default_backend() == "cpu":
-        source = np.ones(words, np.float32)
-        target = np.zeros(words, np.float32)
-        return seconds_of(lambda: np.copyto(target, source), 3, steps)
-    values = jnp.ones(words)
-    copy = jax.jit(lambda x: -x)  # a copy that XLA cannot leave out
-    return seconds_of(lambda: copy(values), 3, steps)
-
-
 def main() -> None:
     """Answers the job on standard input."""
     job = json.loads(sys.stdin.read())
     words = sum(math.prod(shape) for shape in job["shapes"].values())
+    source = np.ones(words, np.float32)
+    target = np.zeros(words, np.float32)
     device = jax.devices()[0]
     versions = {"jax": jax.__version__, "device": device.device_kind, "platform": device.platform}
     print(json.dumps({"kind": "versions", **versions}), flush=True)
     for rank in job["ranks"]:
         # The floor is measured beside every figure that is compared with it.
-        copies = copy_seconds(words, job["steps"])
+        copies = seconds_of(lambda: np.copyto(target, source), 3, job["steps"])
         print(json.dumps({"kind": "copy", "rank": rank, "seconds": copies}), flush=True)
         step = Update(jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0), job["shapes"])
-        row = {"kind": "update", "rank": rank}
+        row: dict[str, Any] = {"kind": "update", "rank": rank}
         row["seconds"] = seconds_of(step, job["warmup"], job["steps"])
         row["temporary_bytes"] = step.temporary_bytes
         row["compile_seconds"] = step.compile_seconds
-        median = statistics.median(row["seconds"])
-        print(f"jax rank {rank}: {1e3 * median:.1f} ms", file=sys.stderr)
         print(json.dumps(row), flush=True)
 
 

@@ -2,76 +2,53 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from benchmarks.common.machine import sentence
+from benchmarks.common.runs import Run
 from benchmarks.common.style import BLUE, MUTED, ORANGE, TITLES, name_points, panels, save
 from benchmarks.common.tables import markdown
 from benchmarks.overhead.trees import TREES
 
-_HEADER = [
-    "gradients of",
-    "rank",
-    "floor, ms",
-    "jaxcomp, ms",
-    "of the floor",
-    "torch, ms",
-    "torch / jaxcomp",
-    "temporary memory / gradients",
-    "compilation, s",
-]
 
-
-def table(run: Mapping[str, Any]) -> str:
+def table(run: Run) -> str:
     """Makes a table of medians and ratios, with where and how they were measured."""
-    header = _HEADER
-    rows = [_row(case) for case in run["cases"]]
-    if not any("torch" in case for case in run["cases"]):
-        keep = [not name.startswith("torch") for name in _HEADER]
-        header = list(itertools.compress(header, keep))
-        rows = [list(itertools.compress(row, keep)) for row in rows]
+    rows = []
+    with_torch = any("torch" in case for case in run["cases"])
+    for case in run["cases"]:
+        ours = case["jax"]
+        millions = case["words"] / 1e6
+        floor = 1e3 * case["floor"]
+        time = 1e3 * ours["median"]
+        row = {
+            "gradients of": f"{case['tree']} ({millions:,.1f} M, {_leaves(case)} leaves)",
+            "rank": str(case["rank"]),
+            "floor, ms": f"{floor:.1f}",
+            "jaxcomp, ms": f"{time:.1f}",
+            "of the floor": f"{time / floor:.2f}x",
+        }
+        if with_torch:
+            theirs = 1e3 * case["torch"]["median"]
+            row |= {"torch, ms": f"{theirs:.1f}", "torch / jaxcomp": f"{theirs / time:.2f}x"}
+        memory = ours["temporary_bytes"] / (4 * case["words"])
+        row["temporary memory / gradients"] = f"{memory:.2f}"
+        row["compilation, s"] = f"{ours['compile_seconds']:.1f}"
+        rows.append(row)
     lines = [
         "## Compress, decompress and keep the residual, on one device",
-        "",
         f"`{run['command']}`, {run['date']}. {sentence(run['machine'])}",
-        "",
         "Medians; the floor is 7 words for every gradient value at the copy bandwidth measured in "
         "the same run.",
-        "",
-        markdown(header, rows),
+        markdown([*rows[0]], [[*row.values()] for row in rows]),
     ]
-    return "\n".join(lines) + "\n"
+    return "\n\n".join(lines) + "\n"
 
 
-def _row(case: Mapping[str, Any]) -> list[str]:
-    floor = case.get("floor", math.nan)
-    ours = case.get("jax", {})
-    median = ours.get("median", math.nan)
-    theirs = case.get("torch", {}).get("median", math.nan)
-    memory = ours.get("temporary_bytes", math.nan) / (4 * case["words"])
-    row = [
-        f"{case['tree']} ({case['words'] / 1e6:,.1f} M, {_leaves(case)} leaves)",
-        str(case["rank"]),
-        f"{1e3 * floor:.1f}",
-        f"{1e3 * median:.1f}",
-        f"{median / floor:.2f}x",
-        f"{1e3 * theirs:.1f}",
-        f"{theirs / median:.2f}x",
-        f"{memory:.2f}",
-        f"{ours.get('compile_seconds', math.nan):.1f}",
-    ]
-    return ["" if cell.startswith("nan") else cell for cell in row]
-
-
-def _leaves(case: Mapping[str, Any]) -> int:
+def _leaves(case: Run) -> int:
     return len(TREES[case["tree"]]())
 
 
-def plot(run: Mapping[str, Any], path: Path) -> None:
+def plot(run: Run, path: Path) -> None:
     """Draws for every tree the medians as multiples of the floor against the rank."""
     trees = list(dict.fromkeys(case["tree"] for case in run["cases"]))
     figure, axes = panels(len(trees), 3.8 * len(trees), 3.8)
@@ -98,7 +75,7 @@ def plot(run: Mapping[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def plot_growth(run: Mapping[str, Any], path: Path) -> None:
+def plot_growth(run: Run, path: Path) -> None:
     """Draws time and memory of an update against parameters, compilation against leaves."""
     figure, axes = panels(3, 11.4, 3.8, share_y=False)
     axes[0].set(xlabel="parameters", xscale="log", yscale="log", title="seconds of an update")

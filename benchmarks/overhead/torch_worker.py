@@ -1,4 +1,4 @@
-"""Times torch's `powerSGD_hook` alone with world size 1; a worker of `benchmarks.overhead`.
+"""Times torch's `powerSGD_hook` alone with world size 1; of `benchmarks.overhead` and `.card`.
 
 Reads a job as JSON from standard input and prints one JSON line for every rank.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -28,10 +27,9 @@ class Bucket:
     def __init__(self, shapes: dict[str, list[int]], device: str):
         sizes = [torch.Size(shape).numel() for shape in shapes.values()]
         self._buffer = torch.randn(sum(sizes), device=device)
-        parts = self._buffer.split(sizes)
-        self._gradients = [
-            part.view(shape) for part, shape in zip(parts, shapes.values(), strict=True)
-        ]
+        self._gradients = []
+        for part, shape in zip(self._buffer.split(sizes), shapes.values(), strict=True):
+            self._gradients.append(part.view(shape))
 
     def buffer(self) -> torch.Tensor:
         """Returns all gradients, one after the other."""
@@ -52,9 +50,7 @@ class Bucket:
 
 def hook_seconds(job: dict[str, Any], rank: int, device: str) -> list[float]:
     """Returns the seconds of each compressed step."""
-    state = hook.PowerSGDState(
-        None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=2
-    )
+    state = hook.PowerSGDState(None, rank, start_powerSGD_iter=2, min_compression_rate=2)
     bucket: Any = Bucket(job["shapes"], device)
     taken = []
     # The first two iterations are plain averages, the third draws the factors.
@@ -70,21 +66,19 @@ def hook_seconds(job: dict[str, Any], rank: int, device: str) -> list[float]:
 def main() -> None:
     job = json.loads(sys.stdin.read())
     logging.disable(logging.INFO)  # the hook reports its settings once a bucket
-    device = "cuda" if job["platform"] == "gpu" else "cpu"
+    device = job["device"]
     if device == "cpu":
         torch.set_num_threads(1)
-    backend = "nccl" if device == "cuda" else "gloo"
     print(json.dumps({"kind": "versions", "torch": torch.__version__}), flush=True)
     with tempfile.TemporaryDirectory() as folder:
+        backend = {"cpu": "gloo", "cuda": "nccl"}[device]
         store = f"file://{folder}/store"  # which torch removes itself
         dist.init_process_group(backend, init_method=store, rank=0, world_size=1)
         for rank in job["ranks"]:
-            taken = hook_seconds(job, rank, device)
-            print(f"torch rank {rank}: {1e3 * statistics.median(taken):.1f} ms", file=sys.stderr)
-            print(json.dumps({"kind": "update", "rank": rank, "seconds": taken}), flush=True)
+            seconds = hook_seconds(job, rank, device)
+            print(json.dumps({"kind": "update", "rank": rank, "seconds": seconds}), flush=True)
     # gloo's threads can end in each other's way ("Resource deadlock avoided", rarely), and all that
     # was measured is printed: leave without the farewells of the libraries.
-    sys.stderr.flush()
     os._exit(0)
 
 

@@ -23,22 +23,20 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from benchmarks.cluster.command import EXIT_FAILED, PACKAGES, over_links
+from benchmarks.cluster.command import PACKAGES, over_links
 from benchmarks.cluster.plan import FRAMEWORKS, UNLIMITED, Strategy, parse_rate, parse_strategy
 from benchmarks.common.arguments import add_fields, at_least, command_line, listed, read_fields
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import append_run, read_runs
-from benchmarks.time_to_loss.measure import Plan, step_times, whole_runs
+from benchmarks.time_to_loss.measure import Asked, step_times, whole_runs
 from benchmarks.time_to_loss.report import RUNS, write_report
 from benchmarks.time_to_loss.task import Config
 
-RATES = "1gbit,100mbit,10mbit"
 _PROGRAM = "benchmarks.time_to_loss"
 
 
@@ -46,14 +44,13 @@ def parser() -> argparse.ArgumentParser:
     """Makes the command line."""
     p = command_line(_PROGRAM, __doc__)
     add = p.add_argument
-    shown = " (default: %(default)s)"
-    runs = ",".join(RUNS)
-    add("--runs", type=listed(_run), default=runs, help="framework/strategy" + shown)
-    add("--seeds", type=at_least(int, 1), default=1, help="how many" + shown)
-    add("--rates", type=listed(parse_rate), default=RATES, help="for step times" + shown)
-    add("--at", type=listed(parse_rate), default=UNLIMITED.name, help="of whole runs" + shown)
+    add("--runs", type=listed(_run), default=",".join(RUNS), help="framework/strategy")
+    add("--seeds", type=at_least(int, 1), default=1, help="how many")
+    rates = "1gbit,100mbit,10mbit"
+    add("--rates", type=listed(parse_rate), default=rates, help="for step times")
+    add("--at", type=parse_rate, default=UNLIMITED.name, help="of whole runs")
     add("--times", action="store_true", help="no whole runs, but step times")
-    add("--samples", type=at_least(int, 2), default=24, help="timed at a rate, at most" + shown)
+    add("--samples", type=at_least(int, 2), default=24, help="timed at a rate, at most")
     add("--out", type=Path, default=RESULTS / "time_to_loss", help="without a suffix")
     add("--report", action="store_true", help="make no runs, only the report")
     add_fields(p, Config())
@@ -76,66 +73,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     p = parser()
     options = p.parse_args(arguments)
+    path = options.out.with_suffix(".jsonl")
     try:
         config = read_fields(options, Config())
-    except ValueError as error:
-        p.error(str(error))
-    runs = []
-    for seed in range(options.seeds):
-        for framework, strategy in options.runs:
-            # Of two phases each is timed by itself.
-            for part in strategy.phases if options.times else (strategy,):
-                runs.append((framework, part, seed))
-    (at,) = options.at
-    plan = Plan(config, tuple(dict.fromkeys(runs)), at, options.rates, options.samples)
-    path = options.out.with_suffix(".jsonl")
-    code = 0
-    if not options.report:
-        code = over_links("time_to_loss", lambda: _make(plan, path, times=options.times))
-    if code:
-        return code
-    try:
+        if not options.report:
+            code = over_links("time_to_loss", lambda: make(config, options, path))
+            if code:
+                return code
         for written in write_report(read_runs(path), asdict(config), options.out):
             print(written)
     except ValueError as error:
-        print(f"time_to_loss: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        p.error(str(error))
     return 0
 
 
-def _make(plan: Plan, path: Path, *, times: bool) -> None:
+def make(config: Config, options: argparse.Namespace, path: Path) -> None:
     """Makes step times, or the whole runs that are not in the file yet, and appends them.
 
     Raises:
       NetworkUnavailable: If the network cannot be made.
       JobFailed: If a process fails.
     """
-    setting = asdict(plan.config)
-    if not times:
-        finished = set()
-        for row in read_runs(path):
-            if row["config"] == setting and row.get("at") == plan.rate.name:
-                finished.add((row["framework"], row["strategy"], row["seed"]))
-        missing = [run for run in plan.runs if (run[0], run[1].name, run[2]) not in finished]
-        plan = replace(plan, runs=tuple(missing))
-    measured = step_times(plan) if times else whole_runs(plan)
+    setting = asdict(config)
+    finished = set()
+    for row in read_runs(path):
+        if row["config"] == setting and row.get("at") == options.at.name:
+            finished.add((row["framework"], row["strategy"], row["seed"]))
+    asked: dict[Asked, None] = {}
+    for seed in range(options.seeds):
+        for framework, strategy in options.runs:
+            if options.times:
+                # Of two phases each is timed by itself.
+                asked |= dict.fromkeys((framework, phase, seed) for phase in strategy.phases)
+            elif (framework, strategy.name, seed) not in finished:
+                asked[framework, strategy, seed] = None
+    if options.times:
+        measured = step_times(config, list(asked), options.rates, options.samples)
+    else:
+        measured = whole_runs(config, list(asked), options.at)
     with contextlib.closing(measured) as rows:
         for row in rows:
-            row["config"] = setting
-            row["about"] = describe(_PROGRAM, PACKAGES[row["framework"]])
-            append_run(path, row)
-            print(_line(row), flush=True)
-
-
-def _line(row: dict[str, Any]) -> str:
-    if "curve" in row:
-        steps, seconds, loss = row["curve"][-1]
-        said = f"{loss:.4f} after {steps} steps in {seconds:.0f} s"
-    else:
-        each = {rate: 1e3 * median(times) for rate, times in row["seconds"].items()}
-        said = ", ".join(f"{rate} {ms:,.0f} ms" for rate, ms in each.items())
-    name = f"{row['framework']}/{row['strategy']}"
-    return f"{name:28} seed {row['seed']}  {said}"
+            about = describe(_PROGRAM, PACKAGES[row["framework"]])
+            append_run(path, row | {"config": setting, "about": about})
+            said = ""
+            for steps, seconds, loss in row.get("curve", [])[-1:]:
+                said = f"{loss:.4f} after {steps} steps in {seconds:.0f} s"
+            for rate, times in row.get("seconds", {}).items():
+                said += f"{rate} {1e3 * median(times):,.0f} ms "
+            name = f"{row['framework']}/{row['strategy']}"
+            print(f"{name:28} seed {row['seed']}  {said}", flush=True)
 
 
 if __name__ == "__main__":

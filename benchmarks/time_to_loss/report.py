@@ -6,19 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Any
 
+import numpy as np
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from benchmarks.cluster.plan import parse_rate, parse_strategy
-from benchmarks.common.paths import RESULTS, ROOT
-from benchmarks.common.runs import made_on
+from benchmarks.common.paths import ROOT
+from benchmarks.common.runs import Run, made_on
 from benchmarks.common.style import BLUE, INK, MUTED, ORANGE, PURPLE, panels, save
-from benchmarks.common.tables import in_page, markdown, student, with_interval
+from benchmarks.common.tables import markdown, student, with_interval, write_table
 
 PAGE = ROOT / "docs" / "performance.md"
 COMMAND = "sudo python -m benchmarks.time_to_loss"
 EXACT = "jax/allreduce"
+_OURS = "jax/powersgd-"
 _HOOK = "torch/powersgd-"
 _SIZES = ("processes", "sequences", "layers", "width", "heads", "context")
 _WITHIN = 1.01  # of the exact run's final loss: what is to be reached
@@ -33,11 +34,13 @@ RUNS = {
 }
 # With 16 bits on the wire. Where only steps were timed, a run is taken to need as many of them as
 # the one with 32 bits that is named here.
-SIXTEEN_BITS = {
+_SIXTEEN_BITS = {
     "jax/fp16": EXACT,
     "torch/fp16": EXACT,
     "torch/powersgd-32-fp16": "torch/powersgd-32",
 }
+Curve = list[tuple[int, float]]  # steps and held-out loss, nats per byte, of each evaluation
+Seconds = Mapping[str, list[float]]  # of a step, in each timed call, by rate
 
 
 @dataclass(frozen=True)
@@ -46,24 +49,22 @@ class Result:
 
     Attributes:
       name: As on the command line.
-      losses: Final held-out loss by seed, nats per byte.
-      curves: (steps, loss) of every evaluation, by seed.
-      needed: Steps until the goal by seed; None where it is not reached.
+      curves: By seed.
+      goals: The loss to reach, by seed.
       sent: Bytes that the interface of a process sent in a step.
-      seconds: Of a step, in each timed call, by rate.
-      start: Steps before these, which took `before`.
-      before: Likewise of them.
+      seconds: Of its steps from number `start` on.
+      start: The first step of its second phase; 0 where it has one.
+      before: Of the steps before that.
       borrowed: Whether losses and steps are those of a run with 32 bits on the wire.
     """
 
     name: str
-    losses: dict[int, float]
-    curves: dict[int, list[tuple[int, float]]]
-    needed: dict[int, float | None]
+    curves: dict[int, Curve]
+    goals: Mapping[int, float]
     sent: float
-    seconds: dict[str, list[float]]
+    seconds: Seconds
     start: int
-    before: dict[str, list[float]]
+    before: Seconds
     borrowed: bool = False
 
     def clock(self, rate: str, steps: float) -> float:
@@ -75,27 +76,25 @@ class Result:
     @property
     def reached(self) -> dict[int, float]:
         """Returns the steps until the goal, of the seeds that reach it."""
-        return {seed: steps for seed, steps in self.needed.items() if steps is not None}
-
-    @property
-    def share(self) -> str:
-        """Says how many seeds reach the goal, where not all do."""
-        missed = 0 < len(self.reached) < len(self.needed)
-        return f" ({len(self.reached)} of {len(self.needed)})" if missed else ""
+        steps = {seed: steps_until(curve, self.goals[seed]) for seed, curve in self.curves.items()}
+        return {seed: number for seed, number in steps.items() if number is not None}
 
     def gaps(self, exact: Result) -> list[float]:
         """Returns how far the final losses are above the exact ones of their seeds, per cent."""
-        return [100 * (loss / exact.losses[seed] - 1) for seed, loss in self.losses.items()]
+        gaps = []
+        for seed, curve in self.curves.items():
+            gaps.append(100 * (curve[-1][1] / exact.curves[seed][-1][1] - 1))
+        return gaps
 
     def sooner_than(self, other: Result, rate: str) -> list[float]:
         """Returns how many times sooner it is at the goal, by seed with which both reach it."""
         if self is other or rate not in self.seconds or rate not in other.seconds:
             return []
         ours = self.reached
-        theirs = other.reached
         ratios = []
-        for seed in sorted(ours.keys() & theirs.keys()):
-            ratios.append(other.clock(rate, theirs[seed]) / self.clock(rate, ours[seed]))
+        for seed, steps in sorted(other.reached.items()):
+            if seed in ours:
+                ratios.append(other.clock(rate, steps) / self.clock(rate, ours[seed]))
         return ratios
 
     def timing_error(self, rate: str) -> float:
@@ -107,64 +106,7 @@ class Result:
         return 1.25 * stdev(times) / len(times) ** 0.5 / median(times)
 
 
-def results(runs: Sequence[Mapping[str, Any]]) -> dict[str, Result]:
-    """Returns the runs without a limit, by their name; of seeds that the exact run has too.
-
-    Where only steps with 16 bits on the wire were timed, the losses are those of 32 bits.
-    """
-    by_name: dict[str, dict[int, Mapping[str, Any]]] = {}
-    times: dict[str, dict[str, list[float]]] = {}
-    for run in runs:
-        name = f"{run['framework']}/{run['strategy']}"
-        if "seconds" in run:
-            times.setdefault(name, {}).update(_seconds_a_step(run))
-        elif run["at"] == "unlimited":
-            by_name.setdefault(name, {})[run["seed"]] = run
-    goals = {}
-    for seed, run in by_name.get(EXACT, {}).items():
-        goals[seed] = _WITHIN * run["curve"][-1][2]
-    several = {}
-    for name, by_seed in by_name.items():
-        shared = {seed: run for seed, run in by_seed.items() if seed in goals}
-        if shared:
-            several[name] = _result(name, shared, goals, times)
-    for name, alike in SIXTEEN_BITS.items():
-        if name in times and alike in several and name not in several:
-            several[name] = replace(several[alike], name=name, seconds=times[name], borrowed=True)
-    return several
-
-
-def _seconds_a_step(run: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Returns what the steps of each timed call took, by rate."""
-    seconds = {}
-    for rate, calls in run["seconds"].items():
-        seconds[rate] = [call / run["steps_per_call"] for call in calls]
-    return seconds
-
-
-def _result(
-    name: str,
-    runs: Mapping[int, Mapping[str, Any]],
-    goals: Mapping[int, float],
-    times: Mapping[str, dict[str, list[float]]],
-) -> Result:
-    framework, _, strategy = name.partition("/")
-    parsed = parse_strategy(strategy)
-    # The phases of a run were timed as strategies of their own.
-    first = times.get(f"{framework}/{parsed.phases[0].name}", {})
-    last = times.get(f"{framework}/{parsed.phases[-1].name}", {})
-    losses = {}
-    curves = {}
-    needed = {}
-    for seed, run in runs.items():
-        curves[seed] = [(steps, loss) for steps, _, loss in run["curve"]]
-        losses[seed] = curves[seed][-1][1]
-        needed[seed] = steps_until(curves[seed], goals[seed])
-    sent = mean(run["sent_per_step"] for run in runs.values())
-    return Result(name, losses, curves, needed, sent, last, parsed.start, first)
-
-
-def steps_until(curve: Sequence[tuple[int, float]], goal: float) -> float | None:
+def steps_until(curve: Curve, goal: float) -> float | None:
     """Returns the steps after which the loss is `goal`, on straight lines between evaluations.
 
     Example:
@@ -175,14 +117,74 @@ def steps_until(curve: Sequence[tuple[int, float]], goal: float) -> float | None
     """
     for (before, high), (after, low) in zip([curve[0], *curve], curve, strict=False):
         if low <= goal:
-            share = (high - goal) / (high - low) if high > low else 1.0
-            return before + share * (after - before)
+            return float(np.interp(-goal, [-high, -low], [before, after]))
     return None
 
 
-def write_report(
-    runs: Sequence[Mapping[str, Any]], setting: Mapping[str, Any], out: Path
-) -> list[Path]:
+def results(runs: Sequence[Run]) -> dict[str, Result]:
+    """Returns the runs without a limit, by their name; of seeds that the exact run has too.
+
+    Where only steps with 16 bits on the wire were timed, the losses are those of 32 bits.
+    """
+    curves: dict[str, dict[int, Curve]] = {}
+    sent: dict[str, list[float]] = {}
+    times: dict[str, dict[str, list[float]]] = {}
+    for run in runs:
+        name = f"{run['framework']}/{run['strategy']}"
+        for rate, calls in run.get("seconds", {}).items():
+            steps = [call / run["steps_per_call"] for call in calls]
+            times.setdefault(name, {})[rate] = steps
+        if run.get("at") == "unlimited":
+            curve = [(steps, loss) for steps, _, loss in run["curve"]]
+            curves.setdefault(name, {})[run["seed"]] = curve
+            sent.setdefault(name, []).append(run["sent_per_step"])
+    goals = {seed: _WITHIN * curve[-1][1] for seed, curve in curves.get(EXACT, {}).items()}
+    several = {}
+    for name, by_seed in curves.items():
+        shared = {seed: curve for seed, curve in by_seed.items() if seed in goals}
+        framework, _, strategy = name.partition("/")
+        parsed = parse_strategy(strategy)
+        # The phases of a run were timed as strategies of their own.
+        timed = [times.get(f"{framework}/{phase.name}", {}) for phase in parsed.phases]
+        if shared:
+            mean_sent = mean(sent[name])
+            several[name] = Result(
+                name, shared, goals, mean_sent, timed[-1], parsed.start, timed[0]
+            )
+    for name, alike in _SIXTEEN_BITS.items():
+        if name in times and alike in several and name not in several:
+            several[name] = replace(several[alike], name=name, seconds=times[name], borrowed=True)
+    return several
+
+
+def sooner_than_the_best(
+    several: Mapping[str, Result], result: Result, rate: str
+) -> dict[str, str]:
+    """Compares with the all-reduce and the hook of torch that are at the goal first at a rate.
+
+    Returns:
+      Name -> how many times sooner the result is there, with its 95% interval over seeds and
+      repeated steps; the all-reduce first.
+    """
+    best: dict[bool, tuple[float, Result, list[float]]] = {}
+    for name, other in several.items():
+        ratios = result.sooner_than(other, rate)
+        if name.startswith(_OURS) or not ratios:
+            continue
+        is_hook = name.startswith(_HOOK)
+        if is_hook not in best or mean(ratios) < best[is_hook][0]:
+            best[is_hook] = mean(ratios), other, ratios
+    written = {}
+    for _, (times, other, ratios) in sorted(best.items()):
+        variance = result.timing_error(rate) ** 2 + other.timing_error(rate) ** 2
+        if len(ratios) > 1:
+            variance += (stdev(ratios) / times) ** 2 / len(ratios)
+        half = student(len(ratios)) * variance**0.5 * times
+        written[other.name] = f"{times:.1f}x ± {half:.1f}"
+    return written
+
+
+def write_report(runs: Sequence[Run], setting: Run, out: Path) -> list[Path]:
     """Writes the tables and, where there are step times, the picture.
 
     The tables go into the page if `out` is the usual, else beside the picture.
@@ -192,112 +194,56 @@ def write_report(
     """
     of_setting = []
     for run in runs:
-        if run["config"] == setting or _times_it(run, setting):
+        # No learning rate changes how long a step takes.
+        alike = all(run["config"][name] == setting[name] for name in _SIZES)
+        if run["config"] == setting or ("seconds" in run and alike):
             of_setting.append(run)
     several = results(of_setting)
     if EXACT not in several:
         raise ValueError(f"no finished run of {EXACT} with this setting to compare with.")
-    text = _text(several, of_setting)
     written = []
     if several[EXACT].seconds:
-        picture = out.with_suffix(".png")
-        plot(several, picture)
-        written.append(picture)
-    if out == RESULTS / "time_to_loss":
-        PAGE.write_text(in_page(PAGE.read_text(), COMMAND, text))
-        return [*written, PAGE]
-    table = out.with_suffix(".md")
-    table.write_text(text)
-    return [*written, table]
+        written.append(out.with_suffix(".png"))
+        plot(several, written[0])
+    text = f"{tables(several)}\n\n{made_on(of_setting)}\n"
+    return [*written, write_table(text, COMMAND, PAGE, out)]
 
 
-def _times_it(run: Mapping[str, Any], setting: Mapping[str, Any]) -> bool:
-    """Tells whether it timed steps of the same program: no learning rate changes their length."""
-    same = all(run["config"][name] == setting[name] for name in _SIZES)
-    return "seconds" in run and same
-
-
-def _text(several: Mapping[str, Result], runs: Sequence[Mapping[str, Any]]) -> str:
+def tables(several: Mapping[str, Result]) -> str:
+    """Returns the losses; and where steps were timed, their times and how much sooner runs are."""
     exact = several[EXACT]
     losses = []
     times = []
     sooner = []
     for name, result in several.items():
+        label = f"`{name}`"
+        reached = result.reached.values()
+        number = len(result.curves)
         if not result.borrowed:
             above = "" if result is exact else with_interval(result.gaps(exact), "+.1f", "%")
-            fewer = f"{exact.sent / result.sent:.1f}x"
-            losses.append([f"`{name}`", str(len(result.losses)), above, fewer, _steps(result)])
-        if result.seconds:
-            times.append([f"`{name}`"])
-            times[-1] += [_milliseconds(result, rate) for rate in exact.seconds]
-        if _is_ours(name) and result.seconds and result.reached:
-            sooner.append([f"`{name}`"])
-            sooner[-1] += [_sooner(result, rate, several) for rate in exact.seconds]
+            steps = f"{mean(reached):.0f}" if reached else "-"
+            if 0 < len(reached) < number:
+                steps += f" ({len(reached)} of {number})"
+            losses.append([label, str(number), above, f"{exact.sent / result.sent:.1f}x", steps])
+        if not result.seconds:
+            continue
+        times.append([label])
+        sooner.append([label])
+        last = next(iter(result.curves.values()))[-1][0]
+        for rate in exact.seconds:
+            timed = rate in result.seconds
+            times[-1].append(f"{1e3 * result.clock(rate, last) / last:,.0f}" if timed else "")
+            better = sooner_than_the_best(several, result, rate)
+            sooner[-1].append(", ".join(f"{better[other]} than `{other}`" for other in better))
+        if not (name.startswith(_OURS) and reached):
+            sooner.pop()
     rates = [parse_rate(rate).shown for rate in exact.seconds]
-    parts = [
-        markdown(["run", "seeds", "above exact (95%)", "fewer bytes", "steps to goal"], losses)
-    ]
+    header = ["run", "seeds", "above exact (95%)", "fewer bytes", "steps to goal"]
+    parts = [markdown(header, losses)]
     if rates:
         parts.append(markdown(["milliseconds a step", *rates], times))
         parts.append(markdown(["sooner at the goal than the best", *rates], sooner))
-    return "\n\n".join([*parts, made_on(runs), ""])
-
-
-def _is_ours(name: str) -> bool:
-    return name.startswith("jax/powersgd-")
-
-
-def _milliseconds(result: Result, rate: str) -> str:
-    """Writes the mean step of a whole run, if it was timed at the rate."""
-    if rate not in result.seconds:
-        return ""
-    curve = next(iter(result.curves.values()))
-    last = curve[-1][0]
-    return f"{1e3 * result.clock(rate, last) / last:,.0f}"
-
-
-def _sooner(result: Result, rate: str, several: Mapping[str, Result]) -> str:
-    """Writes how many times sooner it is than the best all-reduce and the best of torch's hook."""
-    cells = []
-    for name, times in sooner_than_the_best(several, result, rate).items():
-        cells.append(f"{times} than `{name}`")
-    return ", ".join(cells)
-
-
-def sooner_than_the_best(
-    several: Mapping[str, Result], result: Result, rate: str
-) -> dict[str, str]:
-    """Compares with the all-reduce and the hook of torch that are at the goal first at a rate.
-
-    Returns:
-      Name -> how many times sooner the result is there, with its interval; the all-reduce first.
-    """
-    best: dict[bool, tuple[list[float], Result]] = {}
-    for name, other in several.items():
-        ratios = result.sooner_than(other, rate)
-        if _is_ours(name) or not ratios:
-            continue
-        is_hook = name.startswith(_HOOK)
-        if is_hook not in best or mean(ratios) < mean(best[is_hook][0]):
-            best[is_hook] = ratios, other
-    written = {}
-    for _, (ratios, other) in sorted(best.items()):
-        written[other.name] = _with_timing(ratios, rate, result, other)
-    return written
-
-
-def _with_timing(ratios: Sequence[float], rate: str, *timed: Result) -> str:
-    """Writes the mean and half the width of its 95% interval, over seeds and repeated steps."""
-    variance = sum(result.timing_error(rate) ** 2 for result in timed)
-    if len(ratios) > 1:
-        variance += (stdev(ratios) / mean(ratios)) ** 2 / len(ratios)
-    half = student(len(ratios)) * variance**0.5 * mean(ratios)
-    return f"{mean(ratios):.1f}x ± {half:.1f}"
-
-
-def _steps(result: Result) -> str:
-    reached = result.reached
-    return f"{mean(reached.values()):.0f}{result.share}" if reached else "-"
+    return "\n\n".join(parts)
 
 
 def plot(several: Mapping[str, Result], path: Path) -> None:
@@ -306,25 +252,23 @@ def plot(several: Mapping[str, Result], path: Path) -> None:
     figure, axes = panels(len(exact.seconds), 4.4 * len(exact.seconds), 4.2)
     # One seed, so that a line is a run: the others would lie on each other.
     seed = min(exact.curves)
+    goal = exact.goals[seed]
     settled = exact.curves[seed][len(exact.curves[seed]) // 8 :]
-    top = max(loss for _, loss in settled)
     lines = {}
     for axis, rate in zip(axes, exact.seconds, strict=True):
         for name, (words, colour, dashes) in RUNS.items():
             result = several.get(name)
-            if result is None or seed not in result.curves or rate not in result.seconds:
-                continue
-            times = [result.clock(rate, steps) for steps, _ in result.curves[seed]]
-            losses = [loss for _, loss in result.curves[seed]]
-            (lines[words],) = axis.plot(
-                times, losses, color=colour, linewidth=1.5, linestyle=dashes
-            )
-        axis.axhline(_WITHIN * exact.losses[seed], color=MUTED, linewidth=0.8, linestyle=":")
+            if result and seed in result.curves and rate in result.seconds:
+                steps, losses = zip(*result.curves[seed], strict=True)
+                times = [result.clock(rate, number) for number in steps]
+                form = {"color": colour, "linewidth": 1.5, "linestyle": dashes}
+                (lines[words],) = axis.plot(times, losses, **form)
+        axis.axhline(goal, color=MUTED, linewidth=0.8, linestyle=":")
         axis.set(xscale="log", xlabel="seconds", title=parse_rate(rate).shown)
         axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.set_ylim(0.98 * exact.losses[seed], 1.02 * top)
+        axis.set_ylim(0.98 * goal / _WITHIN, 1.02 * max(loss for _, loss in settled))
     axes[0].set_ylabel("held-out loss, nats per byte")
     figure.legend(
         lines.values(), lines.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize=9

@@ -106,6 +106,7 @@ class ModelConfig:
     heads: int = 4
     context: int = 128  # longest sequence, in bytes
     dtype: Any = jnp.float32  # of the activations; parameters and the loss stay in float32
+    vocabulary: int = VOCABULARY
 
 
 class Block(nn.Module):
@@ -141,16 +142,17 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps int tokens (batch, length) to float32 logits (batch, length, 256)."""
+        """Maps int tokens (batch, length) to float32 logits (batch, length, vocabulary)."""
         config = self.config
         small = nn.initializers.normal(0.02)
+        dense = {"use_bias": False, "dtype": config.dtype}
         embed = {"features": config.width, "embedding_init": small, "dtype": config.dtype}
-        x = nn.Embed(VOCABULARY, name="tokens", **embed)(tokens)
+        x = nn.Embed(config.vocabulary, name="tokens", **embed)(tokens)
         x = x + nn.Embed(config.context, name="positions", **embed)(jnp.arange(tokens.shape[-1]))
         for layer in range(config.layers):
             x = Block(config, name=f"block_{layer}")(x)
         x = nn.RMSNorm(dtype=config.dtype, name="final_norm")(x)
-        logits = nn.Dense(VOCABULARY, use_bias=False, dtype=config.dtype, name="output")(x)
+        logits = nn.Dense(config.vocabulary, name="output", **dense)(x)
         return logits.astype(jnp.float32)
 
 

@@ -1,12 +1,10 @@
 """benchmarks.card: what counts as right, how kernels are sorted, and what a part leaves."""
 
-import os
-import sys
-
 import jax
 
 from benchmarks.card import __main__ as card
 from benchmarks.card import forms, updates
+from benchmarks.common.worker import run_worker
 
 
 def test_a_form_is_compared_with_every_kind_of_gradient():
@@ -41,8 +39,8 @@ def test_kernels_are_sorted_by_their_names():
 
 def test_a_part_leaves_the_rows_that_it_printed_before_its_time_was_over(tmp_path):
     program = "import time; print('{\"kind\": 1}', flush=True); print('x'); time.sleep(60)"
-    command = [sys.executable, "-c", program]
-    result = card.limited(command, "", dict(os.environ), tmp_path / "rows.jsonl", 5.0)
+    (tmp_path / "slow.py").write_text(program)
+    result = run_worker(["slow"], {}, {"PYTHONPATH": str(tmp_path)}, 5.0)
     assert result["rows"] == [{"kind": 1}]
     assert result["code"] == -9
 
@@ -55,7 +53,7 @@ def test_the_summary_names_what_is_wrong():
         {"kind": "update", "rank": 4, "seconds": [0.017, 0.018, 0.016]},
         {"kind": "form", "form": "rank 4", "right": False, "apart": {"nan": 1.0}},
     ]  # fmt: skip
-    text = card.summary({"parts": {"updates": {"rows": rows, "code": -9, "seconds": 200}}})
+    text = card.summary({"updates": {"rows": rows, "code": -9, "seconds": 200}})
     assert "| 4 | 2.00 | 3.00 | 17.0 | 2.0 | 400 | 0.30 | 9 |" in text
     assert "0 of 1" in text
     assert '"form": "rank 4"' in text

@@ -15,7 +15,7 @@ from benchmarks.cluster.command import EXIT_UNAVAILABLE
 from benchmarks.cluster.jax_trainer import payload
 from benchmarks.cluster.plan import parse_strategy
 from benchmarks.cluster.report import Case, all_figures, figures_of, table
-from benchmarks.common.models import FULL
+from benchmarks.cluster.task import MLPS
 from benchmarks.common.paths import RESULTS
 from tests.helpers import networks
 from tests.helpers.paths import ROOT
@@ -30,7 +30,7 @@ COMMITTED = [Case(**x) for x in json.loads((RESULTS / "cluster.json").read_text(
 
 
 def test_the_strategies_still_promise_what_the_committed_cases_say():
-    pairs = pairwise(FULL["mlp"].widths)
+    pairs = pairwise(MLPS["mlp"])
     layers = [(np.zeros(pair, "f4"), np.zeros(pair[1], "f4")) for pair in pairs]
     promised = {
         c.strategy: c.payload for c in COMMITTED if (c.framework, c.model) == ("jax", "mlp")

@@ -17,7 +17,6 @@ WRONG = {
     "cluster --processes 1": "--processes: must be at least 2, got 1",
     "cluster --seconds-per-case nan": "--seconds-per-case: must be at least 0.1, got nan",
     "overhead --ranks 0": "--ranks: must be at least 1, got 0",
-    "overhead --core 4096": "there is no core 4096",
     "time_to_loss --runs allreduce": "--runs: takes framework/strategy",
     "time_to_loss --runs torch/int8": "which torch does not have",
     "time_to_loss --runs jax/powersgd-2-every-4-from-6": "begin after a multiple of 4 steps",

@@ -8,13 +8,16 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 
 from benchmarks.cluster.command import EXIT_UNAVAILABLE
+from benchmarks.cluster.jax_trainer import loss_of
+from benchmarks.cluster.task import read_task
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import read_runs
 from benchmarks.time_to_loss import __main__ as command
 from benchmarks.time_to_loss.report import PAGE, write_report
-from benchmarks.time_to_loss.task import Config, read_task, write_task
+from benchmarks.time_to_loss.task import Config, task_of
 from tests.helpers import networks
 from tests.helpers.rounding import rounding
 
@@ -25,21 +28,18 @@ TINY = replace(TINY, eval_sequences=4)
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, on import
 def test_both_frameworks_compute_the_same_loss_and_gradient(tmp_path):
-    import torch
-    from lm import ModelConfig, Transformer, loss_fn
+    from benchmarks.cluster import torch_models, torch_trainer
 
-    from benchmarks.time_to_loss.torch_side import loss_of, make_model
-
-    write_task(TINY, 3, tmp_path / "3.npz")
+    task_of(TINY, 3).write(tmp_path / "3.npz")
     task = read_task(tmp_path / "3.npz")
-    model = Transformer(ModelConfig(TINY.layers, TINY.width, TINY.heads, TINY.context))
-    loss_of_params = jax.jit(jax.value_and_grad(partial(loss_fn, model)))
-    loss, grads = loss_of_params(task.tree, task.held_out)
-    other = make_model(TINY, task.params)
-    loss_in_torch = loss_of(other, torch.from_numpy(task.held_out).long())
+    held_out = (task.held_inputs, task.held_targets)
+    loss_of_params = jax.jit(jax.value_and_grad(partial(loss_of, task)))
+    loss, grads = loss_of_params(unflatten_dict(task.params, sep="/"), held_out)
+    other = torch_models.make_model(task)
+    loss_in_torch = torch_trainer.loss_of(other, *torch_trainer.tensors(*held_out))
     loss_in_torch.backward()
     # A loss is a mean over tokens of sums over the width, through two products in each layer.
-    terms = [task.held_out.size, *[TINY.width, 4 * TINY.width] * TINY.layers, 256]
+    terms = [task.held_inputs.size, *[TINY.width, 4 * TINY.width] * TINY.layers, 256]
     allowed = rounding(*terms, largest=loss)
     np.testing.assert_allclose(loss_in_torch.item(), loss, rtol=0, atol=allowed)
     in_torch = {
