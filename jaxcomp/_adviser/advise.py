@@ -49,7 +49,7 @@ def advise(
     """Says whether to compress on a network, and which reducer keeps the loss within a budget.
 
     The time of a step comes from that of a ring all-reduce, which docs/performance.md has. Exact
-    averages overlap with the backward pass, for which two thirds of `step_time` are taken;
+    averages overlap with the backward pass, which is assumed to take two thirds of `step_time`;
     compressed gradients are sent after it. The baseline is the faster of a 32-bit and a 16-bit
     all-reduce.
 
@@ -62,8 +62,8 @@ def advise(
       params: Arrays or shapes, of which only shape and dtype are read; or a number of parameters,
         124_000_000 or ``"124M"``, for which a transformer's shapes are assumed.
       workers: Number of replicas.
-      bandwidth: Of each replica's link, in each direction: ``"10Gbit"``, ``"25Gbps"``, or bytes per
-        second.
+      bandwidth: The bandwidth of each replica's link, in each direction: ``"10Gbit"``,
+        ``"25Gbps"``, or bytes per second.
       step_time: A step without any communication: ``"120ms"``, or seconds.
       latency: From one replica to the next, one way: ``"50us"``, or seconds.
       loss_budget: How far above the exact run the held-out loss may be expected to end: ``"0.5%"``,

@@ -41,8 +41,8 @@ def measure(
     """Times compression and an all-reduce on the present devices, for `advise`.
 
     On several hosts call it in every process after ``jax.distributed.initialize()``: the all-reduce
-    is then the network's. Of what was measured and the link that `advise` is given the slower
-    counts.
+    is then the network's. `advise` takes the slower of the measured network and the link that it
+    is given.
 
     Args:
       params: The model to compress, arrays or shapes, or a number of parameters, 10_000_000 or

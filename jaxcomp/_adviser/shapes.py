@@ -76,7 +76,7 @@ def _values(width: int) -> int:
 def typical_width(params: PyTree, matrix_dims: MatrixDimsFn | None = None) -> int:
     """Returns the smaller side of a matrix, as the median over the values that can be compressed.
 
-    It is a transformer's width. 1 where there is nothing to compress.
+    For a transformer this is its width. It is 1 if there is nothing to compress.
     """
     sides = []
     values = []

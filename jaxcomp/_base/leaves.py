@@ -78,9 +78,9 @@ def in_compute_dtype(tree: PyTree) -> PyTree:
 
 
 def clipped(x: Array, dtype: Any) -> Array:
-    """Returns `x` where `dtype` holds it; of what is finite and beyond its range the largest value.
+    """Replaces finite values beyond the range of `dtype` by its largest value.
 
-    Of the 16-bit types only float16 ends before float32 does.
+    Among the 16-bit types only float16 has a smaller range than float32.
     """
     if jnp.finfo(dtype).nexp >= jnp.finfo(x.dtype).nexp:
         return x

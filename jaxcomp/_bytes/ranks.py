@@ -94,7 +94,7 @@ def ranks_by_spectrum(
 
     Returns:
       A function of (key path, leaf) for the `rank` of `powersgd`: at least 1, or None for a leaf
-      that is best left alone. Its ``by_leaf`` is fit for JSON.
+      that is best left alone. Its ``by_leaf`` can be saved as JSON.
 
     Raises:
       ValueError: If an argument is unusable, a gradient is not finite, or rank 1 everywhere already
@@ -190,7 +190,7 @@ def _offers(
     """Yields what a leaf could get after its first column, one after the other.
 
     Args:
-      plan: Of the leaf, with rank 1.
+      plan: The leaf's plan, with rank 1.
       energy: Its squared singular values, largest first.
       wire: What factors travel in; None to count values in the place of bytes.
       rate: Least compression of a leaf, as for `powersgd`.

@@ -32,8 +32,8 @@ def average(
       when: A boolean scalar, the same on every replica: average only if it is true. With
         ``when=state.synced`` for a `LocalSGDState`, BatchNorm statistics are averaged together with
         the parameters, and the steps in between still hold no collective.
-      weight: How much this replica counts, a number; what one of weight 0 holds, NaN or not, counts
-        for nothing. None if all count the same.
+      weight: How much this replica counts, a number. The values of a replica of weight 0 are
+        ignored, even NaN. None if all count the same.
 
     Returns:
       The same tree. Without `when` it is equal on every replica, bit for bit, and replicated under

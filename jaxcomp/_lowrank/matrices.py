@@ -117,7 +117,7 @@ def exact_einsum(subscripts: str, first: Array, second: Array) -> Array:
     Args:
       subscripts: As in `jnp.einsum`.
       first: Float32 or wider.
-      second: Of the same dtype.
+      second: An array of the same dtype.
     """
     plain = functools.partial(jnp.einsum, subscripts, precision=_EXACT)
     if first.dtype != jnp.float32 or not _multiplies_parts():
@@ -222,9 +222,9 @@ def unsent(
 ) -> Array:
     """Makes the new residual: what is left of `total`, or `old` where not `commit`, in its place.
 
-    What was sent is ``P Q_w^T``, with the replica's own factor. Of the mean ``P Q^T``, which may be
-    beyond the range of float16 where gradients are not, an output in that `dtype` cannot hold all:
-    the rest was sent and reached nobody, so it stays, and goes out in later steps.
+    This replica has sent ``P Q_w^T``, with its own factor. The mean ``P Q^T`` may be beyond the
+    range of float16 even if the gradients are not. Then an output in that `dtype` cannot hold all
+    of it: the rest was sent but reached nobody, so it stays, and goes out in later steps.
 
     A product that XLA does not fuse is not written out as a whole: on CPU the blocks of a leaf
     follow each other, and take the place of `old` one by one. On GPU, where each block would be
@@ -386,8 +386,9 @@ def _plan(
         plain = LeafPlan(name, tuple(np.shape(leaf)), leaf_dtype(leaf))
     except TypeError as error:
         raise ValueError(
-            f"The leaf {name} is a {type(leaf).__name__} and no array. Of an Equinox module pass "
-            "eqx.filter(model, eqx.is_inexact_array), of other trees the arrays that are trained."
+            f"The leaf {name} is a {type(leaf).__name__} and no array. For an Equinox module "
+            "pass eqx.filter(model, eqx.is_inexact_array), for other trees the arrays that are "
+            "trained."
         ) from error
     if not jnp.issubdtype(plain.dtype, jnp.floating):
         return plain
@@ -438,8 +439,8 @@ def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
       leaf: The leaf, or anything else with a shape.
 
     Returns:
-      Which axes are rows and which are columns; what a `matrix_dims` function returns for a leaf
-      without a wish of its own.
+      Which axes are rows and which are columns. A `matrix_dims` function returns this for every
+      leaf that shall be split as by default.
 
     Example:
       >>> import jax

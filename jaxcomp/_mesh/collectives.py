@@ -171,8 +171,8 @@ def typed_like(x: Array, tree: PyTree) -> Array:
 def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
     """Runs `lax.switch` of branches that may differ in what JAX knows to be local.
 
-    A branch that ends in an average has replicated results where one that does not has this
-    replica's own, and under ``check_vma=True`` a conditional wants one type for both.
+    A branch that ends in an average returns replicated values; another branch may return values
+    that differ by replica. Under ``check_vma=True`` a conditional needs one type for both.
     """
     if len(branches) == 1:
         return branches[0]()

@@ -78,7 +78,7 @@ def call_on_automatic_axes(function: Callable[..., Any], shardings: PyTree, /, *
     """Calls `function` with the Explicit axes of the mesh left to the compiler while it runs.
 
     Args:
-      function: Of trees by position. Its arrays may be sharded in their types.
+      function: Takes trees by position. Its arrays may be sharded in their types.
       shardings: What the results are typed as afterwards, a prefix of them.
       *args: What `function` is called with.
     """

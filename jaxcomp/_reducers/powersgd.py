@@ -111,9 +111,10 @@ def powersgd(
       residual_dtype: How the residual is stored; bfloat16 halves its memory. None for float32.
       matrix_dims: A function of (key path, leaf) that returns `MatrixDims`, or None for a leaf that
         shall not be compressed; by default the axes are split into a leading and a trailing block
-        with the fewest rows + columns. `stacked` gives one for scanned layers, which are compressed
-        one by one; return ``jaxcomp.extend.default_matrix_dims(path, leaf)`` for the leaves without
-        a wish.
+        with the fewest rows + columns. `stacked` makes such a function for scanned layers: each
+        of them is compressed by itself. Return
+        ``jaxcomp.extend.default_matrix_dims(path, leaf)`` for every leaf that shall be split as by
+        default.
 
     Returns:
       A transformation from local gradients to outputs in the gradients' dtypes, equal on every

@@ -66,8 +66,8 @@ def fitted(
       kind: The state's class.
       state: What the user passed.
       updates: The gradients.
-      shapes: Of each field that is a tree like the gradients the shapes of its leaves; None where a
-        leaf has nothing and the field an `optax.MaskedNode`.
+      shapes: The shapes of the leaves of each field that is a tree like the gradients; None where a
+        leaf has nothing and the field has an `optax.MaskedNode`.
 
     Raises:
       ValueError: If it is another class; listing every leaf that only one of the trees has, or

@@ -26,8 +26,8 @@ def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
 
     Of the reducer's state in it,
 
-    * factors are cut to their first columns for a lower rank, which the power iteration has
-      ordered by importance, and padded with fresh orthonormal columns for a higher one;
+    * factors are cut to their first columns for a lower rank (the power iteration has ordered the
+      columns by importance), and get fresh orthonormal columns for a higher rank;
     * residuals are taken over wherever the leaf still has one, also between `powersgd` and
       `error_feedback`. Where it no longer has, what was not sent yet is dropped;
     * a reducer of another kind starts afresh but for that, with its own ``start_step`` still to

@@ -1,4 +1,4 @@
-"""From the states of all replicas to the one to save: means of what each has of its own."""
+"""Makes the state to save from those of all replicas: the mean of what differs between them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
     state as `jaxcomp.data_parallel`, `jax.pmap`, `jax.vmap` or `jax.shard_map` returned it, with a
     leading axis of replicas. Inside of one, with `axis_name`, it is one all-reduce; under
     ``shard_map(check_vma=True)`` the result is replicated, and ``out_specs=P()`` gives the one
-    copy. Of a replica's own counters, flags and random keys, which have no mean, the largest
-    stays.
+    copy. Counters, flags and random keys that differ by replica have no mean: the largest one is
+    kept.
 
     Args:
       state: Any tree that holds jaxcomp states: a whole `optax.chain` state, a ``TrainState``.
@@ -41,8 +41,8 @@ def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
     Raises:
       ValueError: If the axis is not bound; inside of a mapped function, if it was not given;
         outside, if what each replica has of its own has no axis of replicas, is that of one replica
-        only or of one several times, or a shared leaf differs. Of traced values that cannot be
-        known: the owner of the result is then NaN, which `shard_state` refuses.
+        only or of one several times, or a shared leaf differs. Traced values cannot be compared:
+        the owner of the result is then NaN, which `shard_state` refuses.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp, optax
@@ -227,8 +227,8 @@ def _one_replica(name: str, owner: Any) -> str:
         why = "the owners of its rows are not all different"
     return (
         f"The state holds the residual of one replica only ({why}: {name}), and what the others "
-        "had not sent would be lost. Of copies of a state do not take the first, as flax's "
-        "unreplicate does, but consolidate them. Arrays that claim to be replicated and differ "
+        "had not sent would be lost. Do not take the first copy of a state, as flax's "
+        "unreplicate does, but consolidate the copies. Arrays that claim to be replicated and differ "
         "come from pmap(out_axes=None) and from shard_map(check_vma=False) with P(): give those "
         "jaxcomp.state_axes(state) or jaxcomp.state_specs(state, axis_name)."
     )

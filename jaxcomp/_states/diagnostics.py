@@ -140,7 +140,7 @@ def _measured(paths: Sequence[KeyPath], nodes: Sequence[Any]) -> Diagnostics:
 
 
 def _is_low_rank(node: Any) -> bool:
-    """Tells a state that has a residual, and a factor or the state of a reducer with one."""
+    """Tells whether a state has a residual, and a factor or the state of a reducer with one."""
     if not (is_reducer_state(node) and hasattr(node, "residual")):
         return False
     return hasattr(node, "q") or hasattr(getattr(node, "inner", None), "q")

@@ -1,4 +1,4 @@
-"""States outside of mapped functions: a leading axis of replicas before what each has of its own.
+"""Places states outside of mapped functions: what differs by replica gets a leading axis.
 
 The layout that says what it holds: an array ``(n, *leaf)`` is saved and restored as it is, and
 nobody can take it for a replicated one.

@@ -221,7 +221,7 @@ def is_shared(leaf: Any) -> bool:
 
 
 def _is_raw_key(leaf: Any) -> bool:
-    """Tells a key of `jax.random.PRNGKey`, whose axis is not one of examples."""
+    """Tells whether a leaf is a key of `jax.random.PRNGKey`: its axis is not one of examples."""
     key = jax.eval_shape(jax.random.PRNGKey, 0)
     return is_array(leaf) and (np.shape(leaf), leaf.dtype) == (key.shape, key.dtype)
 

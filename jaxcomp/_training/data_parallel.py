@@ -137,7 +137,7 @@ class DataParallel:
         Raises:
           ValueError: If there is no mesh, an argument does not fit its specification, none is
             split between the replicas, parameters are sharded over `axis_name`, the state is of
-            another number of replicas, or nothing is said of an auxiliary output.
+            another number of replicas, or an auxiliary output has no entry.
         """
         params = params_of(args, self.argnums)
         check_keywords(kwargs, self.grad_fn)
@@ -348,7 +348,7 @@ def data_parallel(
     are. Meshes may have Auto or Explicit axes, and parameters may be sharded over any axis but
     `axis_name`. Inside a function that is mapped over `axis_name` the same call needs no mesh.
 
-    What makes the gradients is the user's: `jax.value_and_grad` of the mean loss of the examples it
+    Any function may make the gradients: `jax.value_and_grad` of the mean loss of the examples it
     is given, nnx's and Equinox's, a loss scale (unscaled before it returns), a scan that
     accumulates over micro-batches, per-example clipping.
 

@@ -53,7 +53,7 @@ def run_batch_and_halves(
       function: From arrays to ``(value,)`` or ``(value, auxiliary)``.
       arrays: Its arguments.
       specs: How each of them is split.
-      axis_name: Of the replicas: one of them has the whole batch; of two each has a half.
+      axis_name: The axis of the replicas. One replica has the whole batch; each of two has a half.
     """
     first, *others = axis_tuple(axis_name)
 

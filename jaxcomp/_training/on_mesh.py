@@ -139,7 +139,7 @@ def call_on_replicas(
     """Calls a function of one replica in a `jax.shard_map` over all of them.
 
     Args:
-      function: Of one replica's part of each input.
+      function: Takes one replica's part of each input.
       inputs: Trees of global arrays.
       in_specs: How each array is split between the replicas.
       out_specs: How results are put together; prefixes.

@@ -83,8 +83,8 @@ def judged(
       examples: How many examples this replica has, for each axis of its arguments.
 
     Raises:
-      ValueError: Listing every leaf of which nothing is said, with the line to write; or naming a
-        leaf that cannot be what is said of it.
+      ValueError: If `aux` has no entry for a leaf: the message lists all of them, with the line to
+        write. Or if a leaf cannot be what its entry says.
     """
     auxiliary = None
     if len(outputs) == 2:
@@ -138,7 +138,7 @@ def _kind(
     """Returns what becomes of one leaf.
 
     Raises:
-      ValueError: If it cannot be what is said of it.
+      ValueError: If it cannot be what its entry says.
     """
     if word is None or (word == "mean" and known_equal(x, axis_name)):
         return _EQUAL

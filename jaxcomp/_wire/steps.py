@@ -35,7 +35,7 @@ def count_steps(program: Program, kind: str, array: tuple[str, int]) -> int:
 
     Args:
       program: The program.
-      kind: Of the collectives of the reducer.
+      kind: The kind of the reducer's collectives.
       array: XLA's element type and the number of values that one of them has, and others have not.
     """
     paths = _Paths(program, kind, array)

@@ -1,4 +1,4 @@
-"""Torch tensors: to NumPy and back, bfloat16 and float8 included, and the names that they have.
+"""Converts torch tensors to NumPy and back, bfloat16 and float8 included.
 
 PyTorch is imported only when a tensor has to be made; reading one needs no import.
 """
@@ -42,7 +42,7 @@ BUFFER_NAMES = (*STATISTICS, "num_batches_tracked")
 
 
 def is_tensor(value: Any) -> bool:
-    """Tells a torch tensor (or parameter), without importing torch."""
+    """Tells whether it is a torch tensor (or parameter), without importing torch."""
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach")
 
 

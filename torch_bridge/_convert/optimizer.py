@@ -130,7 +130,7 @@ class OptimizerPlan:
 
     Attributes:
       entries: Torch parameter -> what the optimizer has of it.
-      pairs: Of these parameters.
+      pairs: The pairs of these parameters.
       parts: Leaf -> the part that it is updated with; none for what is frozen and has no state.
       doubts: What the file does not tell of the optimizer, each a sentence.
       optimizer: As torch's ``state_dict()`` has it.
@@ -156,8 +156,8 @@ class OptimizerPlan:
         Args:
           optimizer: As for `optimizer_from_torch`, like `model` and `param_names`.
           model: With names as in the state dict.
-          pairs: Of what is trained.
-          param_names: Of the optimizer.
+          pairs: The pairs of what is trained.
+          param_names: The optimizer's names of its parameters.
           layout: What is in no bucket gets no gradient, whether the optimizer has it or not. None,
             and one without buckets from before compression began, say nothing.
 

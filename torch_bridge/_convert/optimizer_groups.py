@@ -189,8 +189,8 @@ def read_entries(
     Args:
       optimizer: As for `optimizer_from_torch`, like `param_names`.
       model: Torch state dict of the model.
-      param_names: Of the optimizer; None: as it recorded them, else the order of `model`.
-      pairs: Of `model`. Where it has too many tensors, those that go to no leaf were buffers.
+      param_names: The optimizer's names; None: as it recorded them, else the order of `model`.
+      pairs: The pairs of `model`. If it has too many tensors, those without a leaf were buffers.
       layout: What DDP has in its buckets. An optimizer of as many was given these alone.
 
     Returns:

@@ -123,7 +123,7 @@ def _refuse_apart(like: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
 
 
 def as_tensors(values: Mapping[str, Any], copied: Collection[int] = ()) -> dict[str, Any]:
-    """Makes tensors of arrays, of which tied ones stay one; tensors stay as they are.
+    """Makes tensors of arrays. Arrays that are tied become one tensor; tensors stay as they are.
 
     Args:
       values: By name.

@@ -123,8 +123,8 @@ def filled_state(
     Args:
       record: With the mean error, in units of the loss.
       params: As for `powersgd_from_torch`, like the others.
-      pairs: Of `params`.
-      layout: Of the buffers of `record`.
+      pairs: The pairs of `params`.
+      layout: The layout of the buffers of `record`.
       matrix_dims: As passed to `jaxcomp.powersgd`.
     """
     residuals: Leaves = {}
@@ -198,9 +198,9 @@ def _common_matrices(
 
     Args:
       params: The Flax parameters.
-      pairs: Of `params`.
+      pairs: The pairs of `params`.
       record: Whose buffers the matrices are views of.
-      layout: Of the buffers; None where it is not known, as there are none yet.
+      layout: The layout of the buffers; None where it is not known, as there are none yet.
       matrix_dims: As passed to `jaxcomp.powersgd`.
 
     Raises:

@@ -25,7 +25,7 @@ def sharded_indices(
       num_replicas: Number of replicas.
       replica: Which of them this is, from 0.
       shuffle: Permute the samples, in a new way each epoch, the same on every replica.
-      seed: Of the permutation; ``seed + epoch`` is what torch's generator is seeded with.
+      seed: The seed of the permutation; ``seed + epoch`` is what torch's generator is seeded with.
       epoch: Number of the epoch.
       drop_last: If `num_replicas` does not divide `n`, drop the tail; if False, pad with samples
         from the beginning, so that every replica has as many.

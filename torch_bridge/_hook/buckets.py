@@ -117,8 +117,9 @@ class BucketPart(NamedTuple):
     Attributes:
       entry: The parameter.
       bucket: Index of its bucket.
-      rank: Of its factors; 0 where it is not compressed.
-      error: Of the parameter's shape; it and the factors are None where the bucket has no buffer.
+      rank: The rank of its factors; 0 where it is not compressed.
+      error: Of the same shape as the parameter; it and the factors are None where the bucket has no
+        buffer.
       p: Shape (rows, rank), with the rows and columns of ``entry.matrix``.
       q: Shape (cols, rank).
     """

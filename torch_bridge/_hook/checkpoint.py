@@ -37,9 +37,9 @@ class Checkpoint:
         it, ``"fp16_compress_wrapper(powerSGD_hook)"`` for example.
       example: Inputs of the torch module, a tuple of arrays, and its outputs in evaluation mode:
         arrays in dictionaries and tuples as the module gives them. None if the file has none.
-      loss_scale: Of the ``GradScaler`` under which the hook ran: its errors and factors are in
-        units of the scaled loss. None if the file does not say it; then that of the only scaler in
-        `extra` counts, and 1 without one.
+      loss_scale: The scale of the ``GradScaler`` under which the hook ran: the hook's errors and
+        factors are in units of the scaled loss. None if the file does not say it; then that of
+        the only scaler in `extra` counts, and 1 without one.
 
     Example:
       >>> record = PowerSGDRecord(1, 20, {0: np.float32([2, 4])}, {}, {})

@@ -178,7 +178,7 @@ def layout_of(
     Args:
       checkpoint: With or without hook state.
       layout: None for that of the checkpoint.
-      pairs: Of the model, if they are known: what goes to no Flax leaf may be a buffer.
+      pairs: The model's pairs, if they are known: what goes to no Flax leaf may be a buffer.
 
     Returns:
       The layout; None where there is none and compression has not begun.

@@ -244,9 +244,9 @@ def _differences(lead: Checkpoint, first: Checkpoint, part: Checkpoint) -> list[
     """Lists what shows that a file is of another run than the others.
 
     Args:
-      lead: Of the first file.
-      first: Of the first file with a model.
-      part: Of the file in question.
+      lead: The content of the first file.
+      first: The content of the first file with a model.
+      part: The content of the file in question.
     """
     if len(part.powersgd) != 1 or len(lead.powersgd) != 1:
         lines = [f"{len(part.powersgd)} hook states where one per rank was expected"]

@@ -264,7 +264,7 @@ def _lengths(layers: Collection[Layer]) -> set[int]:
 
 
 def _packs(torch: Collection[Layer], flax: Collection[Layer]) -> bool:
-    """Tells a Flax kernel that would hold several of these torch weights, all of one shape."""
+    """Tells whether a Flax kernel would hold several of these torch weights, all of one shape."""
     sizes: set[int] = set()
     for shape, count in collections.Counter(layer.shape("weight") for layer in torch).items():
         if shape and count > 1:

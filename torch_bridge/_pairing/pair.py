@@ -226,7 +226,7 @@ def named(model: Model) -> Mapping[str, Any]:
         return model
     if not hasattr(model, "state_dict"):
         raise TypeError(
-            f"A torch state dict or module is needed, got a {type(model).__name__}. Of what "
-            "torch_bridge.load returns it is the attribute `model`."
+            f"A torch state dict or module is needed, got a {type(model).__name__}. If it is "
+            "what torch_bridge.load returned, pass its attribute `model`."
         )
     return model.state_dict()

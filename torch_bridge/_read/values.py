@@ -34,7 +34,7 @@ class Budget:
     """Counts down the bytes of memory and the comparisons of keys that reading a file may take.
 
     Args:
-      size: Of the file, of which three times as many bytes and 64 MiB more may be taken.
+      size: The file's bytes. Three times as many, and 64 MiB more, may be taken.
       max_bytes: Another limit, if the user says one.
     """
 
