@@ -6,7 +6,7 @@ own is replaced by a fixed dense one: were it left at zero, the power iteration 
 that direction up again.
 
 On CPU: Gram-Schmidt for few columns, Householder QR for more. On GPU both are many small kernels,
-one matrix after the other. There all matrices of one rank take rounds of Cholesky QR together: Gram
+one matrix after the other. So all matrices of one rank take rounds of Cholesky QR together: Gram
 matrices of blocks of rows, their sums over the blocks of a matrix, the inverse Cholesky factors of
 all matrices at once, and the matrices times these.
 

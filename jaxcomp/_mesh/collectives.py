@@ -412,7 +412,8 @@ def _psum(xs: list[Array], axis_name: AxisName, dtype: Any) -> list[Array]:
     """Sums arrays with their own dtype on the wire where there is one, and returns them in `dtype`.
 
     XLA's CPU backend has no bfloat16 all-reduce: it widens to float32 by itself, and aborts the
-    process when some mesh axes are left to the compiler. There the sum is taken in float32 openly.
+    process when some mesh axes are left to the compiler. So on CPU
+    the arrays are cast to float32 before the sum.
     """
 
     def summed(xs: list[Array]) -> list[Array]:

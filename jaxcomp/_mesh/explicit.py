@@ -100,8 +100,9 @@ def typed_specs(tree: PyTree) -> PyTree:
 class Boundary:
     """The way into a `jax.shard_map` over some axes of a mesh, beside Explicit ones.
 
-    JAX before 0.12 gathers whatever enters or leaves along the Explicit axes. There they are made
-    automatic around the `shard_map`, and Explicit again for the function of the user within.
+    JAX before 0.12 gathers whatever enters or leaves along the Explicit axes. With such a JAX
+    these axes are made automatic around the `shard_map`, and Explicit again inside of it, for the
+    user's function.
     """
 
     def __init__(self, mesh: Any, axes: tuple[str, ...]):

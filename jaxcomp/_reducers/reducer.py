@@ -144,7 +144,7 @@ def enter(
     average = functools.partial(_average, reduce, axis_name)
     if mesh_axes(AxisType.Explicit):
         # Beside these every operation must say how its result is sharded, which the arithmetic of a
-        # reducer cannot know. There the compiler decides meanwhile, and the results are typed as
+        # reducer cannot know. In such a case the compiler decides, and the results are typed as
         # what they replace.
         like = typed_specs(gradients)
         everywhere: Any = PartitionSpec()

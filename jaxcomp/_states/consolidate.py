@@ -228,7 +228,7 @@ def _one_replica(name: str, owner: Any) -> str:
     return (
         f"The state holds the residual of one replica only ({why}: {name}), and what the others "
         "had not sent would be lost. Do not take the first copy of a state, as flax's "
-        "unreplicate does, but consolidate the copies. Arrays that claim to be replicated and differ "
+        "unreplicate does: consolidate the copies. Arrays that claim to be replicated and differ "
         "come from pmap(out_axes=None) and from shard_map(check_vma=False) with P(): give those "
         "jaxcomp.state_axes(state) or jaxcomp.state_specs(state, axis_name)."
     )

@@ -51,8 +51,8 @@ def accumulate(
     Put it outermost, ``accumulate(optax.chain(reducer, optimizer), k)`` or
     ``accumulate(local_sgd(...), k)``: then `sync_every`, schedules and the reducer count optimizer
     steps. In a chain of two levels put it around the slow one only:
-    ``chain(allreduce(axis_name="fast"), accumulate(powersgd(axis_name="slow"), k))``. The state has the
-    fields of `optax.MultiStepsState` with their meaning: ``state.mini_step == 0`` after an optimizer step.
+    ``chain(allreduce(axis_name="fast"), accumulate(powersgd(axis_name="slow"), k))``. The state has
+    the fields of `optax.MultiStepsState`: ``state.mini_step == 0`` after an optimizer step.
 
     Args:
       tx: What gets the accumulated gradients: a chain that begins with a reducer, or `local_sgd`.

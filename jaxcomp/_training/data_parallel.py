@@ -367,12 +367,12 @@ def data_parallel(
         random keys are the same for all: a function makes its own (dropout) with
         ``jax.random.fold_in(key, jax.lax.axis_index(axis_name))``. Axes of the mesh other than
         `axis_name` are left to the compiler.
-      aux: What becomes of auxiliary outputs, for all or as a tree that may end early: "mean"
-        averages floating values (what JAX knows to be equal on all replicas stays as it is, of any
-        dtype), "sum" adds up counts, "join" lays the rows of the examples one behind the other, an
-        integer does so along that axis instead of the first, "stack" gives an axis of replicas.
-        What is not said is refused, with the line to write, except what the function hands back
-        just as it got it. `DataParallel.outputs` finds out.
+      aux: What becomes of auxiliary outputs: one word for all, or a tree that may end early.
+        "mean" averages floating values; values of any dtype that JAX knows to be equal on all
+        replicas stay as they are. "sum" adds up counts. "join" concatenates the rows of the
+        examples; an integer does so along that axis instead of the first. "stack" adds an axis of
+        replicas. An output without an entry is refused, with the line to write, unless the function
+        returns it just as it got it. `DataParallel.outputs` finds out what each output is.
       axis_name: The axis or axes of the replicas; None takes the reducer's.
       check_vma: Have JAX prove that the gradients are equal on all replicas. Turn it off for a
         function that it cannot type: loops that begin with ``zeros(shape)``, as most recurrent

@@ -317,8 +317,8 @@ def _shared(
 ) -> Callable[[tuple[str, ...]], Any]:
     """Returns a function that finds the longest beginning of a name that both sides have.
 
-    A series has equal names only if the numbers of one side are among those of the other: not so
-    ``fc1``, ``fc2`` beside ``fc0``, ``fc1``, and what is in such modules.
+    A series has equal names only if the numbers of one side are among those of the other.
+    ``fc1``, ``fc2`` beside ``fc0``, ``fc1`` are not equal, nor is what such modules contain.
 
     Args:
       torch: The layers of the one side.
