@@ -192,7 +192,7 @@ def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def _owner_of_all(owners: Array) -> Array:
-    """Returns 0 for the owners of all replicas, in any order, or of everybody; else NaN."""
+    """Returns 0 if every replica owns a row, in any order, or all rows are shared; else NaN."""
     all_of_them = jnp.arange(owners.size, dtype=jnp.float32) - owners.size
     # Not sorted: on an Explicit mesh nothing is, along an axis of it.
     present = (jnp.atleast_1d(owners)[:, None] == all_of_them[None]).any(axis=0)

@@ -101,8 +101,8 @@ def split_specs(
       what they share, and None for what is not an array.
 
     Raises:
-      ValueError: If there are too few specifications or too many, an array cannot be split so, it
-        is not clear what is a batch, or nothing is.
+      ValueError: If there are too few specifications or too many, if an array cannot be split as
+        specified, or if no array is a batch or it is not clear which one is.
     """
     axes = axis_tuple(axis_name)
     examples: dict[str, int] = {}  # of each leaf that is split without a specification

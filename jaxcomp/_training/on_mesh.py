@@ -190,9 +190,9 @@ def only_replica(function: Callable[..., Any], axes: Sequence[str]) -> Callable[
 def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) -> AxisName:
     """Finds out along which axes of the replicas a reducer's state differs.
 
-    A `Reducer`'s differs along its own. In a chain of an exact average along one axis and a
-    compressed one along another it differs along the latter only, which the chain does not say. The
-    types of what its update returns do.
+    The state of a `Reducer` differs along the axes of the reducer. In a chain of an exact average
+    along one axis and a compressed one along another, it differs along the latter only. The chain
+    does not say so; the types of what its update returns do.
 
     Args:
       reducer: A transformation.

@@ -114,9 +114,9 @@ class _Paths:
 
 
 def _is_differentiated(instruction: Instruction) -> bool:
-    """Tells the forward pass of a loss, also if a backward pass makes it again.
+    """Tells whether it is of the forward pass of a loss, also if a backward pass repeats it.
 
-    Of the rest of a backward pass a residual may have become a part.
+    The rest of a backward pass does not count: a residual may have become a part of it.
     """
     name = instruction.operation
     return "jvp(" in name and ("transpose(" not in name or "rematted_computation" in name)

@@ -74,7 +74,7 @@ def _refuse_other_kinds(head: bytes) -> None:
     """Refuses a file that does not begin as a zip archive.
 
     Raises:
-      Malformed: With what it seems to be.
+      Malformed: If it does not; the message says what the file seems to be.
     """
     if head[:4] in _ZIP:
         return
