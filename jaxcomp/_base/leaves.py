@@ -140,6 +140,21 @@ def with_leaves(tree: PyTree, arrays: Sequence[Array]) -> PyTree:
     return treedef.unflatten([next(new) if is_floating(x) else x for x in leaves])
 
 
+def is_array(leaf: Any) -> bool:
+    """Tells an array of JAX or NumPy from a flag, a function, a ConfigDict."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def arrays_only(tree: PyTree) -> PyTree:
+    """Returns the tree with None in the place of what is not an array."""
+    return jax.tree.map(lambda x: x if is_array(x) else None, tree)
+
+
+def with_arrays(tree: PyTree, arrays: PyTree) -> PyTree:
+    """Returns the tree with other arrays in the places that `arrays_only` left; the rest stays."""
+    return jax.tree.map(lambda x, array: x if array is None else array, tree, arrays)
+
+
 def is_masked(node: Any) -> bool:
     """Tells whether a state has nothing for a leaf."""
     return isinstance(node, optax.MaskedNode)

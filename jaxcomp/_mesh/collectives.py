@@ -404,7 +404,9 @@ def maximum(x: Array, axis_name: AxisName) -> Array:
 
 
 def total(x: Array, axis_name: AxisName) -> Array:
-    """Sums over the replicas, in the array's own dtype."""
+    """Sums over the replicas, in the array's own dtype; flags as int32."""
+    if x.dtype == jnp.bool_:
+        x = x.astype(jnp.int32)
     return lax.psum(as_local(x, axis_name), axis_name)
 
 

@@ -6,14 +6,15 @@ reducer, with its reshapes and products, cannot: there such axes are left to the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxcomp._base.typing import Array, AxisName, PyTree
+from jaxcomp._base.leaves import arrays_only, with_arrays
+from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_tuple, mesh_axes
 
 
@@ -45,33 +46,40 @@ def check_mesh_axes(mesh: Any, axis_name: AxisName) -> None:
         )
 
 
+def over_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+    """Returns a specification that says nothing of any but these axes."""
+    parts: list[Any] = []
+    for part in spec:
+        names = tuple(name for name in axis_tuple(part) if name in axes)
+        parts.append(names[0] if len(names) == 1 else names or None)
+    return PartitionSpec(*parts)
+
+
+def split_axis(spec: PartitionSpec) -> int | None:
+    """Returns the axis along which a leaf is split; None for what all replicas see whole."""
+    return next((axis for axis, part in enumerate(spec) if part), None)
+
+
 def resharded(x: Any, mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> Any:
     """Lays `x` out as `spec` says over `axes`, and as before over the other Explicit ones.
 
     `jax.shard_map` does this by itself for automatic axes; for Explicit ones it wants to be asked.
     """
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if not any(kinds[name] == AxisType.Explicit for name in axes):
+    if all(kinds[name] != AxisType.Explicit for name in axes):
         return x
-    old_spec = jax.typeof(x).sharding.spec
-    before = []
-    after = []
-    for dim in range(np.ndim(x)):
-        names = _names(old_spec, dim)
-        before.append(names)
-        after.append(_names(spec, dim) + tuple(name for name in names if name not in axes))
-    if before == after:
-        return x
-    new_spec = PartitionSpec(*(names or None for names in after))
-    return jax.sharding.reshard(x, NamedSharding(mesh, new_spec))
+    before = jax.typeof(x).sharding.spec
+    others = over_axes(before, tuple(name for name in kinds if name not in axes))
+    parts = []
+    for own, other in itertools.zip_longest(over_axes(spec, axes), others):
+        parts.append((*_names(own), *_names(other)) or None)
+    after = PartitionSpec(*parts)
+    return x if after == before else jax.sharding.reshard(x, NamedSharding(mesh, after))
 
 
-def _names(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
+def _names(part: Any) -> tuple[str, ...]:
     """Returns the axes over which a specification splits one dimension."""
-    if dim >= len(spec) or spec[dim] is None:
-        return ()
-    part = spec[dim]
-    return part if isinstance(part, tuple) else (part,)
+    return () if part is None else axis_tuple(part)
 
 
 def call_on_automatic_axes(function: Callable[..., Any], shardings: PyTree, /, *args: Any) -> Any:
@@ -82,14 +90,12 @@ def call_on_automatic_axes(function: Callable[..., Any], shardings: PyTree, /, *
       shardings: What the results are typed as afterwards, a prefix of them.
       *args: What `function` is called with.
     """
-    leaves, treedef = jax.tree.flatten(args)
-    arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
 
-    def inside(arrays: dict[int, Array]) -> Any:
-        return function(*treedef.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)]))
+    def inside(arrays: PyTree) -> Any:
+        return function(*with_arrays(args, arrays))
 
     axes = mesh_axes(AxisType.Explicit)
-    return jax.sharding.auto_axes(inside, axes=axes, out_sharding=shardings)(arrays)
+    return jax.sharding.auto_axes(inside, axes=axes, out_sharding=shardings)(arrays_only(args))
 
 
 def typed_specs(tree: PyTree) -> PyTree:
@@ -109,8 +115,8 @@ class Boundary:
         """Finds the Explicit axes beside those that are mapped, `axes`."""
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
         others = [name for name, kind in kinds if kind == AxisType.Explicit and name not in axes]
-        self._beside = bool(others)
-        self._around = tuple(others) if jax.__version_info__ < (0, 12) else ()
+        self._beside = tuple(others)
+        self._around = self._beside if jax.__version_info__ < (0, 12) else ()
         self.outer = mesh
         self.axes = axes
         self.mesh = None if self._around else mesh  # None: the one of the context
@@ -119,22 +125,13 @@ class Boundary:
         """Wraps a function, inside, so that its arrays are typed as outside, by `specs`."""
         if not self._around:
             return function
-        kept = jax.tree.map(self._only_around, specs)
+        kept = jax.tree.map(lambda spec: over_axes(spec, self._around), specs)
         return jax.sharding.explicit_axes(function, axes=self._around, in_sharding=(kept,))
 
     def automatic(self, mapped: Callable[..., Any], like: PyTree) -> Callable[..., Any]:
         """Wraps the mapped function, outside, so that its results are typed as `like`."""
-        if not self._beside:
-            return mapped
         if self._around:
             shardings = jax.tree.map(lambda spec: NamedSharding(self.outer, spec), like)
             mapped = jax.sharding.auto_axes(mapped, axes=self._around, out_sharding=shardings)
         # Outside of `jax.jit` it would run op by op, where arrays keep the types of the whole mesh.
-        return jax.jit(mapped)
-
-    def _only_around(self, spec: PartitionSpec) -> PartitionSpec:
-        parts = []
-        for dim in range(len(spec)):
-            names = tuple(name for name in _names(spec, dim) if name in self._around)
-            parts.append(names or None)
-        return PartitionSpec(*parts)
+        return jax.jit(mapped) if self._beside else mapped

@@ -19,7 +19,7 @@ residual, which on every replica would be a gradient that nobody computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,34 +34,54 @@ from jaxcomp._mesh.collectives import local_if_bound
 # gradients, of which, as of a residual, only the mean matters.
 _FOREIGN: dict[type, tuple[str, ...]] = {optax.MultiStepsState: ("acc_grads",)}
 
-
-class StateLeaf(NamedTuple):
-    """A leaf of a tree that holds states."""
-
-    path: KeyPath
-    value: Any
-    declared_by: type | None  # the outermost state that has it as a replica's own; None: shared
-    is_owner: bool
+# What a leaf of a state is: the same for all replicas, each one's own, or whose that is.
+SHARED = "shared"
+LOCAL = "local"
+OWNER = "owner"
 
 
-def state_leaves(tree: PyTree) -> list[StateLeaf]:
-    """Lists the leaves of a tree in flattening order, with what its state classes say of each.
+def marks(tree: PyTree) -> PyTree:
+    """Marks the leaves of a tree that holds states: SHARED, LOCAL or OWNER, as their classes say.
 
     Raises:
       ValueError: If a state in the tree has lost its class.
     """
-    leaves = _leaves_below(tree, (), None)
-    if not _has_averaged_before(tree):
-        return leaves
-    return [
-        leaf._replace(declared_by=None) if is_accumulator(leaf.declared_by) else leaf
-        for leaf in leaves
-    ]
+    averaged_before = _has_averaged_before(tree)
+
+    def mark(node: Any) -> PyTree:
+        if not _is_state(node):
+            return SHARED
+        if _is_bare(node):
+            raise ValueError(
+                "The state has lost its classes, and with them what each replica has of its own: a "
+                f"{type(node).__name__} holds the keys {sorted(map(str, node))}. Pass the "
+                "optimizer itself or its opt_state, not nnx.state, nnx.split or a state dict of it."
+            )
+        local = _FOREIGN.get(type(node)) or node.per_replica
+        if averaged_before and is_accumulator(node):
+            local = ()
+        children, treedef = jax.tree_util.tree_flatten_with_path(node, lambda x: x is not node)
+        marked = []
+        for (key,), child in children:
+            field = getattr(key, "name", getattr(key, "key", None))
+            below = jax.tree.map(mark, child, is_leaf=_is_state)
+            if field in local:
+                own = OWNER if field == "owner" else LOCAL
+                below = jax.tree.map(lambda mark, own=own: OWNER if mark == OWNER else own, below)
+            marked.append(below)
+        return treedef.unflatten(marked)
+
+    return jax.tree.map(mark, tree, is_leaf=_is_state)
 
 
 def is_accumulator(node: Any) -> bool:
-    """Tells the state, or its class, of `optax.MultiSteps` and of `jaxcomp.accumulate`."""
+    """Tells the state of `optax.MultiSteps` and of `jaxcomp.accumulate`."""
     return hasattr(node, "acc_grads") and hasattr(node, "inner_opt_state")
+
+
+def accumulators(tree: PyTree) -> list[Any]:
+    """Returns the states that accumulate, in a tree."""
+    return list(filter(is_accumulator, jax.tree.leaves(tree, is_leaf=is_accumulator)))
 
 
 def _has_averaged_before(tree: PyTree) -> bool:
@@ -71,14 +91,12 @@ def _has_averaged_before(tree: PyTree) -> bool:
     same on all replicas. A reducer inside of one gets what it has accumulated. `accumulate` is made
     for that, and another network's reducer may be beside it: only one in its chain counts.
     """
-    nodes = jax.tree.leaves(tree, is_leaf=_is_state)
-    accumulators = list(filter(is_accumulator, nodes))
-    inside = jax.tree.leaves([node.inner_opt_state for node in accumulators], is_leaf=_is_state)
-    if any(map(is_reducer_state, inside)):
+    nodes = accumulators(tree)
+    if not nodes or reducer_states([node.inner_opt_state for node in nodes]):
         return False
-    foreign = all(type(node) in _FOREIGN for node in accumulators)
-    chains = jax.tree.leaves(tree, is_leaf=_is_chain_behind)
-    return (foreign and any(map(is_reducer_state, nodes))) or any(map(_is_chain_behind, chains))
+    if all(type(node) in _FOREIGN for node in nodes):
+        return bool(reducer_states(tree))
+    return any(map(_is_chain_behind, jax.tree.leaves(tree, is_leaf=_is_chain_behind)))
 
 
 def _is_chain_behind(node: Any) -> bool:
@@ -88,39 +106,14 @@ def _is_chain_behind(node: Any) -> bool:
     return any(is_reducer_state(link) and not is_accumulator(link) for link in node)
 
 
-def _leaves_below(tree: PyTree, path: KeyPath, declared_by: type | None) -> list[StateLeaf]:
-    """Lists the leaves of a tree at `path` in another, of which a state may have declared all."""
-    leaves: list[StateLeaf] = []
-    for inner, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_state):
-        place = (*path, *inner)
-        if not _is_state(node):
-            leaves.append(StateLeaf(place, node, declared_by, is_owner=False))
-            continue
-        if _is_bare(node):
-            raise ValueError(
-                "The state has lost its classes, and with them what each replica has of its own: a "
-                f"{type(node).__name__} holds the keys {sorted(map(str, node))}. Pass the "
-                "optimizer itself or its opt_state, not nnx.state, nnx.split or a state dict of it."
-            )
-        kind = type(node)
-        declared = _FOREIGN.get(kind) or kind.per_replica
-        children = jax.tree_util.tree_leaves_with_path(
-            node, is_leaf=lambda x, node=node: x is not node
-        )
-        for (key,), child in children:
-            field = getattr(key, "name", getattr(key, "key", None))
-            is_local = field in declared
-            outermost = declared_by or (kind if is_local else None)
-            below = _leaves_below(child, (*place, key), outermost)
-            if field == "owner" and is_local:
-                below = [leaf._replace(is_owner=True) for leaf in below]
-            leaves += below
-    return leaves
-
-
 def is_reducer_state(node: Any) -> bool:
     """Tells whether a class says what replicas have of their own, as those of states do."""
     return isinstance(getattr(type(node), "per_replica", None), tuple)
+
+
+def reducer_states(tree: PyTree) -> list[Any]:
+    """Returns the states in a tree that are in no other."""
+    return list(filter(is_reducer_state, jax.tree.leaves(tree, is_leaf=is_reducer_state)))
 
 
 def _is_state(node: Any) -> bool:
@@ -132,29 +125,20 @@ def _is_bare(node: Any) -> bool:
     return isinstance(node, Mapping) and "residual" in node and ("q" in node or "inner" in node)
 
 
-def map_leaves(function: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
-    """Maps ``function(path, leaf, local, *rest)`` over a tree; `local` tells per-replica leaves."""
-    treedef = jax.tree.structure(tree)
-    others = [treedef.flatten_up_to(other) for other in rest]
-    results = []
-    for leaf, *extra in zip(state_leaves(tree), *others, strict=True):
-        results.append(function(leaf.path, leaf.value, leaf.declared_by is not None, *extra))
-    return treedef.unflatten(results)
-
-
-def owners_of(state: PyTree) -> dict[str, Any]:
-    """Returns the owners in a state, by their paths; none if no class in it declares one."""
-    leaves = [leaf for leaf in state_leaves(state) if leaf.is_owner]
-    return {leaf_name(leaf.path): leaf.value for leaf in leaves}
-
-
 def has_foreign(tree: PyTree) -> bool:
     """Tells whether a state of another library, which takes no rows, has per-replica leaves.
 
     One that is itself in a per-replica field, as an optimizer of local steps, has none: its row is
     taken off with the field's.
     """
-    return any(leaf.declared_by in _FOREIGN for leaf in state_leaves(tree))
+    kinds = map(type, jax.tree.leaves(tree, is_leaf=_is_state))
+    return not _FOREIGN.keys().isdisjoint(kinds) and not _has_averaged_before(tree)
+
+
+def leaves_marked(state: PyTree, *kinds: str) -> dict[str, Any]:
+    """Returns the leaves of a state that are marked so, by path."""
+    pairs = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(marks(state)), strict=True)
+    return {leaf_name(path): leaf for (path, leaf), mark in pairs if mark in kinds}
 
 
 def no_owner(axis_name: AxisName) -> Array:
@@ -169,17 +153,14 @@ def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
       state: Any tree that holds states.
       fresh: Makes a state without rows, to compare with where there is no owner.
     """
-    owners = owners_of(state)
+    owners = leaves_marked(state, OWNER)
     if owners or fresh is None:
-        return any(np.ndim(owner) > 0 for owner in owners.values())
-    axes = _axes_of_local(state)
-    return bool(axes) and axes == [1 + number for number in _axes_of_local(jax.eval_shape(fresh))]
-
-
-def _axes_of_local(state: PyTree) -> list[int]:
-    """Returns how many axes each per-replica leaf has."""
-    local = [leaf for leaf in state_leaves(state) if leaf.declared_by is not None]
-    return [np.ndim(leaf.value) for leaf in local]
+        return any(map(np.ndim, owners.values()))
+    local = leaves_marked(state, LOCAL)
+    if not local:
+        return False
+    without = leaves_marked(jax.eval_shape(fresh), LOCAL)
+    return all(np.ndim(leaf) == 1 + np.ndim(without.get(name)) for name, leaf in local.items())
 
 
 def without_row(state: PyTree) -> PyTree:
@@ -188,22 +169,22 @@ def without_row(state: PyTree) -> PyTree:
     Raises:
       ValueError: If a leaf has the rows of several replicas.
     """
-    leaves: list[Any] = []
-    for path, value, declared_by, _ in state_leaves(state):
-        if declared_by is None:
-            leaves.append(value)
-            continue
-        if value.shape[0] != 1:
+
+    def taken_out(path: KeyPath, leaf: Any, mark: str) -> Any:
+        if mark == SHARED:
+            return leaf
+        if leaf.shape[0] != 1:
             raise ValueError(
-                f"The leaf {leaf_name(path)} of the state has the rows of {value.shape[0]} "
+                f"The leaf {leaf_name(path)} of the state has the rows of {leaf.shape[0]} "
                 "replicas where one is at work. Map the state over them: place it with "
                 "jaxcomp.shard_state and give jax.shard_map jaxcomp.state_specs(state, axis_name), "
                 "or give jax.vmap and jax.pmap in_axes=jaxcomp.state_axes(state). Behind "
                 "jaxcomp.value_and_grad, which has averaged, the chain takes "
                 "jaxcomp.hold_state(reducer)."
             )
-        leaves.append(value.reshape(value.shape[1:]))
-    return jax.tree.structure(state).unflatten(leaves)
+        return leaf.reshape(leaf.shape[1:])
+
+    return jax.tree.map_with_path(taken_out, state, marks(state))
 
 
 def off_rows(
@@ -220,4 +201,8 @@ def off_rows(
 
 def with_row(state: PyTree) -> PyTree:
     """Inverts `without_row`."""
-    return map_leaves(lambda _, leaf, local: jnp.expand_dims(leaf, 0) if local else leaf, state)
+
+    def put_in(leaf: Any, mark: str) -> Any:
+        return leaf if mark == SHARED else jnp.expand_dims(leaf, 0)
+
+    return jax.tree.map(put_in, state, marks(state))

@@ -7,7 +7,6 @@ is one all-reduce of a scalar, which waits for no gradient.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,31 +14,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp._base.leaves import compute_dtype
+from jaxcomp._base.leaves import compute_dtype, is_floating
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.collectives import as_local, reduce_mean
+from jaxcomp._mesh.collectives import as_local, mean_each, reduce_mean
 
 # Means beyond this and its reciprocal: their quotients would be rounded to 0, or infinite.
 _LEAST = 1e-30
-# How much of a name has to be in common: two letters swapped, one missing or too many.
-_CLOSE = 0.75
 _OTHER_NAMES = ("w", "wt", "wts", "wgt", "wgts", "count", "counts", "examples")
-_OTHER_WORDS = ("height",)  # near the word, but one of their own
 
 
 def refuse_misspelt_weight(names: Iterable[str]) -> None:
     """Refuses extra arguments of an update that are meant as ``weight`` and would do nothing.
 
-    Others are for other links of a chain. The last word of ``example_weights`` tells.
+    Others are for other links of a chain. The last word of ``example_weights`` tells: a short one
+    with a w and all other letters of ``weight`` but at most one.
 
     Raises:
       ValueError: With the right name.
     """
     for name in names:
-        last_word = name.lower().strip("_").rpartition("_")[2]
-        close = difflib.get_close_matches(last_word, ["weight"], cutoff=_CLOSE)
-        near = bool(close) and last_word not in _OTHER_WORDS
-        if near or last_word.endswith(("weight", "weights")) or last_word in _OTHER_NAMES:
+        word = name.lower().strip("_").rpartition("_")[2]
+        missing = set("weight").difference(word)
+        near = len(word) < 10 and len(missing) <= 1 and "w" in word
+        if near or word in _OTHER_NAMES or word.endswith(("weight", "weights")):
             raise ValueError(
                 f"There is no argument `{name}`: it is `weight` that says how much a replica, or "
                 "each of its examples, counts."
@@ -94,6 +91,31 @@ def weighted(tree: PyTree, share: Array) -> PyTree:
         return jnp.where(share == 0, jnp.zeros_like(wide), wide * share.astype(wide.dtype))
 
     return jax.tree.map(times, tree)
+
+
+def averaged(tree: PyTree, axis_name: AxisName, weight: Any = None) -> tuple[PyTree, Array | None]:
+    """Averages every floating leaf of a tree in one all-reduce; others stay as they are.
+
+    Args:
+      tree: Averaged in float32 or wider, then back to the dtypes of its leaves.
+      axis_name: The mapped axis or axes.
+      weight: How much this replica counts; None if all count the same.
+
+    Returns:
+      The averages, and whether any replica counted; None if all do.
+    """
+    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
+    places = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
+    wide = [leaves[i].astype(compute_dtype(leaves[i].dtype)) for i in places]
+    wide = as_local(wide, axis_name)
+    counted = None
+    if weight is not None:
+        share, mean_weight = share_of_mean(weight, axis_name)
+        wide = weighted(wide, share)
+        counted = mean_weight != 0
+    for i, mean in zip(places, mean_each(wide, axis_name).means, strict=True):
+        leaves[i] = mean.astype(leaves[i].dtype)
+    return treedef.unflatten(leaves), counted
 
 
 def weighted_gradients(gradients: PyTree, weight: Any, axis_name: AxisName) -> PyTree:

@@ -20,7 +20,7 @@ from jaxcomp._mesh.collectives import mesh_axes
 from jaxcomp._mesh.explicit import call_on_automatic_axes, typed_specs
 from jaxcomp._mesh.per_replica import off_rows
 from jaxcomp._mesh.weights import refuse_misspelt_weight, weighted_gradients
-from jaxcomp._reducers.refusals import check_gradients
+from jaxcomp._reducers.refusals import check_gradients, check_shapes
 from jaxcomp._reducers.transformation import CountBytes, Transformation
 
 
@@ -170,6 +170,7 @@ def _average(
 ) -> Reduction:
     """Checks and weighs the gradients, reduces them, and returns averages in their dtypes."""
     check_gradients(gradients, axis_name)
+    check_shapes(gradients, params)
     averaged = gradients
     if weight is not None:
         averaged = weighted_gradients(gradients, weight, axis_name)

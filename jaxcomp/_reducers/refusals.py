@@ -54,6 +54,23 @@ def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
             )
 
 
+def check_shapes(gradients: PyTree, params: PyTree) -> None:
+    """Refuses gradients of other shapes than the parameters of their names.
+
+    Raises:
+      ValueError: With the first of them.
+    """
+    shapes = {leaf_name(path): np.shape(x) for path, x in jax.tree.leaves_with_path(params)}
+    for path, gradient in jax.tree.leaves_with_path(gradients):
+        name = leaf_name(path)
+        shape = shapes.get(name, gradient.shape)
+        if shape != gradient.shape:
+            raise ValueError(
+                f"The gradient of {name} has shape {gradient.shape}, the parameter has {shape}. "
+                "Gradients must be those of the parameters, averaged over this replica's examples."
+            )
+
+
 def fitted(
     kind: type,
     state: Any,

@@ -18,8 +18,6 @@ from jaxcomp._reducers.powersgd import PowerSGDState
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.consolidate import consolidate
 
-_REDUCERS = (PowerSGDState, ErrorFeedbackState)
-
 
 def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
     """Fits the state of an earlier run to a reducer with another compression.
@@ -74,22 +72,23 @@ def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
             f"`state` must hold the state of one reducer with a residual, it holds {len(places)}. "
             "Pass that of one; a run that had none starts with reducer.init(params)."
         )
-    place = places[0]
-    fresh = reducer.init(params)
-    if _has_residual(fresh) and _is_one_array(nodes[place]) == _is_one_array(fresh):
-        fresh = _adapted(nodes[place], fresh)
-    nodes[place] = fresh
+    old = nodes[places[0]]
+    new = reducer.init(params)
+    if _has_residual(new) and _is_one_array(old) == _is_one_array(new):
+        new = _adapted(old, new)
+    nodes[places[0]] = new
     return treedef.unflatten(nodes)
 
 
 def _has_residual(node: Any) -> bool:
-    return isinstance(node, _REDUCERS)
+    return isinstance(node, (PowerSGDState, ErrorFeedbackState))
 
 
 def _is_one_array(state: Any) -> bool:
     """Tells whether the residual is one array and no tree, as `batched_powersgd`'s always is."""
-    structure = jax.tree.structure(state.residual, is_leaf=is_masked)
-    return jax.tree_util.treedef_is_leaf(structure)
+    return jax.tree.all(
+        jax.tree.map(lambda x: x is state.residual, state.residual, is_leaf=is_masked)
+    )
 
 
 def _adapted(old: Any, new: Any) -> Any:
@@ -125,10 +124,9 @@ def _carried_over(
     results: list[Any] = []
     wrong = ""
     for (path, fresh), value in zip(leaves, values, strict=True):
-        if is_masked(fresh) or is_masked(value):
-            results.append(fresh)
-            continue
-        result = function(jnp.asarray(value), fresh)
+        result = fresh
+        if not is_masked(fresh) and not is_masked(value):
+            result = function(jnp.asarray(value), fresh)
         if result is None:
             shapes = f"{np.shape(value)} in the state, {np.shape(fresh)} for `reducer`"
             wrong += f"\n  {field}{leaf_name(path)}: {shapes}"
@@ -148,8 +146,6 @@ def _resized(old: Array, new: Array) -> Array | None:
         return None
     rank = old.shape[-1]
     old = old.astype(new.dtype)
-    if new.shape[-1] <= rank:
-        return old[..., : new.shape[-1]]
     candidates = jnp.concatenate([old, new[..., rank:]], axis=-1)
     fresh = orthogonalize(candidates)[..., rank:]
-    return jnp.concatenate([old, fresh], axis=-1)
+    return jnp.concatenate([old, fresh], axis=-1)[..., : new.shape[-1]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp._base.checks import check_axis_name
-from jaxcomp._base.leaves import compute_dtype, leaf_name
+from jaxcomp._base.leaves import compute_dtype, is_floating
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.collectives import as_local, axis_size, maximum, mean_each, mesh_axes, owner_id
-from jaxcomp._mesh.per_replica import StateLeaf, has_rows, owners_of, state_leaves, without_row
+from jaxcomp._mesh.collectives import axis_size, maximum, mesh_axes, owner_id
+from jaxcomp._mesh.per_replica import (
+    LOCAL,
+    OWNER,
+    SHARED,
+    has_rows,
+    leaves_marked,
+    marks,
+    without_row,
+)
+from jaxcomp._mesh.weights import averaged
 
 
 def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
@@ -61,21 +70,20 @@ def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
         return _over_axis(state, axis_name)
     _check_not_mapped(state)
     layout = layout_of(state)
-    leaves = state_leaves(state)
     if layout.replicas is None:
-        local = _local_values(leaves)
-        if local and not owners_of(state):
+        local = leaves_marked(state, LOCAL)
+        if local and not leaves_marked(state, OWNER):
             raise ValueError(_no_axis(local))
         return state
-    collapsed: list[Any] = []
-    for leaf in leaves:
-        if leaf.is_owner:
-            collapsed.append(_owner_of_all(jnp.asarray(leaf.value)))
-        elif leaf.declared_by is not None:
-            collapsed.append(_mean_of_rows(leaf.value))
-        else:
-            collapsed.append(leaf.value[0] if layout.everything else leaf.value)
-    return jax.tree.structure(state).unflatten(collapsed)
+
+    def collapsed(leaf: Any, mark: str) -> Any:
+        if mark == OWNER:
+            return _owner_of_all(jnp.asarray(leaf))
+        if mark == LOCAL:
+            return _mean_of_rows(leaf)
+        return leaf[0] if layout.everything else leaf
+
+    return jax.tree.map(collapsed, state, marks(state))
 
 
 class Layout(NamedTuple):
@@ -92,9 +100,8 @@ def layout_of(state: PyTree) -> Layout:
       ValueError: If per-replica leaves have no common leading axis, are those of one replica only,
         or of one several times; or rows of what replicas share differ.
     """
-    leaves = state_leaves(state)
-    owners = owners_of(state)
-    local = _local_values(leaves)
+    owners = leaves_marked(state, OWNER)
+    local = leaves_marked(state, LOCAL, OWNER)
     for name, owner in owners.items():
         common = _owner_of_all(jnp.asarray(owner))
         if not isinstance(common, jax.core.Tracer) and float(common) != 0:
@@ -104,19 +111,14 @@ def layout_of(state: PyTree) -> Layout:
         return Layout(None, everything=False)
     if len(lengths | _lengths(local)) != 1:
         raise ValueError(_no_axis(local))
-    shared = {leaf_name(x.path): x.value for x in leaves if x.declared_by is None}
+    shared = leaves_marked(state, SHARED)
     # Some shared leaf is a scalar in nearly every state.
-    everything = bool(shared) and _lengths(shared) == lengths
+    everything = _lengths(shared) == lengths
     if everything:
         for name, leaf in shared.items():
             _check_equal_rows(name, leaf)
     ((length,),) = lengths
     return Layout(length, everything)
-
-
-def _local_values(leaves: Sequence[StateLeaf]) -> dict[str, Any]:
-    """Returns what each replica has of its own, by path."""
-    return {leaf_name(leaf.path): leaf.value for leaf in leaves if leaf.declared_by is not None}
 
 
 def _lengths(values: dict[str, Any]) -> set[tuple[int, ...]]:
@@ -141,7 +143,7 @@ def _check_equal_rows(name: str, leaf: Any) -> None:
 
 def _mean_of_rows(leaf: Any) -> Any:
     """Averages over axis 0 in float32 at least; takes the largest of what has no mean."""
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+    if not is_floating(leaf):
         return _largest(leaf, functools.partial(jnp.max, axis=0))
     leaf = jnp.asarray(leaf)
     return leaf.astype(compute_dtype(leaf.dtype)).mean(axis=0).astype(leaf.dtype)
@@ -159,36 +161,30 @@ def _largest(leaf: Any, maximum: Callable[[Array], Array]) -> Any:
 
 def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
     """Consolidates inside of a mapped function, with one all-reduce for each dtype."""
-    local = _local_values(state_leaves(state))
     replicas = axis_size(axis_name)
     # A state of classes without an owner: under shard_map what it has of its own is a row of 1.
-    if has_rows(state) or (_lengths(local) == {(1,)} and not owners_of(state)):
+    lengths = _lengths(leaves_marked(state, LOCAL))
+    if has_rows(state) or (lengths == {(1,)} and not leaves_marked(state, OWNER)):
         state = without_row(state)
+    kinds = marks(state)
 
-    leaves = state_leaves(state)
-    consolidated = [leaf.value for leaf in leaves]
-    averaged: list[int] = []
-    for i, leaf in enumerate(leaves):
-        value = leaf.value
-        if leaf.declared_by is None:
-            continue
-        if leaf.is_owner:
+    def to_average(leaf: Any, mark: str) -> Any:
+        if mark == SHARED:
+            return None
+        if mark == OWNER:
             # Equal to (1, 0) everywhere if it is that of this replica, (0, 1) if everybody's.
-            value = jnp.stack([value == owner_id(axis_name), value == 0]).astype(jnp.float32)
-        if jnp.issubdtype(value.dtype, jnp.floating):
-            averaged.append(i)
-            # In float32 even where it is stored narrower.
-            value = as_local(value.astype(compute_dtype(value.dtype)), axis_name)
-        else:
-            value = _largest(value, functools.partial(maximum, axis_name=axis_name))
-        consolidated[i] = value
-    means = mean_each([consolidated[i] for i in averaged], axis_name).means
-    for i, mean in zip(averaged, means, strict=True):
-        consolidated[i] = mean.astype(leaves[i].value.dtype)
-        if leaves[i].is_owner:
-            everywhere = mean > 1 - 0.5 / replicas
-            consolidated[i] = jnp.where(everywhere.any(), 0.0, jnp.nan)
-    return jax.tree.structure(state).unflatten(consolidated)
+            return jnp.stack([leaf == owner_id(axis_name), leaf == 0]).astype(jnp.float32)
+        if is_floating(leaf):
+            return leaf
+        return _largest(leaf, functools.partial(maximum, axis_name=axis_name))
+
+    def consolidated(leaf: Any, mark: str, mean: Any) -> Any:
+        if mark == OWNER:
+            return jnp.where((mean > 1 - 0.5 / replicas).any(), 0.0, jnp.nan).astype(leaf.dtype)
+        return leaf if mark == SHARED else mean
+
+    means, _ = averaged(jax.tree.map(to_average, state, kinds), axis_name)
+    return jax.tree.map(consolidated, state, kinds, means)
 
 
 def _owner_of_all(owners: Array) -> Array:
@@ -204,7 +200,7 @@ def _owner_of_all(owners: Array) -> Array:
 def _check_not_mapped(state: PyTree) -> None:
     """Refuses to consolidate one replica's view without its axis."""
     inside = bool(mesh_axes(jax.sharding.AxisType.Manual))
-    for owner in owners_of(state).values():
+    for owner in leaves_marked(state, OWNER).values():
         if isinstance(owner, jax.core.Tracer) and (inside or not owner.ndim):
             raise ValueError(
                 "Inside a mapped function consolidate needs the axis of the replicas: "

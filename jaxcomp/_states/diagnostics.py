@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxcomp._base.leaves import compute_dtype, is_masked, leaf_name, widest
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 from jaxcomp._mesh.collectives import varying
-from jaxcomp._mesh.per_replica import has_rows, is_reducer_state, owners_of
+from jaxcomp._mesh.per_replica import OWNER, has_rows, is_reducer_state, leaves_marked
 from jaxcomp._states.consolidate import consolidate, layout_of
 
 # Below this share more energy waits in the residual than went out.
@@ -108,7 +108,7 @@ def diagnostics(state: PyTree) -> Diagnostics:
     """
     paths: list[KeyPath] = []
     nodes: list[Any] = []
-    for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_low_rank):
+    for path, node in jax.tree.leaves_with_path(state, is_leaf=_is_low_rank):
         if _is_low_rank(node):
             _check_not_local(node)
             paths.append(path)
@@ -123,27 +123,30 @@ def _measured(paths: Sequence[KeyPath], nodes: Sequence[Any]) -> Diagnostics:
     Raises:
       ValueError: If no leaf in them has both a residual and a factor.
     """
-    leaves = _by_name(paths, [_of_state(node) for node in nodes])
-    if not leaves:
+    measured: list[tuple[str, str, LeafDiagnostics]] = []
+    for path, node in zip(paths, nodes, strict=True):
+        for name, leaf in _of_state(node).items():
+            measured.append((jax.tree_util.keystr(path), name, leaf))
+    if not measured:
         raise ValueError(
             "`state` must hold a state of jaxcomp.powersgd in which a leaf has a residual and a "
             "factor; it has none. Pass the reducer's state, or the optimizer's that holds it; with "
             "error_feedback=False, warm_start=False, or no leaf that is compressed, the state does "
             "not tell what was carried."
         )
-    outputs = [leaf.output_norm for leaf in leaves.values()]
-    residuals = [leaf.residual_norm for leaf in leaves.values()]
-    output_norm = _norm_of_norms(outputs)
-    residual_norm = _norm_of_norms(residuals)
-    share = _share(output_norm, residual_norm)
-    return Diagnostics(share, output_norm, residual_norm, leaves)
+    leaves = {name: leaf for _, name, leaf in measured}
+    if len(leaves) < len(measured):  # names meet
+        leaves = {place + name: leaf for place, name, leaf in measured}
+    output_norm = _norm_of_norms([leaf.output_norm for leaf in leaves.values()])
+    residual_norm = _norm_of_norms([leaf.residual_norm for leaf in leaves.values()])
+    return Diagnostics(_share(output_norm, residual_norm), output_norm, residual_norm, leaves)
 
 
 def _is_low_rank(node: Any) -> bool:
     """Tells whether a state has a residual, and a factor or the state of a reducer with one."""
     if not (is_reducer_state(node) and hasattr(node, "residual")):
         return False
-    return hasattr(node, "q") or hasattr(getattr(node, "inner", None), "q")
+    return hasattr(getattr(node, "inner", node), "q")
 
 
 def _check_not_local(node: Any) -> None:
@@ -152,9 +155,9 @@ def _check_not_local(node: Any) -> None:
     Raises:
       ValueError: If it is.
     """
-    owners = owners_of(node).values()
+    owners = leaves_marked(node, OWNER).values()
     traced = [x for x in owners if isinstance(x, jax.core.Tracer)]
-    if any(varying(owner) for owner in traced):
+    if any(map(varying, traced)):
         raise ValueError(
             "Inside a mapped function a state is that of one replica. Call "
             "jaxcomp.diagnostics(jaxcomp.consolidate(state, axis_name)) there, or "
@@ -170,13 +173,12 @@ def _of_state(node: Any) -> dict[str, LeafDiagnostics]:
     node = node._replace(residual=jax.tree.map(_widened, node.residual))
     if has_rows(node):
         node = consolidate(node)
-    factors = node.q if hasattr(node, "q") else node.inner.q
     # Of one replica's state, which outputs do not depend on, nothing is said.
     known = jnp.where(jnp.asarray(node.owner) == 0, 1.0, jnp.nan)
     measured: dict[str, LeafDiagnostics] = {}
-    residuals = jax.tree_util.tree_leaves_with_path(node.residual, is_leaf=is_masked)
-    pairs = zip(residuals, jax.tree.leaves(factors, is_leaf=is_masked), strict=True)
-    for (path, residual), q in pairs:
+    factors = jax.tree.leaves(getattr(node, "inner", node).q, is_leaf=is_masked)
+    residuals = jax.tree.leaves_with_path(node.residual, is_leaf=is_masked)
+    for (path, residual), q in zip(residuals, factors, strict=True):
         if not is_masked(residual) and not is_masked(q):
             measured[leaf_name(path)] = _of_leaf(residual, _widened(q), known)
     return measured
@@ -186,10 +188,10 @@ def _of_leaf(residual: Array, q: Array, known: Array) -> LeafDiagnostics:
     layout = jax.typeof(q).sharding
     if any(layout.spec):  # over Explicit axes, along which JAX decomposes nothing
         q = jax.sharding.reshard(q, NamedSharding(layout.mesh, PartitionSpec()))
-    # Not from the products of columns, which know small values to half the digits only.
-    values = jnp.linalg.svd(q, compute_uv=False)
     output_norm = _norm(q)
     residual_norm = _norm(residual)
+    # Not from the products of columns, which know small values to half the digits only.
+    values = jnp.linalg.svd(q, compute_uv=False)
     share = _share(output_norm, residual_norm)
     measured = LeafDiagnostics(share, output_norm, residual_norm, values)
     return jax.tree.map(lambda x: x * known.astype(x.dtype), measured)
@@ -217,19 +219,6 @@ def _share(output_norm: Array, residual_norm: Array) -> Array:
     return jnp.where(norm == 0, 1, (output_norm / jnp.where(norm == 0, 1, norm)) ** 2)
 
 
-def _by_name(
-    paths: Sequence[KeyPath], measured: Sequence[dict[str, LeafDiagnostics]]
-) -> dict[str, LeafDiagnostics]:
-    """Joins the leaves of several states, each behind the path of its state if names meet."""
-    names = [name for leaves in measured for name in leaves]
-    unique = len(set(names)) == len(names)
-    joined: dict[str, LeafDiagnostics] = {}
-    for path, leaves in zip(paths, measured, strict=True):
-        for name, leaf in leaves.items():
-            joined[name if unique else f"{jax.tree_util.keystr(path)}{name}"] = leaf
-    return joined
-
-
 def _row(name: str, values: Diagnostics | LeafDiagnostics, width: int) -> str:
     norms = f"{values.output_norm:>9.1e}  {values.residual_norm:>9.1e}"
     return f"{name:<{width}}  {values.share:>6.1%}  {norms}"
@@ -237,21 +226,12 @@ def _row(name: str, values: Diagnostics | LeafDiagnostics, width: int) -> str:
 
 def _remark(leaf: LeafDiagnostics) -> str:
     """Says whether the rank is too low, or higher than it need be."""
-    values = np.asarray(leaf.singular_values)
-    rank = values.shape[-1]
-    needed = _columns_needed(values.reshape(-1, rank))
+    rank = leaf.singular_values.shape[-1]
+    energy = np.cumsum(np.square(leaf.singular_values), axis=-1)
+    missing = energy < _MOST_ENERGY * energy[..., -1:]
+    needed = int(missing.sum(axis=-1).max()) + 1  # columns, in the matrix that needs the most
     if 2 * needed <= rank:
         return f"higher than it need be: {needed} carry {_MOST_ENERGY:.0%} of the output"
     if leaf.share < _LOW_SHARE:
         return "too low: more is left than was sent"
     return ""
-
-
-def _columns_needed(values: np.ndarray) -> int:
-    """Counts the columns that hold most of the energy in each of ``(matrices, rank)`` values."""
-    most = 1
-    for row in values:
-        energy = np.cumsum(row**2)
-        enough = energy >= _MOST_ENERGY * energy[-1]
-        most = max(most, int(np.argmax(enough)) + 1)
-    return most

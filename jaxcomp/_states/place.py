@@ -14,15 +14,14 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
-from jaxcomp._mesh.explicit import check_mesh_axes
-from jaxcomp._mesh.per_replica import has_foreign, has_rows, map_leaves, owners_of
+from jaxcomp._mesh.explicit import check_mesh_axes, over_axes
+from jaxcomp._mesh.per_replica import OWNER, SHARED, has_foreign, has_rows, leaves_marked, marks
 from jaxcomp._states.consolidate import Layout, consolidate, layout_of
 
 
@@ -47,12 +46,7 @@ def state_axes(state: PyTree) -> PyTree:
       >>> axes.residual["w"], axes.q["w"]
       (0, None)
     """
-
-    def axis_of(path: KeyPath, leaf: Any, local: bool) -> int | None:
-        del path, leaf
-        return 0 if local else None
-
-    return map_leaves(axis_of, state)
+    return jax.tree.map(lambda mark: None if mark == SHARED else 0, marks(state))
 
 
 def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
@@ -85,12 +79,8 @@ def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
             "optax.MultiSteps cannot take the rows of its accumulated gradients that shard_map "
             "leaves, and runs the reducer on every micro-batch. Use jaxcomp.accumulate(tx, k)."
         )
-
-    def spec_of(path: KeyPath, leaf: Any, local: bool) -> PartitionSpec:
-        del path, leaf
-        return PartitionSpec(axis_name) if local else PartitionSpec()
-
-    return map_leaves(spec_of, state)
+    specs = {SHARED: PartitionSpec()}
+    return jax.tree.map(lambda mark: specs.get(mark, PartitionSpec(axis_name)), marks(state))
 
 
 def stack_replicas(state: PyTree, replicas: int) -> PyTree:
@@ -120,14 +110,12 @@ def stack_replicas(state: PyTree, replicas: int) -> PyTree:
     replicas = check_int("replicas", replicas, 1)
     state, has_axis = _for_replicas(state, replicas)
 
-    if has_axis:
-        return state
+    def repeated(leaf: Any, mark: str) -> Any:
+        if has_axis or mark == SHARED:
+            return leaf
+        return jnp.broadcast_to(leaf, (replicas, *np.shape(leaf)))
 
-    def repeated(path: KeyPath, leaf: Any, local: bool) -> Any:
-        del path
-        return jnp.broadcast_to(leaf, (replicas, *np.shape(leaf))) if local else leaf
-
-    return map_leaves(repeated, state)
+    return jax.tree.map(repeated, state, marks(state))
 
 
 def shard_state(
@@ -171,37 +159,36 @@ def shard_state(
         _check_structure(state, like)
     state, has_axis = _for_replicas(state, replicas, like)
     if like is not None:
-        _check_shapes(state, like, replicas if has_axis else None)
+        _check_shapes(state, like, replicas, has_axis)
 
-    def place(path: KeyPath, leaf: Any, local: bool, expected: Any) -> Any:
+    def place(path: KeyPath, leaf: Any, mark: str, expected: Any) -> Any:
         # How it lies over the other axes; of what is traced that is unknown, if they are Auto.
         parts = list(known_spec(expected, mesh))
         parts += [None] * (np.ndim(expected) - len(parts))
-        if local and has_axis and like is None:
+        if mark != SHARED and has_axis and like is None:
             parts = parts[1:]  # the leaf itself says so, behind its axis of replicas
         check_not_spread(path, expected, PartitionSpec(*parts), axes)
-        if not local:
+        if mark == SHARED:
             return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*parts)))
-        if like is not None and leaf.dtype != expected.dtype:
+        if leaf.dtype != expected.dtype:
             leaf = leaf.astype(expected.dtype)  # another residual_dtype than it was saved with
         sharding = NamedSharding(mesh, PartitionSpec(axis_name, *parts))
         if has_axis:
             return jax.device_put(leaf, sharding)
         return _repeated(leaf, replicas, sharding)
 
-    return map_leaves(place, state, state if like is None else like)
+    return jax.tree.map_with_path(place, state, marks(state), state if like is None else like)
 
 
 def _for_replicas(state: PyTree, replicas: int, like: PyTree | None = None) -> tuple[PyTree, bool]:
     """Returns a state of so many replicas, or a consolidated one; and whether it has their axis."""
-    fresh = None if like is None else lambda: like
-    if not has_rows(state, fresh):
-        if owners_of(state):
-            layout_of(state)  # refuses the residual of one replica
-        return state, False
-    if layout_of(state) == Layout(replicas, everything=False):
-        return state, True
-    return consolidate(state), False
+    if has_rows(state, None if like is None else lambda: like):
+        if layout_of(state) == Layout(replicas, everything=False):
+            return state, True
+        return consolidate(state), False
+    if leaves_marked(state, OWNER):
+        layout_of(state)  # refuses the residual of one replica
+    return state, False
 
 
 def _check_structure(state: PyTree, like: PyTree) -> None:
@@ -221,7 +208,7 @@ def _check_structure(state: PyTree, like: PyTree) -> None:
     )
 
 
-def _check_shapes(state: PyTree, like: PyTree, replicas: int | None) -> None:
+def _check_shapes(state: PyTree, like: PyTree, replicas: int, has_axis: bool) -> None:
     """Refuses leaves of other shapes, behind their axis of replicas if they have one.
 
     Raises:
@@ -229,16 +216,14 @@ def _check_shapes(state: PyTree, like: PyTree, replicas: int | None) -> None:
     """
     wrong: list[str] = []
 
-    def compare(path: KeyPath, expected: Any, local: bool, leaf: Any) -> None:
+    def compare(path: KeyPath, leaf: Any, mark: str, expected: Any) -> None:
         shape = np.shape(expected)
-        with_axis = shape
-        if local and replicas is not None:
-            with_axis = (replicas, *shape)
+        with_axis = (replicas, *shape) if has_axis and mark != SHARED else shape
         if np.shape(leaf) != with_axis:
-            either = f"{shape} or (replicas, *{shape})" if local else f"{shape}"
+            either = f"{shape}" if mark == SHARED else f"{shape} or (replicas, *{shape})"
             wrong.append(f"\n  {leaf_name(path)}: expected {either}, got {np.shape(leaf)}")
 
-    map_leaves(compare, like, state)
+    jax.tree.map_with_path(compare, state, marks(state), like)
     if wrong:
         raise ValueError(
             f"The state does not fit these parameters and this reducer:{''.join(wrong)}\nPass what "
@@ -249,16 +234,13 @@ def _check_shapes(state: PyTree, like: PyTree, replicas: int | None) -> None:
 
 def check_not_spread(path: KeyPath, leaf: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> None:
     """Refuses a leaf that lies along the axis of the replicas, and names it."""
-    along: list[str] = []
-    for part in spec:
-        names = part if isinstance(part, tuple) else (part,)
-        along += [name for name in names if name in axes]
+    along = [part for part in over_axes(spec, axes) if part]
     if along:
         raise ValueError(
-            f"The leaf {leaf_name(path)} of shape {np.shape(leaf)} is sharded over "
-            f"{sorted(along)}, the axis of the replicas: the compiler would gather it on every "
-            "step, over the links that compression relieves. Shard parameters over another axis of "
-            "the mesh (FSDP within a host, compression between hosts)."
+            f"The leaf {leaf_name(path)} of shape {np.shape(leaf)} is sharded over {along}, the "
+            "axis of the replicas: the compiler would gather it on every step, over the links that "
+            "compression relieves. Shard parameters over another axis of the mesh (FSDP within a "
+            "host, compression between hosts)."
         )
 
 
@@ -274,13 +256,9 @@ def known_spec(leaf: Any, mesh: Any) -> PartitionSpec:
 
 def _repeated(leaf: Any, times: int, sharding: NamedSharding) -> Array:
     """Makes `times` copies along a new axis 0, each where it lies."""
-    shape = (times, *np.shape(leaf))
-    if isinstance(leaf, jax.core.Tracer):
-        copies = jnp.broadcast_to(leaf, shape)
-        kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
-        if all(kinds[name] == AxisType.Explicit for name in axis_tuple(sharding.spec[0])):
-            return jax.sharding.reshard(copies, sharding)
-        return lax.with_sharding_constraint(copies, sharding)
-    if isinstance(leaf, jax.Array) and leaf.sharding.device_set != sharding.device_set:
+    concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    if concrete and leaf.sharding.device_set != sharding.device_set:
         leaf = jax.device_put(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
-    return jax.jit(partial(jnp.broadcast_to, shape=shape), out_shardings=sharding)(leaf)
+    copies = partial(jnp.broadcast_to, shape=(times, *np.shape(leaf)))
+    laid_out = jax.jit(copies, out_shardings=sharding)(leaf)
+    return jax.device_put(laid_out, sharding)  # inside jit: typed so, along Explicit axes

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp._base.checks import check_int, check_transformation
-from jaxcomp._base.leaves import compute_dtype
+from jaxcomp._base.leaves import compute_dtype, is_floating
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree
 from jaxcomp._mesh.collectives import switch
@@ -113,7 +113,7 @@ def accumulate(
         seen = state.mini_step + 1
 
         def add(total: Array, gradient: Array) -> Array:
-            if gradient.dtype == jax.dtypes.float0:  # of an integer parameter: it carries nothing
+            if not is_floating(gradient):  # of an integer parameter: it carries nothing
                 return total
             # As optax does it: the mean so far, which does not overflow where the sum would.
             # Nor does their difference in float32, between opposite ends of 16 bits.
@@ -123,7 +123,7 @@ def accumulate(
             return (mean + change).astype(total.dtype)
 
         def in_its_dtype(mean: Array, gradient: Array) -> Array:
-            return gradient if gradient.dtype == jax.dtypes.float0 else mean.astype(gradient.dtype)
+            return mean.astype(gradient.dtype) if is_floating(gradient) else gradient
 
         total = jax.tree.map(add, state.acc_grads, updates)
         mean = jax.tree.map(in_its_dtype, total, updates)
@@ -136,14 +136,10 @@ def accumulate(
             shapes, _, _ = jax.eval_shape(emit)
             return optax.tree.zeros_like(shapes), state.inner_opt_state, total
 
-        due = seen >= every_k
-        result, new, total = switch(due.astype(jnp.int32), [wait, emit])
-        return result, AccumulateState(
-            mini_step=jnp.where(due, 0, seen),
-            gradient_step=state.gradient_step + due.astype(jnp.int32),
-            inner_opt_state=new,
-            acc_grads=total,
-        )
+        due = (seen >= every_k).astype(jnp.int32)
+        result, new, total = switch(due, [wait, emit])
+        mini_step = jnp.where(due > 0, 0, seen)
+        return result, AccumulateState(mini_step, state.gradient_step + due, new, total)
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         if step is None:

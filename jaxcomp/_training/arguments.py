@@ -14,51 +14,41 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxcomp._base.leaves import leaf_name
+from jaxcomp._base.leaves import is_array, leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_tuple, mesh_axes
+from jaxcomp._mesh.explicit import over_axes, split_axis
 from jaxcomp._mesh.weights import is_real, refuse_misspelt_weight
 from jaxcomp._states.place import known_spec
 
 
-def is_array(leaf: Any) -> bool:
-    """Tells whether a leaf is split or shared at all: a flag, a function, a ConfigDict is not."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+def on_replica(tree: PyTree) -> PyTree:
+    """Returns arguments as one replica takes them: shardings among them lose mapped axes."""
+    mapped = mesh_axes(AxisType.Manual)
+    mesh = jax.sharding.get_abstract_mesh()
+    others = tuple(name for name in mesh.axis_names if name not in mapped)
+
+    def without_mapped(leaf: Any) -> Any:
+        if mapped and isinstance(leaf, NamedSharding):
+            return NamedSharding(mesh, over_axes(leaf.spec, others))
+        return leaf
+
+    return jax.tree.map(without_mapped, tree)
 
 
-def arrays_only(tree: PyTree) -> PyTree:
-    """Returns the tree with None in the place of what is not an array."""
-    return jax.tree.map(lambda x: x if is_array(x) else None, tree)
-
-
-def with_arrays(tree: PyTree, arrays: PyTree) -> PyTree:
-    """Returns the tree with other arrays in the places that `arrays_only` left; the rest stays."""
-
-    def chosen(leaf: Any, array: Any) -> Any:
-        return _on_replica(leaf) if array is None else array
-
-    return jax.tree.map(chosen, tree, arrays)
-
-
-def positions(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> tuple[int, ...]:
+def positions(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> list[int]:
     """Returns which arguments are the parameters, counted from the first.
 
     Raises:
       ValueError: If some are missing.
     """
-    several = np.atleast_1d(argnums).tolist()
-    if not all(-len(args) <= index < len(args) for index in several):
+    several = np.atleast_1d(argnums)
+    if several.min() < -len(args) or several.max() >= len(args):
         raise ValueError(
             f"This was called with {len(args)} arguments behind the state, and argnums={argnums}. "
             "Call it as (state, params, *batch), parameters by position."
         )
-    return tuple(index % len(args) for index in several)
-
-
-def params_of(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> PyTree:
-    """Returns what gradients are taken of, arrays only: a tuple if `argnums` are several."""
-    several = tuple(arrays_only(args[i]) for i in positions(args, argnums))
-    return several if np.ndim(argnums) else several[0]
+    return (several % len(args)).tolist()
 
 
 def check_keywords(kwargs: dict[str, Any], function: Callable[..., Any]) -> None:
@@ -67,25 +57,25 @@ def check_keywords(kwargs: dict[str, Any], function: Callable[..., Any]) -> None
     Raises:
       ValueError: Naming it.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(kwargs):
-        if not is_shared(leaf):
+    if not kwargs:
+        return
+    for path, leaf in jax.tree.leaves_with_path(kwargs):
+        if not _is_shared(leaf):
             raise ValueError(
                 f"The keyword argument {leaf_name(path)} holds an array with axes. Pass it by "
                 "position, where `batch_specs` says how it is split between the replicas."
             )
-    if kwargs:
-        known = inspect.signature(function).parameters
-        refuse_misspelt_weight([name for name in kwargs if name not in known])
+    refuse_misspelt_weight(kwargs.keys() - inspect.signature(function).parameters)
 
 
 def split_specs(
     args: tuple[Any, ...],
-    params_at: tuple[int, ...],
+    params_at: list[int],
     batch_specs: Any,
     axis_name: AxisName,
     mesh: Any,
     replicas: int,
-) -> PyTree:
+) -> tuple[PyTree, dict[int, int]]:
     """Finds how each array is split: as `batch_specs` says, or as it lies on the mesh.
 
     Args:
@@ -98,57 +88,55 @@ def split_specs(
 
     Returns:
       A tree like `args` with a specification over the axes of the replicas for each array, P() for
-      what they share, and None for what is not an array.
+      what they share, and None for what is not an array; and how many examples there are, by the
+      axis that they lie along.
 
     Raises:
       ValueError: If there are too few specifications or too many, if an array cannot be split as
         specified, or if no array is a batch or it is not clear which one is.
     """
-    axes = axis_tuple(axis_name)
-    examples: dict[str, int] = {}  # of each leaf that is split without a specification
+    examples: dict[int, int] = {}
+    rows: dict[str, int] = {}  # of each leaf that is split without a specification
     keys: dict[str, Any] = {}
 
-    def spec_of(path: Any, leaf: Any, given: PartitionSpec | None) -> PartitionSpec | None:
+    def spec_of(path: Any, leaf: Any, said: PartitionSpec | None) -> PartitionSpec | None:
         name = f"{leaf_name(path[1:])} of argument {path[0].idx}"
-        if given is not None:
-            spec = split_spec(name, leaf, given, axis_name, replicas)
-            return spec if is_array(leaf) else None
-        if is_shared(leaf):
-            if _is_raw_key(leaf):
-                keys[name] = leaf
-            return PartitionSpec() if is_array(leaf) else None
-        spec = PartitionSpec(axis_name)
-        if mesh is not None:
-            known = over_axes(known_spec(leaf, mesh), axes)
-            spec = spec if split_axis(known) is None else known
+        spec = said
+        if spec is None:
+            spec = _usual_spec(leaf, axis_name, mesh)
         spec = split_spec(name, leaf, spec, axis_name, replicas)
         axis = split_axis(spec)
         if axis is not None:
-            examples[name] = np.shape(leaf)[axis]
-        return spec
+            examples[axis] = leaf.shape[axis]
+        if said is None and axis is not None:
+            rows[name] = leaf.shape[axis]
+        elif said is None and _is_raw_key(leaf):
+            keys[name] = leaf
+        return spec if is_array(leaf) else None
 
-    each = _one_each(batch_specs, args, params_at, axis_name, mesh)
+    each = _one_each(batch_specs, len(args), params_at, axis_name, mesh)
     each = jax.tree.broadcast(each, args, is_leaf=lambda node: node is None)
-    specs = jax.tree_util.tree_map_with_path(spec_of, args, each)
+    specs = jax.tree.map_with_path(spec_of, args, each)
     if mesh is not None:
-        _check_examples(examples, keys)
-        if all(split_axis(spec) is None for spec in jax.tree.leaves(specs)):
-            # Every replica would compute the whole batch: that saves nobody any work.
-            raise ValueError(
-                "No argument is split between the replicas: each would compute the whole batch. "
-                "Pass the batch as an argument, not in a closure, with batch_specs that name "
-                f"{axis_name!r}. A function that makes its own examples takes keys that are split, "
-                "jax.random.split(key, replicas)."
-            )
-    return specs
+        _check_examples(rows, keys)
+        if not examples:
+            raise ValueError(_nothing_is_split(args, params_at, axis_name))
+    return specs, examples
+
+
+def _usual_spec(leaf: Any, axis_name: AxisName, mesh: Any) -> PartitionSpec:
+    """Returns how a leaf is split without a specification: as it lies, or along axis 0."""
+    if _is_shared(leaf):
+        return PartitionSpec()
+    if mesh is not None:
+        known = known_spec(leaf, mesh)
+        if split_axis(over_axes(known, axis_tuple(axis_name))) is not None:
+            return known
+    return PartitionSpec(axis_name)
 
 
 def _one_each(
-    batch_specs: Any,
-    args: tuple[Any, ...],
-    params_at: tuple[int, ...],
-    axis_name: AxisName,
-    mesh: Any,
+    batch_specs: Any, number: int, params_at: list[int], axis_name: AxisName, mesh: Any
 ) -> tuple[Any, ...]:
     """Returns a tree of specifications for each argument: P() for parameters, None if not given."""
     for spec in jax.tree.leaves(batch_specs):
@@ -157,17 +145,16 @@ def _one_each(
                 f"`batch_specs` must be a PartitionSpec such as jax.P({axis_name!r}), or a tree of "
                 f"them, got a {type(spec).__name__}: {spec!r}."
             )
-        if mesh is None:
-            continue
-        unknown = [name for name in jax.tree.leaves(tuple(spec)) if name not in mesh.axis_names]
-        if unknown:
-            raise ValueError(
-                f"`batch_specs` names the axis {unknown[0]!r}; the mesh has "
-                f"{', '.join(map(repr, mesh.axis_names))}."
-            )
-    others = len(args) - len(params_at)
-    several = isinstance(batch_specs, (tuple, list)) and not isinstance(batch_specs, PartitionSpec)
-    each = list(batch_specs) if several else [batch_specs] * others
+        for name in jax.tree.leaves(tuple(spec)):
+            if mesh is not None and name not in mesh.axis_names:
+                raise ValueError(
+                    f"`batch_specs` names the axis {name!r}; the mesh has "
+                    f"{', '.join(map(repr, mesh.axis_names))}."
+                )
+    others = number - len(params_at)
+    each = [batch_specs] * others
+    if type(batch_specs) in (tuple, list):
+        each = list(batch_specs)
     if len(each) != others:
         raise ValueError(
             f"`batch_specs` has {len(each)} entries, and the function was called with {others} "
@@ -191,7 +178,7 @@ def split_spec(
     axis = split_axis(kept)
     if axis is None:
         return PartitionSpec()
-    shape = np.shape(leaf) if is_array(leaf) else ()
+    shape = getattr(leaf, "shape", ())
     if axis >= len(shape) or shape[axis] % replicas:
         raise ValueError(
             f"The leaf {name} has shape {shape}, which {kept} cannot split between {replicas} "
@@ -201,53 +188,39 @@ def split_spec(
     return kept
 
 
-def over_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
-    """Returns a specification that says nothing of any but these axes."""
-    parts: list[Any] = []
-    for part in spec:
-        names = tuple(name for name in axis_tuple(part) if name in axes)
-        parts.append(names[0] if len(names) == 1 else names or None)
-    return PartitionSpec(*parts)
-
-
-def split_axis(spec: PartitionSpec) -> int | None:
-    """Returns the axis along which a leaf is split; None for what all replicas see whole."""
-    return next((axis for axis, part in enumerate(spec) if part), None)
-
-
-def is_shared(leaf: Any) -> bool:
+def _is_shared(leaf: Any) -> bool:
     """Tells what is the same for all replicas by default: a scalar, or a random key."""
-    return not is_array(leaf) or not np.ndim(leaf) or _is_raw_key(leaf)
+    return not is_array(leaf) or not leaf.ndim or _is_raw_key(leaf)
 
 
 def _is_raw_key(leaf: Any) -> bool:
     """Tells whether a leaf is a key of `jax.random.PRNGKey`: its axis is not one of examples."""
     key = jax.eval_shape(jax.random.PRNGKey, 0)
-    return is_array(leaf) and (np.shape(leaf), leaf.dtype) == (key.shape, key.dtype)
+    return is_array(leaf) and (leaf.shape, leaf.dtype) == (key.shape, key.dtype)
 
 
-def _check_examples(examples: dict[str, int], keys: dict[str, Any]) -> None:
+def _check_examples(rows: dict[str, int], keys: dict[str, Any]) -> None:
     """Refuses to take for a batch, by default, what is none: a table, statistics, another model.
 
     Args:
-      examples: How many there are in each leaf that is split without a specification, by name.
+      rows: How many there are in each leaf that is split without a specification, by name.
       keys: Leaves that look like a random key, by name.
 
     Raises:
       ValueError: If there are not as many in all, naming two that differ; or a leaf may be a key
         as well as examples.
     """
-    first = next(iter(examples), "")
-    for name, length in examples.items():
-        if length != examples[first]:
+    for name, length in rows.items():
+        first = next(iter(rows))
+        if length != rows[first]:
             raise ValueError(
-                f"The leaf {name} has {length} rows, and {first} has {examples[first]}. By default "
+                f"The leaf {name} has {length} rows, and {first} has {rows[first]}. By default "
                 "everything with axes is taken for examples and split between the replicas. Give "
                 "batch_specs, a PartitionSpec for each argument, with P() for what every replica "
                 "shall see whole (tables, statistics, another model's weights)."
             )
     for name, key in keys.items():
-        if examples.get(first, len(key)) == len(key):
+        if {len(key)}.issuperset(rows.values()):
             raise ValueError(
                 f"The leaf {name} is {key.dtype} of shape {key.shape}: a key of "
                 "jax.random.PRNGKey, or as many examples. Pass jax.random.key(seed), or "
@@ -255,14 +228,21 @@ def _check_examples(examples: dict[str, int], keys: dict[str, Any]) -> None:
             )
 
 
-def lengths(arrays: PyTree, specs: PyTree) -> dict[int, int]:
-    """Returns how many examples there are, by the axis that they lie along."""
-    by_axis: dict[int, int] = {}
-    for x, spec in zip(jax.tree.leaves(arrays), jax.tree.leaves(specs), strict=True):
-        axis = split_axis(spec)
-        if axis is not None:
-            by_axis[axis] = x.shape[axis]
-    return by_axis
+def _nothing_is_split(args: tuple[Any, ...], params_at: list[int], axis_name: AxisName) -> str:
+    """Says what to do where every replica would compute the whole batch, which saves no work."""
+    for i, arg in enumerate(args):
+        numbers = jax.tree.leaves(arg)
+        if i not in params_at and len(numbers) > 1 and all(map(np.isscalar, numbers)):
+            return (
+                f"Argument {i} is a {type(arg).__name__} of Python numbers, which are not split "
+                "between the replicas. Pass an array: np.asarray(batch)."
+            )
+    return (
+        "No argument is split between the replicas: each would compute the whole batch. Pass the "
+        "batch as an argument, not in a closure, with batch_specs that name "
+        f"{axis_name!r}. A function that makes its own examples takes keys that are split, "
+        "jax.random.split(key, replicas)."
+    )
 
 
 def weight_spec(
@@ -279,29 +259,16 @@ def weight_spec(
     Raises:
       ValueError: If it is neither, or not of real numbers.
     """
-    shape = np.shape(weight)
     if not is_real(weight.dtype):
         raise ValueError(f"`weight` must hold real numbers, got dtype {weight.dtype}.")
-    if shape == (replicas,):
+    if weight.shape == (replicas,):
         return PartitionSpec(axis_name)
     other = ""
     for axis, length in examples.items():
-        if shape[axis : axis + 1] == (length,):
+        if weight.shape[axis : axis + 1] == (length,):
             return PartitionSpec(*[None] * axis, axis_name)
         other += f", or {length} along axis {axis} as the batch"
     raise ValueError(
-        f"`weight` must have shape ({replicas},), a number for each replica{other}, got {shape}."
+        f"`weight` must have shape ({replicas},), a number for each replica{other}, got "
+        f"{weight.shape}."
     )
-
-
-def _on_replica(leaf: Any) -> Any:
-    """Returns what is not an array as one replica takes it.
-
-    A sharding loses the axes that are mapped, as the shardings of arrays do.
-    """
-    mapped = mesh_axes(AxisType.Manual)
-    if not (isinstance(leaf, NamedSharding) and mapped):
-        return leaf
-    mesh = jax.sharding.get_abstract_mesh()
-    others = tuple(name for name in mesh.axis_names if name not in mapped)
-    return NamedSharding(mesh, over_axes(leaf.spec, others))

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,30 +19,21 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxcomp._base.checks import check_axis_name, check_flag
-from jaxcomp._base.leaves import leaf_name
+from jaxcomp._base.leaves import arrays_only, with_arrays
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
-from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, typed_specs
+from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, split_axis, typed_specs
 from jaxcomp._mesh.weights import weighted_gradients
 from jaxcomp._reducers.reducer import Reducer, in_dtypes_of, takes_rows
 from jaxcomp._states.place import shard_state, state_specs
 from jaxcomp._training.arguments import (
-    arrays_only,
     check_keywords,
-    lengths,
-    params_of,
+    on_replica,
     positions,
-    split_axis,
     split_specs,
     weight_spec,
-    with_arrays,
 )
-from jaxcomp._training.examine import (
-    check_loss_is_mean,
-    run_batch_and_halves,
-    table_of,
-    verdicts_of,
-)
+from jaxcomp._training.examine import examined
 from jaxcomp._training.gradients import check_averaged, check_loss
 from jaxcomp._training.hold_state import state_in
 from jaxcomp._training.on_mesh import (
@@ -56,6 +47,16 @@ from jaxcomp._training.on_mesh import (
 )
 from jaxcomp._training.outputs import Outputs, check_aux, judged, put_together, reduced, taken_apart
 from jaxcomp._training.stacked_layers import note_stacked_layers
+
+
+class Call(NamedTuple):
+    """The arguments of one call."""
+
+    arguments: Any  # positional and named ones
+    arrays: PyTree  # the arrays among them
+    specs: PyTree  # how each array is split
+    examples: dict[int, int]  # how many there are, by the axis that they lie along
+    replicas: int  # between which arrays are split; 1 in a mapped function, where they are
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity: jax.jit may take it
@@ -139,15 +140,14 @@ class DataParallel:
             split between the replicas, parameters are sharded over `axis_name`, the state is of
             another number of replicas, or an auxiliary output has no entry.
         """
-        params = params_of(args, self.argnums)
+        params = self._params(args)
         check_keywords(kwargs, self.grad_fn)
         state, put_back = state_in(state, self.reducer, params)
         if is_bound(self.axis_name):
-            arrays, specs = self._split(args, kwargs)
-            step = self._step_of((args, kwargs), specs, lambda function: function)
-            whole, rows, means, state = step(state, arrays, weight)
+            call = self._call((args, kwargs))
+            whole, rows, means, state = self._step(call, state, call.arrays, weight)
         else:
-            whole, rows, means, state = self._on_mesh(state, args, kwargs, weight)
+            whole, rows, means, state = self._on_mesh(state, (args, kwargs), params, weight)
         return (put_together(whole, rows), means), put_back(state)
 
     def outputs(self, params: PyTree, *batch: Any, weight: Any = None, **kwargs: Any) -> PyTree:
@@ -188,144 +188,119 @@ class DataParallel:
           ['small']   int32[]     'sum'
           aux={'losses': 'join', 'small': 'sum'}
         """
-        args = (params, *batch)
         check_keywords(kwargs, self.grad_fn)
-        arrays, specs = self._split(args, kwargs, replicas=2)
-        shares = (1.0, 1.0)
+        call = self._call(((params, *batch), kwargs), replicas=2)
+        shares = np.ones(2)
         if weight is not None:
-            spec = weight_spec(weight, lengths(arrays, specs), self.axis_name, 2)
-            halves = jnp.split(jnp.asarray(weight), 2, split_axis(spec) or 0)
-            shares = float(halves[0].sum()), float(halves[1].sum())
+            spec = weight_spec(weight, call.examples, self.axis_name, 2)
+            halves = np.split(np.asarray(weight, np.float32), 2, split_axis(spec) or 0)
+            shares = np.array([half.sum() for half in halves])
 
         def outputs_of(arrays: PyTree) -> PyTree:
-            local_args, local_kwargs = with_arrays((args, kwargs), arrays)
+            local_args, local_kwargs = with_arrays(on_replica(call.arguments), arrays)
             return taken_apart(self.grad_fn(*local_args, **local_kwargs))[0]
 
-        runs = run_batch_and_halves(outputs_of, arrays, specs, self.axis_name)
-        verdicts = verdicts_of(runs, shares)
-        print(table_of(runs, verdicts))
-        check_loss_is_mean(runs, verdicts)
-        if len(verdicts) == 1:
-            return None
-        words = jax.tree.map(lambda verdict: verdict.word, verdicts[1])
-        print(f"aux={words!r}")
-        return words
+        return examined(outputs_of, call.arrays, call.specs, self.axis_name, shares)
 
-    def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Any = None, replicas: int = 1
-    ) -> tuple[PyTree, PyTree]:
-        """Returns the arrays among the arguments, and how each is split."""
-        arrays = arrays_only((args, kwargs))
-        params_at = positions(args, self.argnums)
-        split = split_specs(args, params_at, self.batch_specs, self.axis_name, mesh, replicas)
-        return arrays, (split, jax.tree.map(lambda x: PartitionSpec(), arrays[1]))
+    def _params(self, args: tuple[Any, ...]) -> PyTree:
+        """Returns what gradients are taken of, arrays only: a tuple if `argnums` are several."""
+        several = tuple(arrays_only(args[i]) for i in positions(args, self.argnums))
+        return several if np.ndim(self.argnums) else several[0]
 
-    def _on_mesh(
-        self, state: PyTree, args: tuple[Any, ...], kwargs: dict[str, Any], weight: Any
-    ) -> tuple[Outputs, list[Array], PyTree, PyTree]:
+    def _call(self, arguments: Any, mesh: Any = None, replicas: int = 1) -> Call:
+        """Finds the arrays among positional and named arguments, and how each is split."""
+        arrays = arrays_only(arguments)
+        params_at = positions(arguments[0], self.argnums)
+        split, examples = split_specs(
+            arguments[0], params_at, self.batch_specs, self.axis_name, mesh, replicas
+        )
+        specs = (split, jax.tree.map(lambda x: PartitionSpec(), arrays[1]))
+        return Call(arguments, arrays, specs, examples, replicas)
+
+    def _on_mesh(self, state: PyTree, arguments: Any, params: PyTree, weight: Any) -> Any:
         """Runs the step on every replica of a mesh."""
         axes = axis_tuple(self.axis_name)
-        mesh = the_mesh(self.mesh, self.axis_name, state, arrays_only((args, kwargs)))
+        mesh = the_mesh(self.mesh, self.axis_name, state, arrays_only(arguments))
         replicas = math.prod(mesh.shape[name] for name in axes)
-        params = params_of(args, self.argnums)
         state_axis = axes_of_state(self.reducer, params, mesh, self.axis_name)
         check_replica_axis(state, mesh, state_axis)
         check_params(params, mesh, axes)
-        arrays, specs = self._split(args, kwargs, mesh, replicas)
+        call = self._call(arguments, mesh, replicas)
         weights = None
         if weight is not None:
             weight = jnp.asarray(weight)
-            weights = weight_spec(weight, lengths(arrays, specs), self.axis_name, replicas)
+            weights = weight_spec(weight, call.examples, self.axis_name, replicas)
         states = state_specs(state, state_axis)
         boundary = Boundary(mesh, axes)
-        explicit = functools.partial(boundary.explicit, specs=typed_specs(arrays))
+        explicit = functools.partial(boundary.explicit, specs=typed_specs(call.arrays))
         shared = PartitionSpec()
         rows = PartitionSpec(self.axis_name)
-
         return call_on_replicas(
-            self._step_of((args, kwargs), specs, explicit),
-            (state, arrays, weight),
-            in_specs=(states, specs, weights),
+            functools.partial(self._step, call, explicit=explicit),
+            (state, call.arrays, weight),
+            in_specs=(states, call.specs, weights),
             out_specs=(shared, rows, shared, states),
             types=(shared, rows, typed_specs(params), typed_specs(state)),
             boundary=boundary,
             check_vma=self.check_vma,
         )
 
-    def _step_of(
-        self, call: tuple[Any, ...], specs: PyTree, explicit: Callable[..., Any]
-    ) -> Callable[..., tuple[Outputs, list[Array], PyTree, PyTree]]:
+    def _step(
+        self,
+        call: Call,
+        state: PyTree,
+        arrays: PyTree,
+        weight: Any,
+        *,
+        explicit: Callable[..., Any] = lambda function: function,
+    ) -> tuple[Outputs, list[Array], PyTree, PyTree]:
         """Makes the step of one replica.
 
         Args:
-          call: Positional and named arguments, of which all but the arrays are used.
-          specs: How each array is split.
+          call: What was called, of which all but the arrays are used.
+          state: The reducer's, with the row that shard_map leaves or without.
+          arrays: This replica's.
+          weight: How much this replica counts, or each of its examples; None if all count the same.
           explicit: Wraps a function of arrays so that they are typed as outside.
 
         Returns:
-          A function ``(state, arrays, weight)``: the reducer's state, with the row that shard_map
-          leaves or without; this replica's arrays; how much it counts, or each of its examples,
-          None if all count the same. It returns outputs that are equal on all replicas, rows,
-          averaged gradients and the new state.
+          Outputs that are equal on all replicas, rows, averaged gradients and the new state.
         """
-        axis_name = self.axis_name
-
-        def gradients_of(arrays: PyTree) -> tuple[Outputs, PyTree]:
-            args, kwargs = with_arrays(call, arrays)
-            local_args = list(args)
-            for i in positions(args, self.argnums):
-                # Typed as this replica's own: else JAX would add up the gradients of all.
-                marked = as_local(arrays_only(args[i]), axis_name)
-                local_args[i] = with_arrays(args[i], marked)
-            outputs, gradients = taken_apart(self.grad_fn(*local_args, **kwargs))
-            check_loss(outputs[0], axis_name)
-            pairs = zip(jax.tree.leaves(arrays), jax.tree.leaves(specs), strict=True)
-            shared = [x for x, spec in pairs if split_axis(spec) is None]
-            examples = lengths(arrays, specs).values()
-            return judged(outputs, self.aux, axis_name, shared, examples), gradients
-
-        def step(state: PyTree, arrays: PyTree, weight: Any) -> Any:
-            outputs, gradients = explicit(gradients_of)(arrays)
+        outputs, gradients = explicit(functools.partial(self._gradients, call))(arrays)
+        if weight is not None:
+            counts = jnp.asarray(weight).astype(jnp.float32)
+            # A negative one is refused as a step that is not finite, also beside larger ones.
+            weight = jnp.where(jnp.all(counts >= 0), jnp.sum(counts), jnp.nan)
+        params = self._params(arrays[0])
+        if isinstance(self.reducer, Reducer):
+            weights = {} if weight is None else {"weight": weight}
+            means, state = self.reducer.update(gradients, state, params, **weights)
+        else:
+            shares = gradients
             if weight is not None:
-                counts = jnp.asarray(weight).astype(jnp.float32)
-                # A negative one is refused as a step that is not finite, also beside larger ones.
-                weight = jnp.where(jnp.all(counts >= 0), jnp.sum(counts), jnp.nan)
-            reducer = optax.with_extra_args_support(self.reducer)
-            update = takes_rows(reducer.update, reducer.init)
-            params = params_of(arrays[0], self.argnums)
-            _check_shapes(gradients, params)
-            if weight is None:
-                means, state = update(gradients, state, params)
-            elif isinstance(self.reducer, Reducer):
-                means, state = update(gradients, state, params, weight=weight)
-            else:
                 # Each link of a chain would weigh along its axis alone, and a plain one not at all.
-                shares = weighted_gradients(gradients, weight, axis_name)
-                means, state = update(shares, state, params)
-                means = in_dtypes_of(gradients, means)
-            check_averaged(means, axis_name)
-            whole, rows = reduced(outputs, weight, axis_name)
-            return whole, rows, means, state
+                shares = weighted_gradients(gradients, weight, self.axis_name)
+            update = takes_rows(self.reducer.update, self.reducer.init)
+            means, state = update(shares, state, params)
+            means = in_dtypes_of(gradients, means)
+        check_averaged(means, self.axis_name)
+        whole, rows = reduced(outputs, weight, self.axis_name)
+        return whole, rows, means, state
 
-        return step
-
-
-def _check_shapes(gradients: PyTree, params: PyTree) -> None:
-    """Refuses gradients of other shapes than the parameters of their names.
-
-    Raises:
-      ValueError: With the first of them.
-    """
-    shapes = {leaf_name(path): np.shape(x) for path, x in jax.tree.leaves_with_path(params)}
-    for path, gradient in jax.tree.leaves_with_path(gradients):
-        name = leaf_name(path)
-        shape = np.shape(gradient)
-        if shapes.get(name, shape) != shape:
-            raise ValueError(
-                f"The gradient of {name} has shape {shape}, the parameter has "
-                f"{shapes[name]}. `grad_fn` must return gradients of the parameters, averaged over "
-                "this replica's examples."
-            )
+    def _gradients(self, call: Call, arrays: PyTree) -> tuple[Outputs, PyTree]:
+        """Calls the gradient function with one replica's arrays; see `_step`."""
+        local = list(arrays[0])
+        for i in positions(arrays[0], self.argnums):
+            # Typed as this replica's own: else JAX would add up the gradients of all.
+            local[i] = as_local(local[i], self.axis_name)
+        marked = (tuple(local), arrays[1])
+        leaves = zip(*map(jax.tree.leaves, (marked, arrays, call.specs)), strict=True)
+        shared = {id(x): original for x, original, spec in leaves if split_axis(spec) is None}
+        args, kwargs = with_arrays(on_replica(call.arguments), marked)
+        outputs, gradients = taken_apart(self.grad_fn(*args, **kwargs))
+        check_loss(outputs[0], self.axis_name)
+        examples = {length // call.replicas for length in call.examples.values()}
+        return judged(outputs, self.aux, self.axis_name, shared, examples), gradients
 
 
 def data_parallel(
@@ -465,9 +440,8 @@ def value_and_grad(
       (1.0, (2, 16, 16))
     """
     _check_gradients_of(fun, argnums)
-    has_aux = check_flag("has_aux", has_aux)
     return data_parallel(
-        jax.value_and_grad(fun, argnums, has_aux),
+        jax.value_and_grad(fun, argnums, check_flag("has_aux", has_aux)),
         reducer,
         mesh=mesh,
         argnums=argnums,

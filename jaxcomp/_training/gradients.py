@@ -72,10 +72,10 @@ def check_loss(loss: Any, axis_name: AxisName) -> None:
     reduced = axes_known_equal(loss, axis_name)
     if reduced:
         raise ValueError(
-            f"The loss is the same on every replica along {reduced[0]!r}: `fun` averages it "
-            "itself, with lax.pmean or psum, or uses none of its arguments. Gradients would be "
-            "too small by the number of replicas. Return the mean over this replica's examples "
-            "alone, and average what is reported behind the gradients."
+            f"The loss is the same on every replica along {reduced[0]!r}: it depends neither on "
+            "the parameters nor on the examples, or `fun` averages it itself, with lax.pmean or "
+            "psum. Then gradients would be too small by the number of replicas: return the mean "
+            "over this replica's examples alone, and average what is reported behind the gradients."
         )
 
 

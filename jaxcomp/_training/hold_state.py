@@ -10,7 +10,7 @@ import optax
 
 from jaxcomp._base.typing import PyTree
 from jaxcomp._mesh.collectives import is_bound, known_equal
-from jaxcomp._mesh.per_replica import is_accumulator, is_reducer_state
+from jaxcomp._mesh.per_replica import accumulators, is_reducer_state, reducer_states
 from jaxcomp._reducers.reducer import Reducer
 
 
@@ -86,12 +86,11 @@ def state_in(
     Raises:
       ValueError: If there is none, or more than one that may be it.
     """
-    held_alone = is_reducer_state(tree) and not is_accumulator(tree)
-    if held_alone or not isinstance(reducer, Reducer):
+    alone = is_reducer_state(tree) and not accumulators(tree)
+    if alone or not isinstance(reducer, Reducer):
         return tree, lambda state: state
-    for node in jax.tree.leaves(tree, is_leaf=is_accumulator):
-        inside = node.inner_opt_state if is_accumulator(node) else ()
-        if any(map(is_reducer_state, jax.tree.leaves(inside, is_leaf=is_reducer_state))):
+    for node in accumulators(tree):
+        if reducer_states(node.inner_opt_state):
             raise ValueError(
                 f"A {type(node).__name__} around jaxcomp.hold_state would accumulate what is "
                 "averaged already. Accumulate in the gradient function, as docs/adopt.md shows, "
@@ -99,10 +98,11 @@ def state_in(
             )
     fresh_state = jax.eval_shape(reducer.init, params)
     fresh = jax.tree.structure(fresh_state)
-    if not fresh.num_leaves:
+    expected = (fresh,) if fresh.num_leaves else (fresh, jax.tree.structure(Held()))
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=lambda x: jax.tree.structure(x) in expected)
+    places = [i for i, node in enumerate(nodes) if jax.tree.structure(node) in expected]
+    if not fresh.num_leaves and (places or not nodes):
         return fresh_state, lambda state: tree
-    nodes, treedef = jax.tree.flatten(tree, is_leaf=lambda x: jax.tree.structure(x) == fresh)
-    places = [i for i, node in enumerate(nodes) if jax.tree.structure(node) == fresh]
     if len(places) != 1:
         raise ValueError(_not_one_state(tree, type(fresh_state), len(places)))
 
@@ -115,8 +115,7 @@ def state_in(
 
 def _not_one_state(tree: PyTree, kind: type, fitting: int) -> str:
     """Says why no state in the tree, or more than one, is that of the reducer."""
-    is_of_kind = lambda node: isinstance(node, kind)  # noqa: E731
-    if not fitting and any(map(is_of_kind, jax.tree.leaves(tree, is_leaf=is_of_kind))):
+    if not fitting and kind in map(type, reducer_states(tree)):
         return (
             f"The {kind.__name__} in the first argument is that of other parameters than the "
             "second: inside of optax.partition or optax.masked hold_state sees a part of them, and "
@@ -127,9 +126,7 @@ def _not_one_state(tree: PyTree, kind: type, fitting: int) -> str:
     names = f"a {type(tree).__name__}"
     if isinstance(tree, dict):
         names += f" of {', '.join(map(repr, tree))}"
-    held = "none"
-    if fitting:
-        held = f"{fitting} that may be it"
+    held = f"{fitting} that may be it" if fitting else "none"
     return (
         "The first argument must be the reducer's state, as init(params) gives it, or a tree that "
         f"holds it, and the second the parameters; got {names} first, which has {held}."

@@ -17,7 +17,7 @@ from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, varying
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, context_mesh, resharded
-from jaxcomp._mesh.per_replica import state_leaves
+from jaxcomp._mesh.per_replica import LOCAL, OWNER, SHARED, leaves_marked
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import check_not_spread, known_spec
 
@@ -28,11 +28,7 @@ def the_mesh(users_mesh: Any, axis_name: AxisName, *trees: PyTree) -> Any:
     Raises:
       ValueError: If there is none, or it lacks an axis.
     """
-    mesh = users_mesh
-    if mesh is None:
-        mesh = context_mesh()
-    if mesh is None:
-        mesh = _mesh_of_arrays(trees, set(axis_tuple(axis_name)))
+    mesh = users_mesh or context_mesh() or _mesh_of_arrays(trees, axis_tuple(axis_name))
     if mesh is None:
         raise ValueError(
             "There is no mesh. Place the state with jaxcomp.shard_state(state, mesh, axis_name), "
@@ -42,14 +38,14 @@ def the_mesh(users_mesh: Any, axis_name: AxisName, *trees: PyTree) -> Any:
     return mesh
 
 
-def _mesh_of_arrays(trees: PyTree, names: set[str]) -> Any:
+def _mesh_of_arrays(trees: PyTree, names: tuple[str, ...]) -> Any:
     """Returns the first mesh with these axes that an array lies on; None if there is none."""
     for leaf in jax.tree.leaves(trees):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(leaf, jax.core.Tracer):
             sharding = jax.typeof(leaf).sharding
         mesh = getattr(sharding, "mesh", None)
-        if mesh is not None and names <= set(mesh.axis_names):
+        if mesh is not None and set(names) <= set(mesh.axis_names):
             return mesh
     return None
 
@@ -60,7 +56,7 @@ def check_params(params: PyTree, mesh: Any, axes: tuple[str, ...]) -> None:
     Raises:
       ValueError: Naming the leaf.
     """
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+    for path, leaf in jax.tree.leaves_with_path(params):
         check_not_spread(path, leaf, known_spec(leaf, mesh), axes)
 
 
@@ -70,7 +66,7 @@ def check_differentiable(params: PyTree) -> None:
     Raises:
       ValueError: Naming the leaf.
     """
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+    for path, leaf in jax.tree.leaves_with_path(params):
         dtype = jnp.result_type(leaf)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
@@ -210,33 +206,23 @@ def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) 
     def differing() -> dict[str, tuple[()]]:
         zeros = jax.tree.map(lambda x: jnp.zeros(np.shape(x), x.dtype), params)
         _, state = reducer.update(as_local(zeros, axis_name), reducer.init(zeros), zeros)
-        axes: set[frozenset[str]] = set()
-        for leaf in state_leaves(state):
-            along = varying(leaf.value)
-            if leaf.declared_by is not None:
-                axes.add(along)
-            elif along:
-                raise ValueError(
-                    f"`reducer` leaves {leaf_name(leaf.path)} of its state different along "
-                    f"{sorted(along)}: its link does not average along that axis. Average exactly "
-                    "along the fast axis first, and compress along the slow one: "
-                    'optax.chain(jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd('
-                    'axis_name="slow")).'
-                )
-        if len(axes) > 1:
+        shared = leaves_marked(state, SHARED)
+        apart = {name: sorted(varying(leaf)) for name, leaf in shared.items() if varying(leaf)}
+        along = set(map(varying, leaves_marked(state, LOCAL, OWNER).values()))
+        if apart or len(along) > 1:
             raise ValueError(
-                "`reducer` keeps one thing along some axes and another along others: "
-                f"{sorted(map(sorted, axes))}. Average along the fast axis before what "
-                'accumulates: optax.chain(jaxcomp.allreduce(axis_name="fast"), jaxcomp.accumulate('
-                'jaxcomp.powersgd(axis_name="slow"), every_k)).'
+                "`reducer` keeps things of its state along several axes of the replicas: "
+                f"{apart or sorted(map(sorted, along))}. Average exactly along the fast axis "
+                "first, and compress, or accumulate, along the slow one behind it: optax.chain("
+                'jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd(axis_name="slow")).'
             )
         # Keys only: a mapped function can return no names.
-        return dict.fromkeys(frozenset().union(*axes), ())
+        return dict.fromkeys(frozenset().union(*along), ())
 
     alone = jax.sharding.AbstractMesh(tuple(mesh.shape[name] for name in names), names)
     with jax.sharding.use_abstract_mesh(alone):
-        found = jax.eval_shape(jax.shard_map(differing, in_specs=(), out_specs=PartitionSpec()))
-    common = tuple(name for name in names if name in found)
+        along = jax.eval_shape(jax.shard_map(differing, in_specs=(), out_specs=PartitionSpec()))
+    common = tuple(name for name in names if name in along)
     return common[0] if len(common) == 1 else common or names
 
 
@@ -247,11 +233,10 @@ def check_replica_axis(state: PyTree, mesh: Any, axis_name: AxisName) -> None:
       ValueError: Naming a leaf.
     """
     replicas = math.prod(mesh.shape[name] for name in axis_tuple(axis_name))
-    for leaf in state_leaves(state):
-        shape = np.shape(leaf.value)
-        if leaf.declared_by is not None and shape[:1] != (replicas,):
+    for name, leaf in leaves_marked(state, LOCAL, OWNER).items():
+        if np.shape(leaf)[:1] != (replicas,):
             raise ValueError(
-                f"The leaf {leaf_name(leaf.path)} of the state has shape {shape}, and {replicas} "
+                f"The leaf {name} of the state has shape {np.shape(leaf)}, and {replicas} "
                 "replicas need a leading axis of that length. Place the state with "
                 f"jaxcomp.shard_state(state, mesh, {axis_name!r})."
             )

@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxcomp._base.leaves import compute_dtype, leaf_name
+from jaxcomp._base.leaves import is_array, leaf_name
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.collectives import as_local, known_equal, mean_each, total
-from jaxcomp._mesh.weights import weighted_gradients
-from jaxcomp._training.arguments import is_array
+from jaxcomp._mesh.collectives import as_local, known_equal, total
+from jaxcomp._mesh.weights import averaged
 
-CHOICES = ("mean", "sum", "join", "stack")
+WORDS = ("mean", "sum", "join", "stack")
 # What becomes of a leaf that all replicas hold alike: it stays as it is.
 _EQUAL = "equal"
 
@@ -48,28 +48,27 @@ def taken_apart(result: Any) -> tuple[tuple[Any, ...], PyTree]:
     if not (isinstance(result, tuple) and len(result) in (2, 3)):
         raise ValueError(
             "The gradient function must return (value, gradients), ((value, auxiliary), "
-            f"gradients) or (value, auxiliary, gradients), got {_shown(result)}."
+            f"gradients) or (value, auxiliary, gradients), got {one_level(result)}."
         )
-    *first, gradients = result
-    outputs: Any = first
-    if len(first) == 1 and isinstance(first[0], tuple) and len(first[0]) == 2:
-        outputs = first[0]
-    value: Any = outputs[0]
+    outputs = result[:-1]
+    if len(outputs) == 1 and isinstance(outputs[0], tuple) and len(outputs[0]) == 2:
+        outputs = outputs[0]
+    value = outputs[0]
     scalar = isinstance(value, float) or (is_array(value) and not value.ndim)
     if not (scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating)):
         raise ValueError(
             "The value that the gradient function returns first must be a floating scalar, the "
-            f"mean loss of the examples, got {_shown(value)}. Return (loss, gradients), or what "
+            f"mean loss of the examples, got {one_level(value)}. Return (loss, gradients), or what "
             "else there is beside the loss: ((loss, auxiliary), gradients)."
         )
-    return tuple(outputs), gradients
+    return outputs, result[-1]
 
 
 def judged(
     outputs: tuple[Any, ...],
     aux: PyTree,
     axis_name: AxisName,
-    shared: PyTree,
+    shared: Mapping[int, Array],
     examples: Collection[int],
 ) -> Outputs:
     """Says what becomes of each leaf of a replica's value and auxiliary output.
@@ -78,8 +77,8 @@ def judged(
       outputs: (value,) or (value, auxiliary).
       aux: What the user says: None, a word or an axis, or a tree of them.
       axis_name: The axis or axes of the replicas.
-      shared: The arguments of the function that are the same on all replicas. What it hands back
-        as it got it is so too.
+      shared: The arguments of the function that are the same on all replicas, by the identity that
+        they have inside of it. What it hands back as it got it is the same too.
       examples: How many examples this replica has, for each axis of its arguments.
 
     Raises:
@@ -89,25 +88,35 @@ def judged(
     auxiliary = None
     if len(outputs) == 2:
         auxiliary = outputs[1]
+    elif aux is not None:
+        raise ValueError(
+            f"`aux` is {aux!r}, and the function returns no auxiliary output. Leave `aux` out, or "
+            "tell jaxcomp.value_and_grad with has_aux=True that there is one."
+        )
     leaves = [jnp.asarray(outputs[0])]
     kinds: list[str | int] = ["mean"]
-    possible: list[str | int] = []
+    line: list[Any] = []
     unsaid = ""
-    handed_back = {id(x) for x in jax.tree.leaves(shared)}
-    paths = jax.tree_util.tree_leaves_with_path(auxiliary)
+    paths = jax.tree.leaves_with_path(auxiliary)
     for (path, leaf), word in zip(paths, words_of(aux, auxiliary), strict=True):
         name = leaf_name(path)
+        if word is None and id(leaf) in shared:
+            leaves.append(shared[id(leaf)])
+            kinds.append(_EQUAL)
+            line.append("mean")
+            continue
         x = _as_array(name, leaf)
         leaves.append(x)
-        kinds.append(_kind(name, x, word, axis_name, examples))
-        if word is None and id(leaf) not in handed_back:
-            unsaid += f"\n  {name}: {_described(x)}"
-            word = _possible(x, axis_name)
-        possible.append("mean" if word is None else word)
+        if word is None:
+            unsaid += f"\n  {name}: {described(x)}"
+            line.append(_possible(x, axis_name))
+        else:
+            kinds.append(_kind(name, x, word, axis_name, examples))
+            line.append(word)
     if unsaid:
         raise ValueError(
             f"What becomes of these auxiliary outputs of the replicas is not said:{unsaid}\nWrite\n"
-            f"  aux={jax.tree.structure(auxiliary).unflatten(possible)!r}\n"
+            f"  aux={jax.tree.structure(auxiliary).unflatten(line)!r}\n"
             'with one word in each place: "mean" averages, "sum" adds up, "join" lays rows one '
             'behind the other (an axis but the first as a number), "stack" gives an axis of '
             "replicas. To find out: outputs(params, *batch) of this object, outside of jax.jit, "
@@ -125,56 +134,55 @@ def _as_array(name: str, leaf: Any) -> Array:
     try:
         return jnp.asarray(leaf)
     except TypeError as error:
-        kind = getattr(leaf, "dtype", type(leaf).__name__)
         raise ValueError(
-            f"The auxiliary output {name} is a {kind}, and what a gradient function returns is "
-            "arrays of numbers. Leave it out, or close over it."
+            f"The auxiliary output {name} is a {getattr(leaf, 'dtype', type(leaf).__name__)}, and "
+            "what a gradient function returns is arrays of numbers. Leave it out, or close over it."
         ) from error
 
 
 def _kind(
-    name: str, x: Array, word: str | int | None, axis_name: AxisName, examples: Collection[int]
+    name: str, x: Array, word: str | int, axis_name: AxisName, examples: Collection[int]
 ) -> str | int:
     """Returns what becomes of one leaf.
 
     Raises:
       ValueError: If it cannot be what its entry says.
     """
-    if word is None or (word == "mean" and known_equal(x, axis_name)):
+    if word == "mean" and known_equal(x, axis_name):
         return _EQUAL
-    described = f"The auxiliary output {name}, {_described(x)},"
+    what = f"The auxiliary output {name}, {described(x)},"
     possible = _possible(x, axis_name)
     if word in ("mean", "sum") and word not in possible:
         raise ValueError(
-            f'{described} has no {word} over the replicas. Say one of {possible}; "stack" gives an '
-            "axis of replicas."
+            f'{what} has no {word} over the replicas. Say one of {possible}; "stack" gives an axis '
+            "of replicas."
         )
-    axis = 0 if word == "join" else word
-    if not isinstance(axis, int):
-        return axis
+    if word in ("mean", "sum", "stack"):
+        return word
+    axis = 0 if word == "join" else int(word)
     if not -x.ndim <= axis < x.ndim:
-        raise ValueError(f'{described} has no axis {axis} along which to join rows. Say "stack".')
-    if word == "join" and x.shape[0] not in examples:
-        for other, length in enumerate(x.shape):
-            if length in examples:
-                raise ValueError(
-                    f"{described} has as many entries along axis {other} as there are examples, "
-                    f'and "join" is along axis 0. Say {other}, or 0 if its rows do lie along axis '
-                    "0."
-                )
+        raise ValueError(f'{what} has no axis {axis} along which to join rows. Say "stack".')
+    fitting = [other for other, length in enumerate(x.shape) if length in examples]
+    if word == "join" and fitting and fitting[0] > 0:
+        raise ValueError(
+            f"{what} has as many entries along axis {fitting[0]} as there are examples, and "
+            f'"join" is along axis 0. Say {fitting[0]}, or 0 if its rows do lie along axis 0.'
+        )
     return axis % x.ndim
 
 
 def _possible(x: Array, axis_name: AxisName) -> str:
     """Returns the words that fit a type, of which one is to be kept."""
-    words = ["stack"]
-    if known_equal(x, axis_name) or jnp.issubdtype(x.dtype, jnp.floating):
-        words = ["mean"]
-    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        words.append("sum")
+    words = []
     if x.ndim:
         words.append("join")
-    return "|".join(sorted(words))
+    if jnp.issubdtype(x.dtype, jnp.floating) or known_equal(x, axis_name):
+        words.append("mean")
+    else:
+        words.append("stack")
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        words.append("sum")
+    return "|".join(words)
 
 
 def reduced(
@@ -191,27 +199,19 @@ def reduced(
       The same with what is equal on all replicas by now, None in the place of rows; and the rows in
       order, with the axis along which they are to be joined in front.
     """
-    leaves = list(outputs.leaves)
+    pairs = list(zip(outputs.leaves, outputs.kinds, strict=True))
+    local = [leaf if kind == "mean" else None for leaf, kind in pairs]
+    leaves, _ = averaged(local, axis_name, weight)
     rows: list[Array] = []
-    averaged: dict[int, Array] = {}
-    for i, (leaf, kind) in enumerate(zip(outputs.leaves, outputs.kinds, strict=True)):
-        if kind == "mean":
-            averaged[i] = as_local(leaf.astype(compute_dtype(leaf.dtype)), axis_name)
+    for i, (leaf, kind) in enumerate(pairs):
+        if kind == _EQUAL:
+            leaves[i] = leaf
         elif kind == "sum":
-            if leaf.dtype == jnp.bool_:
-                leaf = leaf.astype(jnp.int32)
             leaves[i] = total(leaf, axis_name)
-        elif kind != _EQUAL:
-            leaves[i] = None
-            row = leaf[None]
-            if kind != "stack":
-                row = jnp.moveaxis(leaf, int(kind), 0)
-            rows.append(as_local(row, axis_name))
-    local = list(averaged.values())
-    if weight is not None and local:
-        local = weighted_gradients(local, weight, axis_name)
-    for i, mean in zip(averaged, mean_each(local, axis_name).means, strict=True):
-        leaves[i] = mean.astype(leaves[i].dtype)
+        elif kind == "stack":
+            rows.append(as_local(leaf[None], axis_name))
+        elif kind != "mean":
+            rows.append(as_local(jnp.moveaxis(leaf, kind, 0), axis_name))
     return dataclasses.replace(outputs, leaves=leaves), rows
 
 
@@ -235,10 +235,10 @@ def check_aux(aux: PyTree) -> None:
       ValueError: Naming it.
     """
     for word in jax.tree.leaves(aux):
-        axis = isinstance(word, int) and not isinstance(word, bool)
-        if word not in CHOICES and not axis:
+        axis = isinstance(word, (int, np.integer)) and not isinstance(word, bool)
+        if word not in WORDS and not axis:
             raise ValueError(
-                f"`aux` must be one of {CHOICES}, an axis along which rows are joined, a tree of "
+                f"`aux` must be one of {WORDS}, an axis along which rows are joined, a tree of "
                 f"these, or None, got {word!r}."
             )
 
@@ -253,21 +253,24 @@ def words_of(aux: PyTree, auxiliary: PyTree) -> list[Any]:
     """
     # A line for each key, without its kind.
     names_of = functools.partial(jax.tree_util.keystr, simple=True, separator="\n")
-    said = {names_of(path): word for path, word in jax.tree_util.tree_leaves_with_path(aux)}
-    places = jax.tree_util.tree_leaves_with_path(auxiliary, is_leaf=_is_empty)
+    said = {names_of(path): (path, word) for path, word in jax.tree.leaves_with_path(aux)}
+    unused = dict(said)
+    places = jax.tree.leaves_with_path(auxiliary, is_leaf=_is_empty)
     words: list[Any] = []
-    parts = {""}  # of the auxiliary output
     for path, leaf in places:
-        beginnings = [names_of(path[:length]) for length in range(len(path) + 1)]
-        parts.update(beginnings)
+        word = None
+        for length in range(len(path), -1, -1):
+            part = names_of(path[:length])
+            unused.pop(part, None)
+            if part in said:
+                word = said[part][1]
         if not _is_empty(leaf):
-            words.append(next((said[part] for part in beginnings if part in said), None))
-    for path, _ in jax.tree_util.tree_leaves_with_path(aux):
-        if names_of(path) not in parts:
-            names = ", ".join(leaf_name(place) for place, _ in places)
-            raise ValueError(
-                f"`aux` names {leaf_name(path)}; the auxiliary output has {names or 'nothing'}."
-            )
+            words.append(word)
+    for path, _ in unused.values():
+        names = ", ".join(leaf_name(place) for place, _ in places)
+        raise ValueError(
+            f"`aux` names {leaf_name(path)}; the auxiliary output has {names or 'nothing'}."
+        )
     return words
 
 
@@ -276,16 +279,13 @@ def _is_empty(node: Any) -> bool:
     return structure.num_nodes == 1 and not structure.num_leaves
 
 
-def _described(x: Array) -> str:
-    return f"{x.dtype} scalar" if not x.ndim else f"{x.dtype} of shape {x.shape}"
+def described(leaf: Any) -> str:
+    """Writes dtype and shape of an array, and the class of anything else."""
+    if not hasattr(leaf, "dtype"):
+        return type(leaf).__name__
+    return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def _shown(tree: Any) -> str:
-    """Returns a few words for what a function returned."""
-    if isinstance(tree, Mapping):
-        return f"a dict of {', '.join(map(repr, tree))}"
-    if isinstance(tree, tuple | list):
-        return f"a {type(tree).__name__} of {len(tree)}"
-    if hasattr(tree, "dtype"):
-        return f"an array, {_described(tree)}"
-    return "None" if tree is None else f"a {type(tree).__name__}"
+def one_level(node: Any) -> str:
+    """Writes a node of a tree, with its children in few words."""
+    return str(jax.tree.map(described, node, is_leaf=lambda x: x is not node))

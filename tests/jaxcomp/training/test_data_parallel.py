@@ -305,7 +305,7 @@ def test_a_chain_of_two_levels_accumulates_behind_the_exact_one():
     mesh, params, x = two_level("auto")
     slow = jaxcomp.powersgd(2, axis_name="slow")
     around = on_two_levels(mesh, jaxcomp.accumulate(optax.chain(EXACT, slow), 2))
-    with pytest.raises(ValueError, match="Average along the fast axis before what accumulates"):
+    with pytest.raises(ValueError, match="or accumulate, along the slow one behind it"):
         around.init(params)
     run = on_two_levels(mesh, EXACT, jaxcomp.accumulate(slow, 2))
     state = run.init(params)

@@ -1,7 +1,6 @@
 """data_parallel and value_and_grad: what is wrong is one sentence, before anything runs."""
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +57,19 @@ CASES = {
     "parameters first": (
         lambda: make()(PARAMS, state(), X),
         r"first argument must be the reducer's state.*'down'",
+    ),
+    "no state": (lambda: make()(PARAMS, X), "first argument must be the reducer's state"),
+    "no state of a reducer without one": (
+        lambda: make(tx=reducer("allreduce"))(PARAMS, X),
+        "first argument must be the reducer's state.*'down'.* has none",
+    ),
+    "a list": (
+        lambda: make()(state(), PARAMS, X.tolist()),
+        "Argument 1 is a list of Python numbers, .*np.asarray",
+    ),
+    "a constant": (
+        lambda: make(lambda params, x: jnp.float32(1))(state(), PARAMS, X),
+        "depends neither on the parameters nor on the examples, or `fun` averages it",
     ),
     "six rows": (
         lambda: make()(state(), PARAMS, jnp.zeros((6, 32))),
@@ -207,38 +219,32 @@ def test_shardings_within_the_loss_name_the_other_axes_only():
     assert call(P(None, "model")).shape == ()
 
 
-@pytest.mark.parametrize(
-    "name", ["weights", "weigths", "weight_", "sampleWeight", "wgt", "num_examples"]
+MISSPELT = (
+    *("weights", "weigths", "weight_", "sampleWeight", "wgt", "num_examples"),
+    *("wieght", "ewight", "waights", "weigt", "wight", "weigh", "weighting", "loss_weihgt"),
 )
+
+
+@pytest.mark.parametrize("name", MISSPELT)
 def test_a_weight_under_another_name_is_not_lost_in_the_loss(name):
-    """Calls also a loss that takes what it does not know."""
-
-    def with_any(params, x, **rest):
-        return loss(params, x)
-
-    def with_its_own(params, x, **named):
-        return loss(params, x) * named[name]
-
-    run = make(with_any)
-    named = {name: np.float32(2)}
+    """Calls a loss that takes what it does not know."""
+    run = make(lambda params, x, **rest: loss(params, x))
     refused = pytest.raises(ValueError, match=f"no argument `{name}`: it is `weight`")
     with refused:
-        run(state(), PARAMS, X, **named)
+        run(state(), PARAMS, X, **{name: np.float32(2)})
     with refused:
-        run.outputs(PARAMS, X, **named)
-    # What the loss names itself is its own.
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(n, kind) for n in ("p", "x", name)]
-    with_its_own.__signature__ = inspect.Signature(parameters)
-    (value, _), _ = make(with_its_own)(state(), PARAMS, X, **named)
-    np.testing.assert_allclose(value, 2 * loss(PARAMS, X), rtol=1e-6)
+        run.outputs(PARAMS, X, **{name: np.float32(2)})
 
 
-def test_a_name_that_is_only_near_weight_goes_to_the_loss():
-    def loss_of_height(params, x, **named):
-        return loss(params, x) * named["height"]
+def test_what_is_near_weight_or_what_the_loss_names_itself_goes_to_it():
+    near = ("height", "width", "weight_decay", "wavelength", "growth")
 
-    (value, _), _ = make(loss_of_height)(state(), PARAMS, X, height=np.float32(2))
+    def loss_of_more(params, x, weights, **named):
+        assert set(named) == set(near)
+        return loss(params, x) * weights
+
+    named = dict.fromkeys(near, np.float32(1))
+    (value, _), _ = make(loss_of_more)(state(), PARAMS, X, weights=np.float32(2), **named)
     assert float(value) == pytest.approx(2 * float(loss(PARAMS, X)), rel=1e-6)
 
 

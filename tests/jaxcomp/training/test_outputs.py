@@ -109,7 +109,8 @@ def test_what_is_not_said_is_refused_in_one_error_with_the_line(replicas):
 def test_what_is_handed_back_as_it_came_needs_no_word():
     def loss(params, x, y, carried):
         value = per_example(params, x, y)[1].mean()
-        return value, {"same": carried, "next": carried["step"] + 1, "batch": x}
+        same = {"params": params, **carried}
+        return value, {"same": same, "next": carried["step"] + 1, "batch": x}
 
     mesh = grid(4)
     params, x, y = data()
@@ -126,13 +127,24 @@ def test_what_is_handed_back_as_it_came_needs_no_word():
     assert aux["next"] == 8
     jax.tree.map(np.testing.assert_array_equal, aux["same"]["table"], carried["table"])
     assert aux["same"]["key"] == carried["key"]
+    np.testing.assert_array_equal(aux["same"]["params"], params)
+
+
+def test_an_axis_may_be_numpys_and_a_word_needs_an_output():
+    run = make(loss_with("columns"), mesh=grid(2), aux={"columns": np.int64(1)})
+    assert stepped(run, *data())[0][1]["columns"].shape == (CLASSES, EXAMPLES)
+    without = jaxcomp.value_and_grad(
+        lambda *args: per_example(*args)[1].mean(), reducer("allreduce"), mesh=grid(2), aux="mean"
+    )
+    with pytest.raises(ValueError, match=r"returns no auxiliary output.* has_aux=True"):
+        stepped(without, *data())
 
 
 @pytest.mark.parametrize(
     ("name", "aux", "message"),
     [
-        ("count", "mean", r"int32 scalar, has no mean over .* Say one of stack\|sum"),
-        ("key", "mean", "key<fry> scalar, has no mean over .* Say one of stack"),
+        ("count", "mean", r"int32\[\], has no mean over .* Say one of stack\|sum"),
+        ("key", "mean", r"key<fry>\[\], has no mean over .* Say one of stack"),
         ("max", "join", "has no axis 0 along which to join rows"),
         ("rows", 2, "has no axis 2"),
         ("columns", "join", "along axis 1 as there are examples, and .* Say 1, or 0 if its rows"),
@@ -166,7 +178,7 @@ def test_outputs_finds_out_what_each_of_them_is(capsys):
         "sorted": "the rows in another order",
         "views": "the rows in another order",
         "max": "the larger of both",
-        "variance": 'nearest is "mean"',
+        "variance": "nearest is the mean of both halves",
     }.items():
         assert re.search(rf"\['{name}'\].*{remark}", table)
     # What has no word is refused as long as the user has given none.
@@ -188,7 +200,7 @@ def test_outputs_of_weighted_means_keys_and_other_axes(capsys):
     arguments = (params, x.T, y, mask, jax.random.key(1))
     assert run.outputs(*arguments, weight=mask) == ("mean", "join", None)
     assert run.outputs(*arguments)[0] is None
-    assert 'nearest is "mean"' in capsys.readouterr().out
+    assert "nearest is the mean of both halves" in capsys.readouterr().out
     found = make(loss, mesh=grid(2), batch_specs=specs, aux=("mean", "join", "stack"))
     (value, aux), _ = stepped(found, *arguments, weight=mask)
     expected, (_, rows, _) = jax.vmap(loss, None, axis_name="data", axis_size=1)(*arguments)
@@ -235,14 +247,14 @@ def test_a_loss_that_divides_by_the_global_batch_is_told_apart():
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda loss, grads: ({"loss": loss}, grads), "scalar, .*, got a dict of 'loss'"),
-        (lambda loss, grads: (({"loss": loss}, 1.0), grads), "scalar, .*, got a dict of 'loss'"),
+        (lambda loss, grads: ({"loss": loss}, grads), r"scalar, .*, got {'loss': 'float32\[\]'}"),
+        (lambda loss, grads: (({"loss": loss}, 1.0), grads), "scalar, .*, got {'loss': 'float32"),
         (lambda loss, grads: (None, grads), "scalar, .*, got None"),
-        (lambda loss, grads: (loss[None], grads), r"scalar, .*, float32 of shape \(1,\)"),
-        (lambda loss, grads: (loss.astype("i4"), grads), "scalar, .*, int32 scalar"),
-        (lambda loss, grads: ((loss,), grads), "scalar, .*, got a tuple of 1"),
-        (lambda loss, grads: grads, "must return .*, got an array"),
-        (lambda loss, grads: [loss, grads], "must return .*, got a list of 2"),
+        (lambda loss, grads: (loss[None], grads), r"scalar, .*, got float32\[1\]"),
+        (lambda loss, grads: (loss.astype("i4"), grads), r"scalar, .*, got int32\[\]"),
+        (lambda loss, grads: ((loss,), grads), r"scalar, .*, got \('float32\[\]',\)"),
+        (lambda loss, grads: grads, r"must return .*, got float32\[16, 8\]"),
+        (lambda loss, grads: [loss, grads], r"must return .*, got \['float32\[\]', 'float32"),
         (lambda loss, grads: ((loss, {"name": "x"}), grads), r"\['name'\] is a str"),
         (lambda loss, grads: ((loss, np.array(["x"])), grads), r"\(root\) is a <U1, and what"),
     ],
