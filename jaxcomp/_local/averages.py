@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from jaxcomp._base.leaves import compute_dtype
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._local.fragments import numbered, part_of, put_back
-from jaxcomp._mesh.collectives import as_local, axis_size, mean_each, switch
-from jaxcomp._mesh.weights import share_of_mean, weighted
+from jaxcomp._local.fragments import check_not_complex
+from jaxcomp._mesh.collectives import axis_size, switch
+from jaxcomp._mesh.weights import averaged
 
 
 def average(
@@ -49,37 +47,11 @@ def average(
       [[2.0, 4.0], [2.0, 4.0]]
     """
     axis_size(axis_name)  # so that an unbound axis is named even if there is nothing to average
+    check_not_complex(tree)
+
+    def means() -> PyTree:
+        return averaged(tree, axis_name, weight)[0]
+
     if when is None:
-        means, _ = averaged(tree, axis_name, weight)
-        return means
-    due = jnp.asarray(when).astype(jnp.int32)
-    return switch(due, [lambda: tree, lambda: average(tree, axis_name, weight=weight)])
-
-
-def averaged(tree: PyTree, axis_name: AxisName, weight: Any) -> tuple[PyTree, Array | None]:
-    """Averages a tree, and says whether any replica counted; None if all do."""
-    numbers = numbered(tree)
-    floating = jax.tree.map(jnp.asarray, part_of(tree, numbers))
-    wide = jax.tree.map(lambda x: x.astype(compute_dtype(x.dtype)), floating)
-    wide = as_local(wide, axis_name)
-    counted = None
-    if weight is not None:
-        share, mean_weight = share_of_mean(weight, axis_name)
-        wide = weighted(wide, share)
-        counted = mean_weight != 0
-    leaves, treedef = jax.tree.flatten(wide)
-    means = treedef.unflatten(mean_each(leaves, axis_name).means)
-    means = jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, floating)
-    return put_back(means, tree), counted
-
-
-def unless_nobody(counted: Array | None, new: PyTree, before: PyTree) -> PyTree:
-    """Returns what was averaged, or what was there before if the weights of all are 0."""
-    if counted is None:
-        return new
-    return choose(counted, new, before)
-
-
-def choose(condition: Array, new: PyTree, old: PyTree) -> PyTree:
-    """Selects one of two trees, leaf by leaf."""
-    return jax.tree.map(lambda first, second: jnp.where(condition, first, second), new, old)
+        return means()
+    return switch(jnp.asarray(when).astype(jnp.int32), [lambda: tree, means])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -12,8 +12,8 @@ import numpy as np
 import optax
 
 from jaxcomp._base.checks import check_int, check_static_number
-from jaxcomp._base.leaves import compute_dtype, leaf_dtype, leaf_name
-from jaxcomp._base.typing import Array, PyTree
+from jaxcomp._base.leaves import compute_dtype, is_masked, leaf_dtype, leaf_name
+from jaxcomp._base.typing import Array, KeyPath, PyTree
 
 # How many fragments, or a pattern for each.
 Split: TypeAlias = int | tuple[str, ...]
@@ -54,22 +54,18 @@ def check_streaming(fragments: Any, delay: Any, alpha: Any, period: int) -> Stre
     Raises:
       ValueError: If one is unusable, or a round of `period` steps is too short for them.
     """
-    if isinstance(fragments, (list, tuple)):
-        split = tuple(fragments)
-        count = len(split)
-        for pattern in split:
-            try:
-                re.compile(pattern)
-            except (re.error, TypeError) as error:
-                raise ValueError(
-                    f"`fragments` has {pattern!r}, which is not a regular expression: {error}. "
-                    "Pass a number, or a pattern for each fragment such as ['blocks/[0-3]/', '.*']."
-                ) from error
-        if not split:
-            raise ValueError("`fragments` is empty. Pass a number, or a pattern for each fragment.")
-    else:
-        count = check_int("fragments", fragments, 1)
-        split = count
+    split = tuple(fragments) if isinstance(fragments, (list, tuple)) else fragments
+    count = len(split) if isinstance(split, tuple) else check_int("fragments", fragments, 1)
+    if not count:
+        raise ValueError("`fragments` is empty. Pass a number, or a pattern for each fragment.")
+    for pattern in split if isinstance(split, tuple) else ():
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"`fragments` has {pattern!r}, which is not a regular expression: {error}. "
+                "Pass a number, or a pattern for each fragment such as ['blocks/[0-3]/', '.*']."
+            ) from error
     delay = check_int("fragment_sync_delay", delay, 0)
     alpha = check_static_number("fragment_update_alpha", alpha, 0, 1)
     apart = period // count
@@ -84,6 +80,20 @@ def check_streaming(fragments: Any, delay: Any, alpha: Any, period: int) -> Stre
     return Streaming(split, ends, delay, alpha)
 
 
+def check_not_complex(params: PyTree) -> None:
+    """Refuses what has no average here.
+
+    Raises:
+      ValueError: Naming a complex leaf.
+    """
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if jnp.issubdtype(leaf_dtype(leaf), jnp.complexfloating):
+            raise ValueError(
+                f"The leaf {leaf_name(path)} has dtype {leaf_dtype(leaf)}, and only floating "
+                "leaves are averaged. Split it, as optax.contrib.split_real_and_imaginary does."
+            )
+
+
 def numbered(params: PyTree, split: Split = 1) -> PyTree:
     """Gives every floating leaf the number of a fragment, in a tree like the parameters; others -1.
 
@@ -93,27 +103,14 @@ def numbered(params: PyTree, split: Split = 1) -> PyTree:
     Raises:
       ValueError: If a fragment would be empty, a leaf has no pattern, or a leaf is complex.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-    floating: list[int] = []
-    for i, (path, leaf) in enumerate(leaves):
-        dtype = leaf_dtype(leaf)
-        if jnp.issubdtype(dtype, jnp.complexfloating):
-            raise ValueError(
-                f"The leaf {leaf_name(path)} has dtype {dtype}, and only floating leaves are "
-                "averaged. Split it, as optax.contrib.split_real_and_imaginary does."
-            )
+    check_not_complex(params)
+    floating: dict[KeyPath, int] = {}  # bytes of each leaf
+    for path, leaf in jax.tree.leaves_with_path(params):
+        dtype = jnp.dtype(leaf_dtype(leaf))
         if jnp.issubdtype(dtype, jnp.floating):
-            floating.append(i)
-    if isinstance(split, tuple):
-        names = [jax.tree_util.keystr(leaves[i][0], simple=True, separator="/") for i in floating]
-        chosen = _by_pattern(names, split)
-    else:
-        leaf_values = [leaves[i][1] for i in floating]
-        sizes = [np.size(x) * jnp.dtype(leaf_dtype(x)).itemsize for x in leaf_values]
-        chosen = _by_size(sizes, split)
-    numbers = np.full(len(leaves), -1)
-    numbers[floating] = chosen
-    return treedef.unflatten(numbers.tolist())
+            floating[path] = np.size(leaf) * dtype.itemsize
+    numbers = _by_size(floating, split) if isinstance(split, int) else _by_pattern(floating, split)
+    return jax.tree.map_with_path(lambda path, _: numbers.get(path, -1), params)
 
 
 def part_of(tree: PyTree, numbers: PyTree, fragment: int | None = None) -> PyTree:
@@ -134,28 +131,25 @@ def put_back(part: PyTree, tree: PyTree) -> PyTree:
     """Returns `tree` with the leaves that a part of it has."""
 
     def chosen(leaf: Any, old: Any) -> Any:
-        return old if _is_masked(leaf) else leaf
+        return old if is_masked(leaf) else leaf
 
-    return jax.tree.map(chosen, part, tree, is_leaf=_is_masked)
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
+    return jax.tree.map(chosen, part, tree, is_leaf=is_masked)
 
 
-def _by_pattern(names: list[str], patterns: tuple[str, ...]) -> list[int]:
+def _by_pattern(paths: Iterable[KeyPath], patterns: tuple[str, ...]) -> dict[KeyPath, int]:
     """Gives each leaf the first pattern that matches within its name."""
-    numbers: list[int] = []
-    for name in names:
+    numbers: dict[KeyPath, int] = {}
+    for path in paths:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
         fitting = [k for k, pattern in enumerate(patterns) if re.search(pattern, name)]
         if not fitting:
             raise ValueError(
                 f"No pattern of `fragments` is found in the leaf {name!r}, so that it would never "
                 "be averaged. Add one for it, such as '.*' at the end for all that are left."
             )
-        numbers.append(fitting[0])
+        numbers[path] = fitting[0]
     for number, pattern in enumerate(patterns):
-        if number not in numbers:
+        if number not in numbers.values():
             raise ValueError(
                 f"`fragments` has the pattern {pattern!r}, and no floating leaf is left for it. A "
                 "leaf belongs to the first pattern that is found in its path; correct it, or leave "
@@ -164,17 +158,19 @@ def _by_pattern(names: list[str], patterns: tuple[str, ...]) -> list[int]:
     return numbers
 
 
-def _by_size(sizes: list[int], count: int) -> list[int]:
+def _by_size(sizes: dict[KeyPath, int], count: int) -> dict[KeyPath, int]:
     """Gives each leaf, the largest first, the fragment that is the lightest until then."""
     if count > max(len(sizes), 1):
         raise ValueError(
             f"fragments={count} is more than the {len(sizes)} floating leaves of the parameters. "
             "Pass at most as many fragments as leaves."
         )
-    numbers = [0] * len(sizes)
+    numbers: dict[KeyPath, int] = {}
     # Bytes and leaves of each: an empty leaf has no bytes, and yet its fragment is not empty.
-    fragments = [(0, 0, number) for number in range(count)]
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        load, leaves, numbers[i] = heapq.heappop(fragments)
-        heapq.heappush(fragments, (load + sizes[i], leaves + 1, numbers[i]))
+    loads = [(0, 0)] * count
+    for path in sorted(sizes, key=lambda path: -sizes[path]):
+        lightest = loads.index(min(loads))
+        numbers[path] = lightest
+        size, leaves = loads[lightest]
+        loads[lightest] = size + sizes[path], leaves + 1
     return numbers

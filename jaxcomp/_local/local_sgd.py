@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,13 +25,12 @@ from jaxcomp._local.periods import Periods, SyncEvery, check_known, check_period
 from jaxcomp._local.sync import (
     AverageInnerState,
     LocalSGDState,
-    Part,
     Sync,
     check_sync,
     total,
     wide_leaves,
 )
-from jaxcomp._mesh.collectives import as_local, from_step, owner_id, switch
+from jaxcomp._mesh.collectives import as_local, axis_tuple, from_step, owner_id, switch
 from jaxcomp._mesh.weights import refuse_misspelt_weight
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import takes_rows
@@ -148,11 +148,12 @@ class _LocalSGD:
 
     def init(self, params: PyTree) -> LocalSGDState:
         """Makes the state before the first step."""
-        # A copy, because a training step that donates its state must not see one buffer twice.
+        part = part_of(params, numbered(params))
         anchor = ()
         if not self.sync.plain:
-            anchor = jax.tree.map(jnp.copy, params)
-        outer, reducer = self.sync.init(part_of(params, numbered(params)))
+            # A copy, because a training step that donates its state must not see a buffer twice.
+            anchor = jax.tree.map(jnp.copy, part)
+        outer, reducer = self.sync.init(part)
         inner = self.inner.init(params)
         return LocalSGDState.first(
             self.sync.axis_name, inner, anchor=anchor, outer=outer, reducer=reducer
@@ -194,24 +195,15 @@ class _LocalSGD:
             return put_back(jax.tree.map(_difference, floating, before, new), updates)
 
         def synchronised(axes: AxisName | None) -> tuple[PyTree, LocalSGDState]:
-            # At a narrow level of a hierarchy neither the reducer nor the outer optimizer acts.
-            outermost = axes is None and not sync.plain
-            anchor = part_of(state.anchor, numbers) if outermost else ()
-            part = Part(after, state.inner, state.outer, state.reducer)
             begin = lambda new: self.inner.init(put_back(new, params))  # noqa: E731
-            new = sync.step(anchor, part, begin, weight, axes=axes)
-            changed = state._replace(inner=new.inner, outer=new.outer, reducer=new.reducer)
-            if outermost:
-                changed = changed._replace(anchor=put_back(new.params, state.anchor))
-            return towards(new.params), changed
+            new, changed = sync.step(after, state, begin, weight, axes)
+            return towards(new), changed
 
         def rounds_begun() -> tuple[PyTree, LocalSGDState]:
             # Replicas are equal here, in all but what the type checker knows: the average proves
             # it. Their result is the first anchor, and the reducer begins anew.
-            anchor = average(optax.apply_updates(params, updates), axis_name)
-            shared = part_of(anchor, numbers)
-            _, reducer = sync.init(shared)
-            return towards(shared), state._replace(anchor=anchor, reducer=reducer)
+            anchor = average(after, axis_name)
+            return towards(anchor), state._replace(anchor=anchor, reducer=sync.init(anchor)[1])
 
         count = jnp.asarray(optax.safe_increment(state.count))
         due = self.periods.due(count, state.last_sync)
@@ -250,14 +242,25 @@ class _LocalSGD:
     def count_bytes(
         self, params: PyTree, replicas: int | None, step: int | None
     ) -> CompressionStats:
-        """Counts what a replica sends in a step, `local_axis_name` left out; see ``bytes``."""
+        """Counts what a replica sends in a step, `local_axis_name` left out; see ``bytes``.
+
+        Raises:
+          ValueError: If that is not known.
+        """
+        shapes, treedef = jax.tree.flatten(jax.eval_shape(lambda: optax.tree.zeros_like(params)))
+        if _sends_something(self.inner, self.sync.axis_name, treedef, tuple(shapes)):
+            raise ValueError(
+                "`inner` sends something in every step, which is not counted here: the optimizer "
+                "in local_sgd steps by itself. Take the reducer out of its chain and pass it as "
+                "reducer=, or the axis that it averages over as local_axis_name=."
+            )
         periods = self.periods
         start = periods.start_step
+        part = part_of(params, numbered(params))
 
         def averages(level: int, nth: int | None) -> list[LeafStats]:
             if not level:
                 return []
-            part = part_of(params, numbered(params))
             narrow = level < len(periods.levels)
             return self.sync.bytes(part, replicas, nth, self.inner.init, params, plain=narrow)
 
@@ -269,12 +272,10 @@ class _LocalSGD:
                 )
             cycle = periods.levels[-1].period
             levels = periods.between(start, start + cycle)
-            parts = [averages(int(level), None) for level in levels]
-            return total(params, parts).scaled(1 / cycle)
+            return total(params, [averages(level, None) for level in levels]).scaled(1 / cycle)
         if step >= start:
-            levels = periods.between(start, step + 1)
-            earlier = int((levels[:-1] == levels[-1]).sum())
-            return total(params, [averages(int(levels[-1]), earlier)])
+            *earlier, level = periods.between(start, step + 1)
+            return total(params, [averages(level, earlier.count(level))])
         if self.sync.exact:
             parts = [dense_leaves(params)]
         else:
@@ -282,6 +283,19 @@ class _LocalSGD:
         if step == start - 1 and not self.sync.plain:
             parts.append(wide_leaves(params))  # the first anchor
         return total(params, parts)
+
+
+@functools.lru_cache  # asked for every step of a run
+def _sends_something(inner: Any, axis_name: AxisName, treedef: Any, shapes: tuple[Any]) -> bool:
+    """Tells whether an inner optimizer has collectives over these axes, as with a reducer in it."""
+    params = treedef.unflatten(shapes)
+    axes = [(name, 2) for name in axis_tuple(axis_name)]
+    state = jax.eval_shape(inner.init, params)
+    try:
+        step = jax.make_jaxpr(inner.update, axis_env=axes)(params, state, params)
+    except ValueError:  # over others, which are not counted
+        return False
+    return re.search("psum|all_gather|all_to_all", str(step)) is not None
 
 
 def _difference(update: Array, param: Array, new: Array) -> Array:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.typing import Array, AxisName, Schedule
@@ -44,18 +43,17 @@ class Periods(NamedTuple):
                 level = jnp.where((count - self.offset) % period == 0, number, level)
         return jnp.where(count > self.start_step, level, 0)
 
-    def between(self, begin: int, end: int) -> np.ndarray:
+    def between(self, begin: int, end: int) -> list[int]:
         """Returns the level after each of the updates numbered ``begin + 1`` to ``end``."""
         if self.schedule is None:
-            return np.asarray(self.due(jnp.arange(begin + 1, end + 1), jnp.int32(0)))
-        levels = []
+            return self.due(jnp.arange(begin + 1, end + 1), None).tolist()
+        levels: list[int] = []
         last_sync = jnp.int32(self.start_step)
         for count in range(begin + 1, end + 1):
-            level = self.due(jnp.int32(count), last_sync)
-            levels.append(int(level))
+            levels.append(int(self.due(jnp.int32(count), last_sync)))
             if levels[-1]:
                 last_sync = jnp.int32(count)
-        return np.asarray(levels)
+        return levels
 
 
 def check_periods(

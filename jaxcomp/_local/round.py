@@ -19,14 +19,15 @@ from jaxcomp._base.leaves import is_floating, leaf_name
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import AxisName, KeyPath, PyTree
 from jaxcomp._local.fragments import Streaming, numbered, part_of, put_back
-from jaxcomp._local.sync import InnerInit, LocalSGDState, Part, Sync, total
+from jaxcomp._local.sync import InnerInit, LocalSGDState, Sync, total
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound, owner_id
 from jaxcomp._mesh.explicit import Boundary, typed_specs
-from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
+from jaxcomp._mesh.per_replica import off_rows
 from jaxcomp._reducers.transformation import Transformation, shown
 from jaxcomp._states.place import shard_state, state_specs
 from jaxcomp._training.arguments import split_spec, weight_spec
 from jaxcomp._training.on_mesh import call_on_replicas, check_params, check_replica_axis
+from jaxcomp._training.outputs import one_level
 
 # (params, inner state, batch) -> (params, inner state, whatever else)
 StepFn: TypeAlias = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, Any]]
@@ -71,16 +72,16 @@ class LocalSGDRound:
                 )
             inner_state = self.inner_init(params)
         numbers = numbered(params, self.streaming.split)
-        states: list[tuple[PyTree, PyTree]] = []
+        states = []
         for number, sync in enumerate(self.syncs):
             states.append(sync.init(part_of(params, numbers, number)))
-        outers, reducers = zip(*states, strict=True)
+        outer, reducer = zip(*states, strict=True)
         local = ()
         if self.streaming.keeps_local:
             local = part_of(params, numbers)
         # Between rounds the parameters are the anchor.
         state = LocalSGDState.first(
-            self.axis_name, inner_state, anchor=(), outer=outers, reducer=reducers, local=local
+            self.axis_name, inner_state, local, anchor=(), outer=outer, reducer=reducer
         )
         if self.mesh is None or is_bound(self.axis_name):
             return state
@@ -130,7 +131,7 @@ class LocalSGDRound:
         replicas = math.prod(mesh.shape[name] for name in axes)
         check_replica_axis(state, mesh, axis_name)
         check_params(params, mesh, axes)
-        inputs = jax.tree.map(jnp.asarray, (params, state, batches, weight))
+        params, state, batches, weight = jax.tree.map(jnp.asarray, (params, state, batches, weight))
         boundary = Boundary(mesh, axes)
         # A step sees one replica's row of the state, and one batch.
         of_a_step = jax.tree.map(lambda spec: P(*spec[1:]), typed_specs((state.inner, batches)))
@@ -144,9 +145,9 @@ class LocalSGDRound:
         def step(*arrays: PyTree) -> Any:
             return boundary.explicit(lambda arrays: self.step_fn(*arrays), step_specs)(arrays)
 
-        def on_replica(params: PyTree, state: LocalSGDState, batches: Any, weight: Any) -> Any:
+        def on_replica(*inputs: PyTree) -> Any:
             inside = dataclasses.replace(self, step_fn=step)
-            params, state, auxiliary = inside._on_replica(params, state, batches, weight)
+            params, state, auxiliary = inside._on_replica(*inputs)
             auxiliary = as_local(jax.tree.map(jnp.asarray, auxiliary), axis_name)
             return params, state, jax.tree.map(lambda leaf: leaf[None], auxiliary)
 
@@ -154,12 +155,12 @@ class LocalSGDRound:
         in_specs = (
             jax.tree.map(lambda leaf: P(), params),
             states,
-            jax.tree_util.tree_map_with_path(batch_spec, inputs[2]),
+            jax.tree.map_with_path(batch_spec, batches),
             None if weight is None else weight_spec(weight, {}, axis_name, replicas),
         )
         return call_on_replicas(
             on_replica,
-            inputs,
+            (params, state, batches, weight),
             in_specs,
             out_specs=(P(), states, P(axis_name)),
             types=(typed_specs(params), typed_specs(state), P(axis_name)),
@@ -170,37 +171,50 @@ class LocalSGDRound:
         self, params: PyTree, state: LocalSGDState, batches: Any, weight: Any
     ) -> tuple[PyTree, LocalSGDState, Any]:
         """Runs the round of one replica, whose state may have the row that shard_map leaves."""
-        if has_rows(state):
-            params, state, auxiliary = self._on_replica(params, without_row(state), batches, weight)
-            return params, with_row(state), auxiliary
+        state, as_it_was = off_rows(state)
         streaming = self.streaming
         numbers = numbered(params, streaming.split)
+        auxiliary: list[Any] = []  # of the steps, in pieces
+        averages: list[PyTree] = []
+        states: list[LocalSGDState] = []  # of the fragments
+
+        def steps(carry: Any, begin: int, end: int, *, unroll: bool = False) -> Any:
+            if begin == end:
+                return carry
+            piece = jax.tree.map(lambda leaf: leaf[begin:end], batches)
+            carry = self._marked(*carry)
+            carry, others = lax.scan(self._step, carry, piece, end - begin, unroll=unroll)
+            auxiliary.append(others)
+            return carry
+
         local = params
         if streaming.keeps_local:
             local = put_back(state.local, params)
         inner = state.inner
-        auxiliary: list[Any] = []  # of the steps, in pieces
-        averages: list[Part] = []
-
         begin = 0
         for number, end in enumerate(streaming.ends):
             sent = end - streaming.delay
-            local, inner = self._steps(local, inner, batches, begin, sent, auxiliary)
-            states = (inner, state.outer[number], state.reducer[number])
-            part = Part(part_of(local, numbers, number), *states)
+            local, inner = steps((local, inner), begin, sent)
+            own = state._replace(
+                inner=inner,
+                anchor=part_of(params, numbers, number),
+                outer=state.outer[number],
+                reducer=state.reducer[number],
+            )
+            sync = self.syncs[number]
             begin_anew = functools.partial(self._inner_begun, inner, local)
-            anchor = part_of(params, numbers, number)
-            new = self.syncs[number].step(anchor, part, begin_anew, weight)
+            average, own = sync.step(part_of(local, numbers, number), own, begin_anew, weight)
             # With a delay these steps are the collective's time: they do not depend on it. Not as a
             # loop, because XLA does not know how long that takes, and may wait before it.
-            local, inner = self._steps(local, new.inner, batches, sent, end, auxiliary, unroll=True)
-            kept = streaming.mix(new.params, part_of(local, numbers, number))
+            local, inner = steps((local, own.inner), sent, end, unroll=True)
+            kept = streaming.mix(average, part_of(local, numbers, number))
             local = put_back(kept, local)
-            averages.append(new)
+            averages.append(average)
+            states.append(own)
             begin = end
         shared = local
-        for new in averages:
-            shared = put_back(new.params, shared)
+        for average in averages:
+            shared = put_back(average, shared)
 
         kept = ()
         if streaming.keeps_local:
@@ -211,58 +225,39 @@ class LocalSGDRound:
             count=count,
             last_sync=count,
             inner=inner,
-            outer=tuple(new.outer for new in averages),
-            reducer=tuple(new.reducer for new in averages),
+            outer=tuple(own.outer for own in states),
+            reducer=tuple(own.reducer for own in states),
             local=kept,
             owner=owner_id(self.axis_name),
         )
-        return shared, state, jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *auxiliary)
+        auxiliary = jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *auxiliary)
+        return shared, as_it_was(state), auxiliary
 
     def _inner_begun(self, inner: PyTree, local: PyTree, new: PyTree) -> PyTree:
         """Returns the inner state as it begins with the new parameters, if that is known."""
         return inner if self.inner_init is None else self.inner_init(put_back(new, local))
 
-    def _steps(
-        self,
-        params: PyTree,
-        inner: PyTree,
-        batches: Any,
-        begin: int,
-        end: int,
-        auxiliary: list[Any],
-        *,
-        unroll: bool = False,
-    ) -> tuple[PyTree, PyTree]:
-        """Takes local steps `begin` up to `end`; what else they return joins `auxiliary`."""
-        if begin == end:
-            return params, inner
+    def _step(self, carry: Any, batch: Any) -> tuple[Any, Any]:
+        """Takes a local step, of which a loop carries parameters and inner state."""
+        result = self.step_fn(*carry, batch)
+        in_three = isinstance(result, tuple) and len(result) == 3
+        if not in_three or _types_of(result[:2]) != _types_of(carry):
+            raise ValueError(
+                "`step_fn` must return a tuple (params, inner_state, auxiliary), in this order, "
+                "the first two like those it got; None third if there is nothing besides. It got "
+                f"{one_level(carry)} and returned {one_level(result)}."
+            )
+        # What a step sets anew, a constant say, would change the type of the carry.
+        return self._marked(*result[:2]), result[2]
+
+    def _marked(self, params: PyTree, inner: PyTree) -> tuple[PyTree, PyTree]:
+        """Marks what a step changes as this replica's own."""
 
         def marked(leaf: Any) -> Any:
             # Floating ones only: others are not averaged, so they stay replicated.
             return as_local(leaf, self.axis_name) if is_floating(jnp.asarray(leaf)) else leaf
 
-        def local(params: PyTree, inner: PyTree) -> tuple[PyTree, PyTree]:
-            return jax.tree.map(marked, params), as_local(inner, self.axis_name)
-
-        def step(carry: Any, batch: Any) -> Any:
-            params, inner = carry
-            result = self.step_fn(params, inner, batch)
-            if not (isinstance(result, tuple) and len(result) == 3):
-                raise ValueError(
-                    "`step_fn` must return a tuple (params, inner_state, auxiliary), got "
-                    f"{jax.tree.structure(result)}. With nothing besides, return None third."
-                )
-            params, inner, other = result
-            # What a step sets anew, a constant say, would change the type of the carry.
-            return local(params, inner), other
-
-        if end - begin < self.sync_every:
-            batches = jax.tree.map(lambda leaf: leaf[begin:end], batches)
-        carry, others = lax.scan(
-            step, local(params, inner), batches, length=end - begin, unroll=unroll
-        )
-        auxiliary.append(others)
-        return carry
+        return jax.tree.map(marked, params), as_local(inner, self.axis_name)
 
     def bytes(
         self,
@@ -303,3 +298,7 @@ class LocalSGDRound:
                 parts.append(sync.bytes(part, replicas, nth, self.inner_init, params))
         sent = total(params, parts)
         return sent.scaled(1 / self.sync_every) if step is None else sent
+
+
+def _types_of(tree: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
+    return jax.tree.structure(tree), list(map(np.shape, jax.tree.leaves(tree)))

@@ -18,9 +18,9 @@ from jaxcomp._base.checks import check_flag, check_transformation
 from jaxcomp._base.leaves import all_finite, in_compute_dtype
 from jaxcomp._base.stats import CompressionStats, LeafStats, dense_leaves
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._local.averages import averaged, choose, unless_nobody
 from jaxcomp._mesh.collectives import as_local, axis_tuple, local_if_bound
 from jaxcomp._mesh.per_replica import no_owner
+from jaxcomp._mesh.weights import averaged
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.transformation import bytes_of
 
@@ -57,37 +57,14 @@ class LocalSGDState(NamedTuple):
 
     @classmethod
     def first(
-        cls,
-        axis_name: AxisName,
-        inner: PyTree,
-        *,
-        anchor: PyTree,
-        outer: PyTree,
-        reducer: PyTree,
-        local: PyTree = (),
+        cls, axis_name: AxisName, inner: PyTree, local: PyTree = (), **shared: PyTree
     ) -> LocalSGDState:
         """Makes the state before the first step."""
         inner, local = local_if_bound(jax.tree.map(jnp.asarray, (inner, local)), axis_name)
-        return cls(
-            # Two arrays: a training step that donates its state must not see one buffer twice.
-            count=jnp.zeros([], jnp.int32),
-            last_sync=jnp.zeros([], jnp.int32),
-            inner=inner,
-            anchor=anchor,
-            outer=outer,
-            reducer=reducer,
-            local=local,
-            owner=no_owner(axis_name),
-        )
-
-
-class Part(NamedTuple):
-    """What takes part in an average: parameters, and the states that belong to them."""
-
-    params: PyTree  # all floating ones, or one fragment of them
-    inner: PyTree
-    outer: PyTree  # the outer optimizer's state for these parameters
-    reducer: PyTree  # the reducer's
+        # Two arrays: a training step that donates its state must not see one buffer twice.
+        count, last_sync = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
+        owner = no_owner(axis_name)
+        return cls(count, last_sync, inner, local=local, owner=owner, **shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,70 +85,67 @@ class Sync:
 
     def step(
         self,
-        anchor: PyTree,
-        part: Part,
+        params: PyTree,
+        state: LocalSGDState,
         begin: InnerInit,
         weight: Any = None,
-        *,
         axes: AxisName | None = None,
-    ) -> Part:
+    ) -> tuple[PyTree, LocalSGDState]:
         """Averages over all replicas, or takes the outer step with the mean pseudo-gradient.
 
         Args:
-          anchor: The parameters after the last outer step. For a plain average what all keep if
-            nobody counts; (): what each has.
-          part: This replica's parameters and states.
+          params: This replica's.
+          state: With the states that belong to these parameters. The anchor is what they were after
+            the last outer step, or what all replicas keep if nobody counts; (): what each has.
           begin: (parameters) -> inner state as the inner optimizer would begin with them.
           weight: How much this replica counts; None if all count the same.
-          axes: Take the plain average over these instead.
+          axes: Take a plain average over these instead, as at a narrow level of a hierarchy.
         """
+        anchor = state.anchor
         momenta = ()
         if self.average_inner is True:
-            momenta = part.inner
+            momenta = state.inner
         # The momenta of one that is dropped are no more finite than what they led to.
         anew = None
         if self.drop_non_finite:
-            anew = ~all_finite(jax.tree.leaves((part.params, momenta)))
+            anew = ~all_finite(jax.tree.leaves((params, momenta)))
             weight = jnp.where(anew, 0, jnp.asarray(1 if weight is None else weight, jnp.float32))
         if self.average_inner == "reset":
             anew = jnp.array(True)
 
-        if self.plain or axes is not None:
-            over = axes or self.axis_name
-            (means, momenta), counted = averaged((part.params, momenta), over, weight)
-            before = anchor if jax.tree.leaves(anchor) else part.params
-            new = part._replace(params=unless_nobody(counted, means, before))
+        plain = self.plain or axes is not None
+        over = axes or self.axis_name
+        sent = params
+        if not plain:
+            sent = jax.tree.map(jnp.subtract, anchor, params)
+        if plain or self.exact:
+            (mean, momenta), counted = averaged((sent, momenta), over, weight)
         else:
-            new, momenta, counted = self._outer_step(anchor, part, momenta, weight)
-        if self.average_inner is True:
-            new = new._replace(inner=unless_nobody(counted, momenta, part.inner))
-        if anew is None:
-            return new
-        fresh = as_local(_begun_anew(new.inner, begin(new.params)), self.axis_name)
-        return new._replace(inner=choose(anew, fresh, new.inner))
-
-    def _outer_step(
-        self, anchor: PyTree, part: Part, momenta: PyTree, weight: Any
-    ) -> tuple[Part, PyTree, Array | None]:
-        """Steps from the anchor; returns averaged momenta too, and whether any replica counted."""
-        pseudo_gradient = jax.tree.map(jnp.subtract, anchor, part.params)
-        reducer = part.reducer
-        if self.exact:
-            sent = (pseudo_gradient, momenta)
-            (mean, momenta), counted = averaged(sent, self.axis_name, weight)
-        else:
-            extra = {} if weight is None else {"weight": weight}
-            mean, reducer = self.reducer.update(pseudo_gradient, reducer, anchor, **extra)
+            weights = {} if weight is None else {"weight": weight}
+            mean, reducer = self.reducer.update(sent, state.reducer, anchor, **weights)
+            state = state._replace(reducer=reducer)
             # With nothing to average, no all-reduce of weights.
             counting = weight if self.average_inner is True else None
-            momenta, counted = averaged(momenta, self.axis_name, counting)
-
-        updates, outer = self.outer.update(mean, part.outer, anchor)
-        params = optax.apply_updates(anchor, updates)
-        if self.exact:
-            before = (anchor, part.outer)
-            params, outer = unless_nobody(counted, (params, outer), before)
-        return Part(params, part.inner, outer, reducer), momenta, counted
+            momenta, counted = averaged(momenta, over, counting)
+        new = mean
+        outer = state.outer
+        if not plain:
+            updates, outer = self.outer.update(mean, outer, anchor)
+            new = optax.apply_updates(anchor, updates)
+        inner = state.inner
+        if self.average_inner is True:
+            inner = momenta if counted is None else optax.tree.where(counted, momenta, inner)
+        if counted is not None and (plain or self.exact):
+            before = params
+            if axes is None and jax.tree.leaves(anchor):
+                before = anchor
+            new, outer = optax.tree.where(counted, (new, outer), (before, state.outer))
+        if anew is not None:
+            fresh = as_local(_begun_anew(inner, begin(new)), self.axis_name)
+            inner = optax.tree.where(anew, fresh, inner)
+        if not plain:
+            anchor = new
+        return new, state._replace(inner=inner, outer=outer, anchor=anchor)
 
     def bytes(
         self,
@@ -260,11 +234,9 @@ def wide_leaves(tree: PyTree, prefix: str = "") -> list[LeafStats]:
 
 def total(params: PyTree, parts: Iterable[list[LeafStats]]) -> CompressionStats:
     """Adds several payloads up, beside an all-reduce of the gradients."""
-    dense = [dataclasses.replace(leaf, bytes_after=0) for leaf in dense_leaves(params)]
-    stats = CompressionStats.of(dense)
+    stats = CompressionStats.of(dense_leaves(params)).scaled(0)
     for part in parts:
-        sent = [dataclasses.replace(leaf, bytes_before=0) for leaf in part]
-        stats = stats.plus(CompressionStats.of(sent))
+        stats = stats.plus(CompressionStats.of(part).scaled(1, before=0))
     return stats
 
 

@@ -126,6 +126,16 @@ def test_the_start_of_a_reducer_counts_averages_of_its_level():
     assert tx.bytes(params).bytes_after == (dense + factors) // 4
 
 
+def test_an_inner_optimizer_that_sends_something_is_not_counted_as_nothing():
+    chain = optax.chain(jaxcomp.allreduce(axis_name=AXIS), optax.sgd(0.1))
+    with pytest.raises(ValueError, match="`inner` sends something in every step"):
+        local_sgd(chain).bytes(PARAMS, step=0)
+    adam = optax.chain(jaxcomp.scale_by_local_adam(axis_name=AXIS), optax.scale(-0.1))
+    assert local_sgd(adam).bytes(PARAMS, step=0).bytes_after == 0
+    within = optax.chain(jaxcomp.allreduce(axis_name="within"), optax.sgd(0.1))
+    assert local_sgd(within).bytes(PARAMS, step=0).bytes_after == 0
+
+
 def test_weights_of_compressed_pseudo_gradients_cross_once():
     """With no momenta to average there is no second all-reduce of weights."""
     reducer = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0)

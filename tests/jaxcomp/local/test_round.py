@@ -83,6 +83,14 @@ def test_bad_input_is_refused():
     run = jaxcomp.local_sgd_round(pair, sync_every=1, axis_name=AXIS)
     with pytest.raises(ValueError, match="must return a tuple"):
         rounds(run, PARAMS, jnp.zeros((2, 1)), run.init(PARAMS, ()), "vmap")
+
+    def swapped(params, state, batch):
+        return state, params, jnp.mean(batch)
+
+    run = jaxcomp.local_sgd_round(swapped, sync_every=1, axis_name=AXIS)
+    momenta = MOMENTUM.init(PARAMS)
+    with pytest.raises(ValueError, match=r"in this order.* got \('dict', 'tuple'\) and returned"):
+        rounds(run, PARAMS, jnp.zeros((2, 1)), run.init(PARAMS, momenta), "vmap")
     with pytest.raises(ValueError, match="needs `inner_init`"):
         jaxcomp.local_sgd_round(pair, sync_every=1, axis_name=AXIS, average_inner_state="reset")
     run = jaxcomp.local_sgd_round(step_of(optax.sgd(0.1)), sync_every=4, axis_name=AXIS)
