@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jaxcomp._base.leaves import is_array, is_floating
 from jaxcomp._base.typing import PyTree
 from jaxcomp._mesh.collectives import is_bound, known_equal
 from jaxcomp._mesh.per_replica import accumulators, is_reducer_state, reducer_states
@@ -101,7 +102,9 @@ def state_in(
     expected = (fresh,) if fresh.num_leaves else (fresh, jax.tree.structure(Held()))
     nodes, treedef = jax.tree.flatten(tree, is_leaf=lambda x: jax.tree.structure(x) in expected)
     places = [i for i, node in enumerate(nodes) if jax.tree.structure(node) in expected]
-    if not fresh.num_leaves and (places or not nodes):
+    # Without a state of its own a reducer takes any, but for what can only be the parameters.
+    like_params = bool(nodes) and all(is_array(x) and is_floating(x) for x in nodes)
+    if not fresh.num_leaves and (places or not like_params):
         return fresh_state, lambda state: tree
     if len(places) != 1:
         raise ValueError(_not_one_state(tree, type(fresh_state), len(places)))
