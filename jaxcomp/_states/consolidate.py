@@ -161,9 +161,9 @@ def _largest(leaf: Any, maximum: Callable[[Array], Array]) -> Any:
 
 def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
     """Consolidates inside of a mapped function, with one all-reduce for each dtype."""
-    replicas = axis_size(axis_name)
     # A state of classes without an owner: under shard_map what it has of its own is a row of 1.
     lengths = _lengths(leaves_marked(state, LOCAL))
+    replicas = axis_size(axis_name)
     if has_rows(state) or (lengths == {(1,)} and not leaves_marked(state, OWNER)):
         state = without_row(state)
     kinds = marks(state)

@@ -119,8 +119,15 @@ def split_specs(
     specs = jax.tree.map_with_path(spec_of, args, each)
     if mesh is not None:
         _check_examples(rows, keys)
+        _check_lists(args, params_at, set(rows.values()))
         if not examples:
-            raise ValueError(_nothing_is_split(args, params_at, axis_name))
+            # Every replica would compute the whole batch: that saves nobody any work.
+            raise ValueError(
+                "No argument is split between the replicas: each would compute the whole batch. "
+                "Pass the batch as an argument, not in a closure, with batch_specs that name "
+                f"{axis_name!r}. A function that makes its own examples takes keys that are split, "
+                "jax.random.split(key, replicas)."
+            )
     return specs, examples
 
 
@@ -183,7 +190,7 @@ def split_spec(
         raise ValueError(
             f"The leaf {name} has shape {shape}, which {kept} cannot split between {replicas} "
             "replicas. Give batch_specs with P() for what every replica shall see whole, or a "
-            "batch that the number of replicas divides."
+            "batch, as an array, that the number of replicas divides."
         )
     return kept
 
@@ -228,21 +235,21 @@ def _check_examples(rows: dict[str, int], keys: dict[str, Any]) -> None:
             )
 
 
-def _nothing_is_split(args: tuple[Any, ...], params_at: list[int], axis_name: AxisName) -> str:
-    """Says what to do where every replica would compute the whole batch, which saves no work."""
+def _check_lists(args: tuple[Any, ...], params_at: list[int], lengths: set[int]) -> None:
+    """Refuses a list of Python numbers that is as long as the batch, or may be the batch.
+
+    Raises:
+      ValueError: Naming the argument.
+    """
     for i, arg in enumerate(args):
-        numbers = jax.tree.leaves(arg)
-        if i not in params_at and len(numbers) > 1 and all(map(np.isscalar, numbers)):
-            return (
+        listed = isinstance(arg, (list, tuple)) and i not in params_at
+        kinds = set(map(type, jax.tree.leaves(arg)))
+        numbers = bool(kinds) and kinds <= {int, float}
+        if listed and numbers and (not lengths or len(arg) in lengths):
+            raise ValueError(
                 f"Argument {i} is a {type(arg).__name__} of Python numbers, which are not split "
                 "between the replicas. Pass an array: np.asarray(batch)."
             )
-    return (
-        "No argument is split between the replicas: each would compute the whole batch. Pass the "
-        "batch as an argument, not in a closure, with batch_specs that name "
-        f"{axis_name!r}. A function that makes its own examples takes keys that are split, "
-        "jax.random.split(key, replicas)."
-    )
 
 
 def weight_spec(

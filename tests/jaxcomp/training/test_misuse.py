@@ -67,6 +67,10 @@ CASES = {
         lambda: make()(state(), PARAMS, X.tolist()),
         "Argument 1 is a list of Python numbers, .*np.asarray",
     ),
+    "labels in a list": (
+        lambda: make(lambda p, x, y: loss(p, x))(state(), PARAMS, X, [1.0] * 16),
+        "Argument 2 is a list of Python numbers",
+    ),
     "a constant": (
         lambda: make(lambda params, x: jnp.float32(1))(state(), PARAMS, X),
         "depends neither on the parameters nor on the examples, or `fun` averages it",
