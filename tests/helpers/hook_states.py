@@ -34,17 +34,18 @@ def random_run(model, order, rank=2, rate=2.0, ranks=1, dtype=np.float32, unused
     rng = np.random.default_rng(5)
     layout = BucketLayout.from_order(order, model)
 
-    def drawn(name, *shape):
+    def drawn(name, shape):
         return np.full(shape, np.nan) if name in unused else rng.standard_normal(shape)
 
-    factors = {
-        entry.name: tuple(drawn(entry.name, size, used) for size in entry.matrix)
-        for entry, used in ranks_of(layout, rank, rate)
-    }
+    factors = {}
+    for entry, used in ranks_of(layout, rank, rate):
+        rows, cols = entry.matrix
+        factors[entry.name] = drawn(entry.name, (rows, used)), drawn(entry.name, (cols, used))
     assert factors.keys() >= set(unused)
-    records, errors = [], {}
+    records = []
+    errors = {}
     for _ in range(ranks):
-        errors = {name: drawn(name, *model[name].shape) for name in layout.names}
+        errors = {name: drawn(name, model[name].shape) for name in layout.names}
         records.append(packed(layout, errors, factors, rank, rate, dtype, **fields))
     arrays = {name: np.asarray(array).astype(dtype) for name, array in model.items()}
     found = Checkpoint(arrays, tuple(records), layout=layout, world_size=ranks)
@@ -57,18 +58,17 @@ def compressed_step(layout, model, ranks=2, rank=2):
     What is not compressed cancels over the ranks, and P has taken its part of the rest.
     """
     rng = np.random.default_rng(0)
-    gradients = [
-        {name: rng.standard_normal(model[name].shape) for name in layout.names}
-        for _ in range(ranks)
-    ]
-    outputs = {name: sum(g[name] for g in gradients) / ranks for name in layout.names}
+    gradients = {name: rng.standard_normal((ranks, *model[name].shape)) for name in layout.names}
+    outputs = {name: gradient.mean(0) for name, gradient in gradients.items()}
     factors = {}
     for entry, used in ranks_of(layout, rank, 2.0):
         matrix = outputs[entry.name].reshape(entry.matrix)
         p, _ = np.linalg.qr(rng.standard_normal((len(matrix), used)))
         factors[entry.name] = p, matrix.T @ p
         outputs[entry.name] = (p @ factors[entry.name][1].T).reshape(entry.shape)
-    errors = [{name: g[name] - outputs[name] for name in g} for g in gradients]
-    records = [packed(layout, e, factors, rank, start_powerSGD_iter=10) for e in errors]
+    records = []
+    for index in range(ranks):
+        errors = {name: gradient[index] - outputs[name] for name, gradient in gradients.items()}
+        records.append(packed(layout, errors, factors, rank, start_powerSGD_iter=10))
     arrays = {name: np.asarray(array, np.float32) for name, array in model.items()}
     return Checkpoint(arrays, tuple(records), world_size=ranks)
