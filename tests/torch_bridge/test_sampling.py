@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
@@ -32,3 +33,10 @@ def test_the_samples_are_those_of_torchs_sampler(n, replicas, shuffle, drop_last
 def test_bad_input_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         torch_bridge.sharded_indices(*arguments)
+
+
+def test_the_permutation_of_a_large_data_set_is_torchs():
+    generator = torch.Generator().manual_seed(2**32 + 7)
+    expected = torch.randperm(50_000, generator=generator).numpy()
+    found = torch_bridge.sharded_indices(50_000, 1, 0, seed=2**32, epoch=7)
+    np.testing.assert_array_equal(found, expected)
