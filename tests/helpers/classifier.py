@@ -71,9 +71,3 @@ def bare_loss(params, x, y):
 def stepped(run, params, *data, **named):
     """Returns the outputs of a first step, compiled."""
     return jax.jit(run)(run.init(params), params, *data, **named)[0]
-
-
-def close(found, expected, rtol=1e-5, atol=1e-6):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), found, expected
-    )

@@ -20,6 +20,11 @@ def zeros_of_one(grads):
     return jax.tree.map(lambda g: np.zeros(g.shape[2:], g.dtype), grads)
 
 
+def normal(*shape, seed=0):
+    """Draws normal values in float32."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
 def random_grads(shapes, n, steps, seed=0):
     """Draws normal gradients ``(n, steps, *shape)`` with a part in common to all."""
     rng = np.random.default_rng(seed)
@@ -64,3 +69,17 @@ def all_nan(tree):
     """Tells whether every value of a tree is NaN."""
     leaves = jax.tree.leaves(jax.device_get(tree))
     return all(np.isnan(np.asarray(x, np.float32)).all() for x in leaves)
+
+
+def close(found, expected, rtol=1e-5, atol=1e-6):
+    """Asserts that two trees are about equal, leaf by leaf."""
+
+    def compare(one, other):
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
+
+    jax.tree.map(compare, found, expected)
+
+
+def equal(found, expected):
+    """Asserts that two trees are equal bit for bit."""
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

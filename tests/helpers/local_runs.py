@@ -100,35 +100,28 @@ def rounds(round_, params, targets, state=None, mapping="shard_map", weights=Non
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
-def in_numpy(start, targets, period, turn=0, delay=0, alpha=0.0, *, inner=0.0, outer=True):
+def in_numpy(start, targets, period, turn, delay, alpha):
     """Trains one fragment by Streaming DiLoCo in NumPy: SGD(0.1) inside, `NESTEROV` outside.
 
-    An average is used `period` steps after the last, first after the step `turn` (counted from 1, 0
-    for `period`); it is taken `delay` steps before, and a share `alpha` of the local parameters is
-    kept. With ``delay=alpha=0`` and ``turn=0`` it is DiLoCo's Algorithm 1; without `outer` means
-    are set, as in local SGD. The momentum of the inner optimizer is `inner`.
+    An average is used `period` steps after the last, first after the step `turn`, counted from 1;
+    it is taken `delay` steps before, and a share `alpha` of the local parameters is kept. With
+    ``delay=alpha=0`` and ``turn=period`` it is DiLoCo's Algorithm 1.
 
     Returns the local parameters after each step, ``(n, steps, *shape)``, and the global ones.
     """
     targets = np.asarray(targets, np.float64)
     local = np.full_like(targets[:, 0], start)
     anchor = local[0]
-    outer_momentum = 0.0
-    pseudo_gradient = np.nan
-    momentum = np.zeros_like(local)
+    pseudo_gradient = momentum = 0.0
     trajectory = []
     anchors = []
     for step in range(1, targets.shape[1] + 1):
-        momentum = inner * momentum + local - targets[:, step - 1]
-        local = local - 0.1 * momentum
+        local = local - 0.1 * (local - targets[:, step - 1])
         if (step + delay - turn) % period == 0:
             pseudo_gradient = anchor - local.mean(0)
         if (step - turn) % period == 0:
-            outer_momentum = 0.9 * outer_momentum + pseudo_gradient
-            update = pseudo_gradient
-            if outer:
-                update = 0.7 * (pseudo_gradient + 0.9 * outer_momentum)
-            anchor = anchor - update
+            momentum = 0.9 * momentum + pseudo_gradient
+            anchor = anchor - 0.7 * (pseudo_gradient + 0.9 * momentum)
             local = (1 - alpha) * anchor + alpha * local
         trajectory.append(local)
         anchors.append(anchor)

@@ -160,11 +160,20 @@ def over_replicas(mapping, step, n, specs, shared=0, out=WHOLE):
     return sharded(n, local, (jax.P(AXIS), specs, *[WHOLE] * shared), (out, specs))
 
 
-def lower_update(tx, params, n, platforms=None, **extra):
+def updated(tx, grads, params=None, **extra):
+    """Updates each replica once, from its initial state: gradients ``(n, *shape)`` to averages."""
+
+    def update(grads):
+        return tx.update(grads, tx.init(grads), params, **extra)[0]
+
+    return jax.jit(jax.vmap(update, axis_name=AXIS))(grads)
+
+
+def lower_update(tx, shapes, n, platforms=None, **extra):
     """Lowers one update of `n` replicas for gradients ``(n, *shape)`` that nobody has to make."""
-    params = jax.eval_shape(lambda: params)
-    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), params)
-    state = jax.eval_shape(tx.init, params)
+    shapes = jax.eval_shape(lambda: shapes)
+    grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), shapes)
+    state = jax.eval_shape(tx.init, shapes)
     mapped = _mapped("shard_map", tx, n, jaxcomp.state_specs(state, AXIS))
     traced = mapped.trace(grads, placed(state, n), None, extra)
     return traced.lower(lowering_platforms=platforms)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from numpy.testing import assert_allclose
 
 import jaxcomp
 
@@ -53,12 +54,11 @@ def tails(state):
 
 def test_the_tail_is_the_energy_of_a_step_beyond_the_rank():
     state = trained(optax.scale_by_adam())
-    expected = [by_hand(state, rank) for rank in RANKS]
-    np.testing.assert_allclose(tails(state), expected, rtol=1e-6)
     for rank in RANKS:
-        gap = predict_gap(state, rank)
-        assert gap.gap > 0
-        assert gap.half_width >= 0.002
+        found = predict_gap(state, rank)
+        assert found.tail == pytest.approx(by_hand(state, rank), rel=1e-6)
+        assert found.gap > 0
+        assert found.half_width >= 0.002
 
 
 def parted(name):
@@ -68,8 +68,7 @@ def parted(name):
 
 
 OPTIMIZERS = {
-    "adamw": optax.adamw(1e-3),
-    "chain": optax.chain(optax.clip(1e9), optax.adam(1e-3)),
+    "chain": optax.chain(optax.clip(1e9), optax.adamw(1e-3)),
     "injected": optax.inject_hyperparams(optax.adam)(1e-3),
     "two groups": parted("x"),
     "one of two groups": parted("y"),
@@ -82,34 +81,30 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_moments_are_found_wherever_they_lie(name):
     state = trained(OPTIMIZERS[name])
-    np.testing.assert_allclose(tails(state), tails(trained(optax.scale_by_adam())), rtol=1e-5)
+    assert_allclose(tails(state), tails(trained(optax.scale_by_adam())), rtol=1e-5)
 
 
 def test_a_train_state_and_what_a_checkpoint_gives_back():
-    state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.adam(1e-3))
-    with jax.numpy_dtype_promotion("standard"):
-        for step in range(5):
-            state = state.apply_gradients(grads=grads(step))
-    expected = tails(trained(optax.scale_by_adam()))
-    np.testing.assert_allclose(tails(state), expected, rtol=1e-5)
-    adam = state.opt_state[0]
+    adam = trained(optax.scale_by_adam())
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=optax.identity())
     restored = {"0": {"count": adam.count, "mu": adam.mu, "nu": adam.nu}, "1": {}}
-    np.testing.assert_allclose(tails(restored), expected, rtol=1e-5)
+    for holder in (state.replace(opt_state=(adam, ())), restored):
+        assert tails(holder) == tails(adam)
 
 
 def test_narrow_moments_have_about_the_same_tail():
     state = trained(optax.adam(1e-3, mu_dtype=jnp.bfloat16))
-    np.testing.assert_allclose(tails(state), tails(trained(optax.adam(1e-3))), rtol=0.1)
+    assert_allclose(tails(state), tails(trained(optax.adam(1e-3))), rtol=0.1)
 
 
 def test_behind_muon_it_is_the_momentum_itself():
     params = {"a": PARAMS["a"], "b": PARAMS["b"]}
     state = trained(optax.contrib.muon(1e-3), params=params)
     mu = state.inner_states["muon"].inner_state[0].mu["a"]
+    energy = np.linalg.svd(np.float64(mu), compute_uv=False) ** 2
     for rank in RANKS:
-        energy = np.linalg.svd(np.asarray(mu, np.float64), compute_uv=False) ** 2
-        gap = jaxcomp.predict_gap(state, rank, min_compression_rate=0.1)
-        assert gap.tail == pytest.approx(energy[rank:].sum() / energy.sum(), rel=1e-5)
+        found = jaxcomp.predict_gap(state, rank, min_compression_rate=0.1)
+        assert found.tail == pytest.approx(energy[rank:].sum() / energy.sum(), rel=1e-5)
 
 
 def test_a_leaf_that_is_not_compressed_loses_nothing():
@@ -137,17 +132,28 @@ def test_ranks_for_a_loss_budget_keep_it_with_fewer_bytes_than_equal_ranks(budge
     assert sent(ranks) <= 1.03 * sent(equal)
 
 
+def spoilt():
+    state = trained(optax.scale_by_adam())
+    state.mu["a"] = state.mu["a"].at[0, 0].set(jnp.nan)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: trained(optax.sgd(0.1, momentum=0.9)), "holds no moments `mu` and `nu`"),
+        (lambda: trained(optax.lion(1e-3)), "holds no moments `mu` and `nu`"),
+        (lambda: optax.adam(1e-3).init(PARAMS), "is zero, or has no matrices"),
+        (spoilt, r"\['a'\] is not finite"),
+    ],
+    ids=["momentum", "lion", "new", "not finite"],
+)
+def test_states_that_tell_no_gap_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        jaxcomp.predict_gap(make(), 4)
+
+
 def test_messages():
-    with pytest.raises(ValueError, match="holds no moments `mu` and `nu`"):
-        jaxcomp.predict_gap(trained(optax.sgd(0.1, momentum=0.9)), 4)
-    with pytest.raises(ValueError, match="holds no moments `mu` and `nu`"):
-        jaxcomp.predict_gap(trained(optax.lion(1e-3)), 4)
-    with pytest.raises(ValueError, match="is zero, or has no matrices"):
-        jaxcomp.predict_gap(optax.adam(1e-3).init(PARAMS), 4)
-    spoilt = trained(optax.scale_by_adam())
-    spoilt.mu["a"] = spoilt.mu["a"].at[0, 0].set(jnp.nan)
-    with pytest.raises(ValueError, match=r"\['a'\] is not finite"):
-        jaxcomp.predict_gap(spoilt, 4)
     state = trained(optax.adam(1e-3))
     with pytest.raises(ValueError, match=r"is traced at .*: read it outside of jax\.jit"):
         jax.jit(lambda state: jaxcomp.predict_gap(state, 4).gap)(state)

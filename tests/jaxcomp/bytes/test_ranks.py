@@ -53,23 +53,21 @@ def gain(grads, chosen, adaptive):
 @given(st.integers(0, 20), st.floats(2.1, 4.5), st.booleans())
 def test_the_budget_is_kept_and_nearly_used_up(seed, ratio, adaptive):
     grads = decaying(seed)
-    chosen, found = ranks(grads, ranks_by_spectrum(grads, ratio=ratio, adaptive=adaptive))
+    _, found = ranks(grads, ranks_by_spectrum(grads, ratio=ratio, adaptive=adaptive))
     assert found >= ratio * 0.999999
     # What is left does not pay for one more column of the cheapest leaf, or the rest of a leaf.
     values = sum(x.size for x in grads.values())
-    assert values / ratio - values / found < max(SHAPES["b"][0] * SHAPES["b"][1] // 2, 76)
-    assert all(r >= 0 for r in chosen.values())
+    assert values / ratio - values / found < grads["b"].size // 2
 
 
-@pytest.mark.parametrize("adaptive", [True, False])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "adaptive"), [(0, True), (1, False), (2, True)])
 def test_no_other_ranks_of_that_many_bytes_carry_more(seed, adaptive):
     grads = decaying(seed)
     chosen, found = ranks(grads, ranks_by_spectrum(grads, ratio=4.0, adaptive=adaptive))
     carried = gain(grads, chosen, adaptive) * (1 + 1e-6)
-    for a, b, embedding in itertools.product(range(1, 5), range(1, 7), range(1, 6)):
-        other = {"['a']": a, "['b']": b, "['embedding']": embedding}
-        got, ratio = ranks(grads, jaxcomp.Ranks(other | {"['bias']": None}))
+    for other in itertools.product(range(1, 5), range(1, 7), range(1, 6)):
+        by_leaf = dict(zip(("['a']", "['b']", "['embedding']"), other, strict=True))
+        got, ratio = ranks(grads, jaxcomp.Ranks(by_leaf | {"['bias']": None}))
         assert ratio < found or gain(grads, got, adaptive) <= carried
 
 

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose
 
 import jaxcomp
-from tests.helpers.leaves import random_grads
+from tests.helpers.leaves import close, random_grads
 from tests.helpers.local_runs import NESTEROV, PARAMS, SHAPES, rounds, run, step_of
 from tests.helpers.runners import AXIS, MAPPINGS
 
@@ -30,33 +31,26 @@ def test_parameters_are_equal_bit_for_bit_and_as_local_sgd_has_them(mapping, opt
     for name in SHAPES:
         copies = np.asarray(params[name]).reshape(3, -1)
         assert len(np.unique(copies, axis=0)) == 1
-        np.testing.assert_allclose(params[name], expected[name][:, -1], rtol=1e-5, atol=1e-6)
+        assert_allclose(params[name], expected[name][:, -1], rtol=1e-5, atol=1e-6)
     assert int(np.ravel(state.count)[0]) == 8
 
 
 def test_rounds_of_several_lengths_share_a_state():
-    targets = random_grads(SHAPES, 4, 6)
+    targets = random_grads({"w": (4, 3)}, 4, 6)["w"]
     make = functools.partial(jaxcomp.local_sgd_round, step_of(MOMENTUM), axis_name=AXIS)
-    long = make(sync_every=4)
-    short = make(sync_every=2)
+    long, short = make(sync_every=4), make(sync_every=2)
+    start = jnp.zeros((4, 3))
 
     def train(targets):
-        state = long.init(PARAMS, MOMENTUM.init(PARAMS))
-        head = jax.tree.map(lambda leaf: leaf[:4], targets)
-        tail = jax.tree.map(lambda leaf: leaf[4:], targets)
-        params, state, _ = long(PARAMS, state, head)
-        params, _, _ = short(params, state, tail)
-        return params
+        state = long.init(start, MOMENTUM.init(start))
+        params, state, _ = long(start, state, targets[:4])
+        return short(params, state, targets[4:])[0]
 
     params = jax.jit(jax.vmap(train, axis_name=AXIS))(targets)
-
-    def schedule(step):
-        return jnp.where(step < 4, 4.0, 1.9999)
-
+    schedule = lambda step: jnp.where(step < 4, 4.0, 1.9999)  # noqa: E731
     tx = jaxcomp.local_sgd(MOMENTUM, sync_every=schedule, axis_name=AXIS)
-    expected, _ = run("vmap", tx, PARAMS, targets)
-    for name in SHAPES:
-        np.testing.assert_allclose(params[name], expected[name][:, -1], rtol=1e-5, atol=1e-6)
+    expected, _ = run("vmap", tx, start, targets)
+    close(params, expected[:, -1])
 
 
 def test_averaged_momenta_are_counted():

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import jaxcomp
 from tests.helpers import hlo
 from tests.helpers.hlo import sent_bytes
-from tests.helpers.leaves import random_grads
+from tests.helpers.leaves import all_finite, close, equal, random_grads
 from tests.helpers.local_runs import NESTEROV, PARAMS, SHAPES, in_numpy, rounds, step_of
-from tests.helpers.runners import AXIS, sharded
+from tests.helpers.runners import AXIS, first, mesh_of
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "torchft_diloco.json").read_text())
 INNER = optax.sgd(0.1)
@@ -39,52 +40,41 @@ def streaming(**kwargs):
 sgd_step = step_of(INNER)
 
 
-def recorded_round(recording):
-    """Makes the round of torchft's test: two layers of one weight, SGD(2) outside, -2 a step."""
+@pytest.mark.parametrize("recording", RECORDED["recordings"], ids=range(6))
+def test_torchfts_recorded_runs(recording):
+    """Two layers of one weight, SGD(2) outside, -2 a step; averages come after 3 and 6 steps."""
 
     def step(params, state, batch):
         params = jax.tree.map(lambda leaf: leaf - 2.0, params)
-        return params, state, [layer["weight"] for layer in params["layers"]]
+        return params, state, params
 
-    return jaxcomp.local_sgd_round(
+    round_ = jaxcomp.local_sgd_round(
         step,
         sync_every=6,
         axis_name=AXIS,
-        fragments=["layers/0", "layers/1"],
+        fragments=["0", "1"],
         outer=optax.sgd(2.0),
         fragment_sync_delay=recording["fragment_sync_delay"],
         fragment_update_alpha=recording["fragment_update_alpha"],
     )
+    params, steps = [jnp.ones(()), jnp.ones(())], jnp.zeros((2, 6))
 
-
-@pytest.mark.parametrize("recording", RECORDED["recordings"], ids=range(6))
-def test_torchfts_recorded_runs(recording):
-    expected = np.asarray(recording["parameters"])
-    round_ = recorded_round(recording)
-    params = {"layers": [{"weight": jnp.ones((1, 1))}, {"weight": jnp.ones((1, 1))}]}
-
-    def train(params):
+    def train(_):
         state = round_.init(params, ())
-        results = []
-        for _ in range(2):
-            params, state, ends = round_(params, state, jnp.zeros((6, 1)))
-            results.append((params, state.local, ends))
-        return results
+        first, state, ends = round_(params, state, steps[0])
+        second, after, later = round_(first, state, steps[1])
+        return [(first, state.local, ends), (second, after.local, later)]
 
-    results = jax.jit(jax.vmap(train, in_axes=None, axis_name=AXIS, axis_size=2))(params)
-    for number, (shared, local, ends) in enumerate(results):
-        begin = 6 * number
-        for i in range(2):
-            anchor = recording["global_parameters"][str(begin + 6)][i]
-            weights = np.ravel(shared["layers"][i]["weight"])
-            np.testing.assert_allclose(weights, [anchor] * 2, rtol=1e-5)
-            kept = np.ravel(local["layers"][i]["weight"])
-            np.testing.assert_allclose(kept, [expected[begin + 6, i]] * 2, rtol=1e-5)
-            # What a step ends with comes before the average, which is used after steps 3 and 6.
-            steps = [step for step in range(6) if step != (2, 5)[i]]
-            after_steps = expected[begin + 1 : begin + 7, i][steps]
-            for replica in np.reshape(np.asarray(ends[i]), (2, 6)):
-                np.testing.assert_allclose(replica[steps], after_steps, rtol=1e-5, atol=1e-5)
+    found = jax.jit(jax.vmap(train, axis_name=AXIS))(jnp.arange(2))
+    expected = np.asarray(recording["parameters"])
+    for begin, (shared, local, ends) in zip((0, 6), found, strict=True):
+        anchors = recording["global_parameters"][str(begin + 6)]
+        for i, turn in enumerate((2, 5)):
+            assert_allclose(shared[i], anchors[i], rtol=1e-5)
+            assert_allclose(local[i], expected[begin + 6, i], rtol=1e-5)
+            # What a step ends with comes before the average.
+            trajectory = np.delete(expected[begin + 1 : begin + 7, i], turn)
+            close(np.delete(ends[i], turn, axis=1), [trajectory] * 2, atol=1e-5)
 
 
 CASES = [
@@ -100,33 +90,25 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_numpy(case):
-    kwargs = streaming(**case)
-    every = kwargs["sync_every"]
+    options = streaming(**case)
+    every = options["sync_every"]
+    delay, alpha = options["fragment_sync_delay"], options["fragment_update_alpha"]
     turns = {"a": 3, "b": every, "c": every}
     if "fragments" in case:
         turns = dict.fromkeys("abc", 6)
     atol = 5e-3 if "reducer" in case else 2e-6
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=atol)
-
     targets = random_grads(SHAPES, 4, 2 * every)
-    shared, state, ends = rounds(jaxcomp.local_sgd_round(sgd_step, **kwargs), PARAMS, targets)
+    round_ = jaxcomp.local_sgd_round(sgd_step, **options)
+    shared, state, ends = rounds(round_, PARAMS, targets)
     for name, turn in turns.items():
-        local, anchors = in_numpy(
-            0.5,
-            targets[name],
-            every,
-            turn,
-            kwargs["fragment_sync_delay"],
-            kwargs["fragment_update_alpha"],
-        )
-        for copy in shared[name]:  # equal bit for bit on each device
-            np.testing.assert_array_equal(copy, shared[name][0])
-        close(shared[name][0], anchors[-1])
+        local, anchors = in_numpy(0.5, targets[name], every, turn, delay, alpha)
+        assert_array_equal(shared[name], [shared[name][0]] * 4)  # on each device
+        close(shared[name][0], anchors[-1], atol=atol)
         if state.local:
-            close(state.local[name].reshape(local[:, -1].shape), local[:, -1])
+            close(state.local[name], local[:, -1], atol=atol)
         # What a step ends with comes before the average.
         steps = [step for step in range(2 * every) if (step + 1 - turn) % every]
-        close(ends[name][:, steps], local[:, steps])
+        close(ends[name][:, steps], local[:, steps], atol=atol)
     if "reducer" in case:
         for number, name in enumerate("ab"):  # a residual for each fragment
             assert np.any(state.reducer[number].residual[name])
@@ -136,31 +118,19 @@ def test_equals_numpy(case):
 def test_a_list_of_outer_optimizers_has_one_for_each_fragment(mapping):
     """As each fragment has it in a round with that optimizer for all."""
     targets = random_grads(SHAPES, 4, 12)
-    first = optax.sgd(0.5)
-    second = optax.sgd(0.9, momentum=0.8, nesterov=True)
-    results = []
-    for outer in (first, second, [first, second], (first, second)):
+
+    def train(outer):
         round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(outer=outer))
-        results.append(rounds(round_, PARAMS, targets, mapping=mapping))
-    alone = [params for params, _, _ in results]
-    for params, state, _ in results[2:]:
-        np.testing.assert_array_equal(params["a"], alone[0]["a"])
-        for name in ("b", "c"):
-            np.testing.assert_array_equal(params[name], alone[1][name])
-        assert jax.tree.structure(state.outer[0]) != jax.tree.structure(state.outer[1])
-    assert np.all(alone[0]["b"] != alone[1]["b"])
+        params, state, _ = rounds(round_, PARAMS, targets, mapping=mapping)
+        return params, state
 
-
-def test_a_list_of_one_is_the_optimizer_of_a_whole_round():
-    targets = random_grads(SHAPES, 2, 6)
-    whole = {"fragments": 1, "fragment_sync_delay": 0, "fragment_update_alpha": 0.0}
-    results = []
-    for outer in (NESTEROV, [NESTEROV]):
-        round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(**whole, outer=outer))
-        results.append(rounds(round_, PARAMS, targets, mapping="vmap"))
-    jax.tree.map(np.testing.assert_array_equal, results[0], results[1])
-    with pytest.raises(ValueError, match=r"`outer` must be an Optax .* or None, got \["):
-        jaxcomp.local_sgd(INNER, sync_every=6, axis_name=AXIS, outer=[NESTEROV])
+    first, second = optax.sgd(0.5), NESTEROV
+    one, _ = train(first)
+    other, _ = train(second)
+    both, state = train([first, second])
+    equal(both, {"a": one["a"], "b": other["b"], "c": other["c"]})
+    assert jax.tree.structure(state.outer[0]) != jax.tree.structure(state.outer[1])
+    assert np.all(one["b"] != other["b"])
 
 
 def with_nan(targets, replica, steps):
@@ -171,50 +141,40 @@ def with_nan(targets, replica, steps):
 
 
 def test_the_steps_after_an_average_was_sent_and_the_average_share_no_data():
-    round_ = jaxcomp.local_sgd_round(
-        sgd_step, **streaming(fragments=1, fragment_sync_delay=2, fragment_update_alpha=0.0)
-    )
+    options = streaming(fragments=1, fragment_sync_delay=2, fragment_update_alpha=0.0)
+    round_ = jaxcomp.local_sgd_round(sgd_step, **options)
     targets = random_grads(SHAPES, 2, 6)
     whole, _, steps = rounds(round_, PARAMS, targets)
-    late = with_nan(targets, slice(None), slice(4, None))
-    unchanged, _, _ = rounds(round_, PARAMS, late)
-    np.testing.assert_array_equal(unchanged["a"], whole["a"])
+    unchanged, _, _ = rounds(round_, PARAMS, with_nan(targets, slice(None), slice(4, None)))
+    equal(unchanged["a"], whole["a"])
     # From the other replica: in the average, and nowhere else.
     spoilt, _, others = rounds(round_, PARAMS, with_nan(targets, 1, slice(None)))
     assert np.isnan(spoilt["a"]).all()
-    np.testing.assert_array_equal(others["a"][0], steps["a"][0])
+    equal(others["a"][0], steps["a"][0])
 
 
 def test_a_round_that_is_not_finite_leaves_no_trace():
     targets = random_grads(SHAPES, 2, 12)
-    first_round = jax.tree.map(lambda leaf: leaf[:, :6], targets)
-    spoilt = with_nan(targets, 1, 6)  # in the second round, before fragment "a" is sent
-    round_ = jaxcomp.local_sgd_round(
-        sgd_step, **streaming(outer=optax.apply_if_finite(NESTEROV, 3), reducer=HALF_PRECISION)
-    )
-    before, kept, _ = rounds(round_, PARAMS, first_round)
-    after, state, _ = rounds(round_, PARAMS, spoilt)
-    np.testing.assert_array_equal(after["a"], before["a"])
-    jax.tree.map(np.testing.assert_array_equal, state.reducer[0], kept.reducer[0])
-    momenta = state.outer[0].inner_state
-    jax.tree.map(np.testing.assert_array_equal, momenta, kept.outer[0].inner_state)
-    for leaf in jax.tree.leaves((after, state.local)):
-        assert np.isfinite(leaf).all()
+    outer = optax.apply_if_finite(NESTEROV, 3)
+    round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(outer=outer, reducer=HALF_PRECISION))
+    before, kept, _ = rounds(round_, PARAMS, jax.tree.map(lambda leaf: leaf[:, :6], targets))
+    # In the second round, before fragment "a" is sent.
+    after, state, _ = rounds(round_, PARAMS, with_nan(targets, 1, 6))
+    equal(after["a"], before["a"])
+    equal(state.reducer[0], kept.reducer[0])
+    equal(state.outer[0].inner_state, kept.outer[0].inner_state)
+    assert all_finite((after, state.local))
 
 
 def test_bytes_of_the_compiled_round_are_those_of_its_steps():
-    round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(fragments=3, fragment_sync_delay=1))
+    options = streaming(fragments=3, fragment_sync_delay=1)
 
-    def train(params, targets):
-        batches = jax.tree.map(lambda leaf: leaf[0], targets)
-        params, _, _ = round_(params, round_.init(params, INNER.init(params)), batches)
-        return params
+    def step(params, state, batch):
+        return sgd_step(params, state, first(batch))
 
-    def shape(leaf):
-        return jax.ShapeDtypeStruct((2, 6, *leaf.shape), leaf.dtype)
-
-    mapped = sharded(2, train, (jax.P(), jax.P(AXIS)), jax.P())
-    program = hlo.program(mapped, PARAMS, jax.tree.map(shape, PARAMS))
+    round_ = jaxcomp.local_sgd_round(step, **options, mesh=mesh_of(2))
+    steps = jax.tree.map(lambda leaf: jnp.zeros((6, 2, *leaf.shape)), PARAMS)
+    program = hlo.program(round_, PARAMS, round_.init(PARAMS), steps)
     promised = [round_.bytes(PARAMS, step=step).bytes_after for step in range(6)]
     assert promised == [48, 0, 20, 0, 4, 0]  # for use after 2, 4 and 6 steps
     sent = [sent_bytes([one]) for one in hlo.collectives(program.as_text())]
@@ -223,18 +183,22 @@ def test_bytes_of_the_compiled_round_are_those_of_its_steps():
     assert round_.bytes(PARAMS).bytes_after == sum(promised) / 6
 
 
-def test_fragments_by_number_are_of_about_equal_size():
-    round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(fragments=2, fragment_sync_delay=0))
-    sent = [round_.bytes(PARAMS, step=step).bytes_after for step in range(6)]
-    assert sent == [0, 0, 48, 0, 0, 24]  # 12 values alone, 5 and 1 together
-    every_step = streaming(fragments=3, sync_every=3, fragment_sync_delay=0)
-    round_of_three = jaxcomp.local_sgd_round(sgd_step, **every_step)
-    sent = [round_of_three.bytes(PARAMS, step=step).bytes_after for step in range(3)]
-    assert sent == [48, 20, 4]
-    empty = {"a": jnp.zeros(0), "b": jnp.zeros((0, 3))}
-    state = round_.init(empty, ())
-    for outer in state.outer:
-        assert len(jax.tree.leaves(outer)) == 1
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"fragments": 2}, [0, 0, 48, 0, 0, 24]),  # 12 values alone, 5 and 1 together
+        ({"fragments": 3, "sync_every": 3}, [48, 20, 4]),
+    ],
+)
+def test_fragments_by_number_are_of_about_equal_size(options, expected):
+    round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(fragment_sync_delay=0, **options))
+    assert [round_.bytes(PARAMS, step=k).bytes_after for k in range(len(expected))] == expected
+
+
+def test_empty_leaves_are_a_fragment_each():
+    round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(fragments=2))
+    state = round_.init({"a": jnp.zeros(0), "b": jnp.zeros((0, 3))}, ())
+    assert [len(jax.tree.leaves(outer)) for outer in state.outer] == [1, 1]
 
 
 def test_the_start_of_a_reducer_counts_rounds():
@@ -242,9 +206,8 @@ def test_the_start_of_a_reducer_counts_rounds():
     round_ = jaxcomp.local_sgd_round(sgd_step, **streaming(fragments=["w", "b"], reducer=reducer))
     params = {"b": jnp.zeros(5), "w": jnp.zeros((32, 16))}
     sent = [round_.bytes(params, step=step).bytes_after for step in range(18)]
-    first = [2048, 0, 0, 20, 0, 0]  # two steps before their use
-    later = [192, 0, 0, 20, 0, 0]
-    assert sent == first + later + later
+    # Two steps before their use; the first of "w" is exact.
+    assert sent == [2048, 0, 0, 20, 0, 0] + 2 * [192, 0, 0, 20, 0, 0]
 
 
 BAD = [

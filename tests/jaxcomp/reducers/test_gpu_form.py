@@ -56,7 +56,6 @@ def on_gpus(monkeypatch):
     ("rank", "dtype", "wire", "atol"),
     [
         (1, jnp.float32, None, 2e-5),
-        (4, jnp.float32, None, 2e-5),
         (8, jnp.float32, None, 2e-5),
         (128, jnp.float32, None, 2e-5),
         (32, jnp.bfloat16, jnp.bfloat16, 6e-2),
@@ -66,69 +65,18 @@ def on_gpus(monkeypatch):
 def test_an_update_is_that_of_the_cpu(rank, dtype, wire, atol, on_gpus):
     """Outputs and residuals over two steps; bases of one space may differ, and do not show."""
     grads = {name: x.astype(dtype) for name, x in random_grads(SHAPES, 2, 2).items()}
-    options = {"start_step": 0, "min_compression_rate": 0.5, "matrix_dims": by_layer}
-    tx = jaxcomp.powersgd(rank, axis_name=AXIS, comm_dtype=wire, **options)
-    expected, after = simulate("shard_map", tx, grads)
+
+    def run():
+        options = {"start_step": 0, "min_compression_rate": 0.5, "matrix_dims": by_layer}
+        tx = jaxcomp.powersgd(rank, axis_name=AXIS, comm_dtype=wire, **options)
+        outputs, state = simulate("shard_map", tx, grads)
+        return outputs, state.residual
+
+    expected = run()
     on_gpus()
-    tx = jaxcomp.powersgd(rank, axis_name=AXIS, comm_dtype=wire, **options)
-    outputs, state = simulate("shard_map", tx, grads)
-    for name in SHAPES:
-        for a, b in ((outputs, expected), (state.residual, after.residual)):
-            a, b = np.asarray(a[name], np.float32), np.asarray(b[name], np.float32)
-            assert np.abs(a - b).max() < atol * np.abs(b).max()
 
+    def compare(one, other):
+        one, other = np.float32(one), np.float32(other)
+        assert np.abs(one - other).max() < atol * np.abs(other).max()
 
-def losses_of_training(rank):
-    """Trains a small network for 20 steps on two replicas; returns the losses."""
-    mesh = jax.make_mesh((2,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
-    rng = np.random.default_rng(0)
-    params = {"in": (rng.normal(size=(40, 64)) / 8), "out": (rng.normal(size=(64, 30)) / 8)}
-    params = jax.tree.map(jnp.float32, params)
-    inputs = jnp.float32(rng.normal(size=(32, 40)))
-    targets = jnp.float32(np.sin(inputs @ rng.normal(size=(40, 30))))
-
-    def loss(params, inputs, targets):
-        return jnp.mean((jnp.tanh(inputs @ params["in"]) @ params["out"] - targets) ** 2)
-
-    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, min_compression_rate=1.0)
-    averaged = jaxcomp.value_and_grad(loss, tx, mesh=mesh)
-    state = averaged.init(params)
-
-    @jax.jit
-    def step(params, state):
-        (value, grads), state = averaged(state, params, inputs, targets)
-        return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads), state, value
-
-    losses = []
-    for _ in range(20):
-        params, state, value = step(params, state)
-        losses.append(float(value))
-    return losses
-
-
-@pytest.mark.parametrize("rank", [2, 12])
-def test_training_is_that_of_the_cpu(rank, on_gpus):
-    expected = losses_of_training(rank)
-    on_gpus()
-    np.testing.assert_allclose(losses_of_training(rank), expected, rtol=1e-5)
-    assert expected[-1] < 0.9 * expected[0]
-
-
-@pytest.mark.parametrize(
-    ("subscripts", "first", "second"),
-    [
-        ("ij,jr->ir", (768, 3072), (3072, 32)),
-        ("ir,jr->ij", (768, 128), (768, 128)),
-        ("ki,kj->ij", (512, 32), (512, 32)),
-    ],
-)
-def test_products_of_parts_round_as_those_of_float32(subscripts, first, second):
-    """Six products of parts in bfloat16 leave no more than one product of float32 does."""
-    rng = np.random.default_rng(0)
-    first, second = rng.normal(size=first), rng.normal(size=second)
-    a, b = jnp.float32(first), jnp.float32(second)
-    exact = np.einsum(subscripts, np.float64(a), np.float64(b))
-    errors = []
-    for result in (product_of_parts(subscripts, a, b), jnp.einsum(subscripts, a, b)):
-        errors.append(np.linalg.norm(result - exact) / np.linalg.norm(exact))
-    assert errors[0] < max(2 * errors[1], 3e-7)
+    jax.tree.map(compare, run(), expected)

@@ -61,7 +61,6 @@ def test_every_output_equals_torchs(setting, recorded):
     ours = {name: to_flax(name, x) for name, x in grads.items()}
     state = tx.init({name: x[0, 0] for name, x in ours.items()})
     factors = {n.split("/")[-1]: q for n, q in torch.items() if n.startswith(f"{setting}/q/")}
-    assert set(factors) == {n for n, q in state.q.items() if hasattr(q, "shape")}
     assert {"conv", "dense", "embedding"} <= set(factors)
     q = {n: q_to_flax(n, factors[n]) if n in factors else x for n, x in state.q.items()}
     outputs, _ = simulate("vmap", tx, ours, state._replace(q=q))

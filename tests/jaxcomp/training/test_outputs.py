@@ -10,22 +10,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose
 
 import jaxcomp
-from jaxcomp._training.outputs import words_of
-from tests.helpers.classifier import KINDS, close, grid, placed, stepped
+from tests.helpers.classifier import grid, placed, stepped
+from tests.helpers.leaves import close, equal, normal
 from tests.helpers.reducers import reducer
+from tests.helpers.runners import types_of
 
 P = jax.P
 FEATURES, CLASSES, EXAMPLES = 16, 8, 32
 
 
 def data():
-    keys = jax.random.split(jax.random.key(0), 3)
-    params = jax.random.normal(keys[0], (FEATURES, CLASSES))
-    x = jax.random.normal(keys[1], (EXAMPLES, FEATURES))
-    y = jax.random.randint(keys[2], (EXAMPLES,), 0, CLASSES)
-    return params, x, y
+    params = jnp.asarray(normal(FEATURES, CLASSES))
+    x = jnp.asarray(normal(EXAMPLES, FEATURES, seed=1))
+    y = np.random.default_rng(2).integers(CLASSES, size=EXAMPLES)
+    return params, x, jnp.asarray(y)
 
 
 def per_example(params, x, y):
@@ -71,20 +72,18 @@ def loss_with(*names):
 make = functools.partial(jaxcomp.value_and_grad, reducer=reducer("allreduce"), has_aux=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("replicas", "kind"), [(1, "auto"), (4, "auto"), (4, "explicit"), (8, "auto")]
+)
 def test_what_is_said_is_as_without_replicas(replicas, kind):
-    if kind == "explicit" and replicas in (2, 8):
-        pytest.skip("as with 1 and 4")
     mesh = grid(replicas, kind)
     loss = loss_with(*FITTING)
-    run = make(loss, mesh=mesh, aux=FITTING)
     params, x, y = data()
-    rows = placed(mesh, (x, y), P("data"))
-    (seen, _) = stepped(run, placed(mesh, params), *rows)
+    run = make(loss, mesh=mesh, aux=FITTING)
+    (found, _) = stepped(run, placed(mesh, params), *placed(mesh, (x, y), P("data")))
     expected = jax.jit(loss)(params, x, y)
-    close(seen, expected, rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_equal(a.dtype, b.dtype), seen, expected)
+    close(found, expected)
+    assert types_of(found) == types_of(expected)
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
@@ -125,9 +124,9 @@ def test_what_is_handed_back_as_it_came_needs_no_word():
     run = make(loss, mesh=mesh, batch_specs=specs, aux={"next": "mean", "batch": "join"})
     aux = stepped(run, params, x, y, carried)[0][1]
     assert aux["next"] == 8
-    jax.tree.map(np.testing.assert_array_equal, aux["same"]["table"], carried["table"])
+    equal(aux["same"]["table"], carried["table"])
     assert aux["same"]["key"] == carried["key"]
-    np.testing.assert_array_equal(aux["same"]["params"], params)
+    equal(aux["same"]["params"], params)
 
 
 def test_an_axis_may_be_numpys_and_a_word_needs_an_output():
@@ -161,8 +160,8 @@ def test_stack_gives_an_axis_of_replicas_and_words_need_no_types():
     run = make(loss_with("max", "replica"), mesh=grid(4), aux="stack", check_vma=False)
     aux = stepped(run, *data())[0][1]
     losses = per_example(*data())[1]
-    np.testing.assert_allclose(aux["max"], losses.reshape(4, -1).max(1), rtol=1e-6)
-    np.testing.assert_array_equal(aux["replica"], np.arange(4))
+    assert_allclose(aux["max"], losses.reshape(4, -1).max(1), rtol=1e-6)
+    equal(aux["replica"], np.arange(4))
 
 
 def test_outputs_finds_out_what_each_of_them_is(capsys):
@@ -194,43 +193,26 @@ def test_outputs_of_weighted_means_keys_and_other_axes(capsys):
         return mean, (mean, losses * mask, jax.random.uniform(key))
 
     params, x, y = data()
-    mask = (jnp.arange(EXAMPLES) % 3 > 0).astype(jnp.float32).at[:8].set(0)
+    mask = jnp.float32(jnp.arange(EXAMPLES) % 3 > 0).at[:8].set(0)
     specs = (P(None, "data"), P("data"), P("data"), P())
     run = make(loss, mesh=grid(2), batch_specs=specs)
     arguments = (params, x.T, y, mask, jax.random.key(1))
     assert run.outputs(*arguments, weight=mask) == ("mean", "join", None)
     assert run.outputs(*arguments)[0] is None
     assert "nearest is the mean of both halves" in capsys.readouterr().out
-    found = make(loss, mesh=grid(2), batch_specs=specs, aux=("mean", "join", "stack"))
-    (value, aux), _ = stepped(found, *arguments, weight=mask)
-    expected, (_, rows, _) = jax.vmap(loss, None, axis_name="data", axis_size=1)(*arguments)
-    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
-    np.testing.assert_allclose(aux[1], rows[0], rtol=1e-5)
-
-
-def test_outputs_of_too_little_say_so():
-    def loss(params, x, y):
-        losses = per_example(params, x, y)[1]
-        return losses.mean(), {"none": (losses < 0).sum(), "all": losses.mean() / 0}
-
-    run = make(loss, mesh=grid(2))
-    assert run.outputs(*data()) == {"none": None, "all": None}
-    params, x, y = data()
-    with pytest.raises(ValueError, match=r"shape \(5, 16\), which .* cannot split between 2"):
-        run.outputs(params, x[:5], y[:5])
 
 
 def test_outputs_that_one_batch_cannot_tell_apart_have_no_word():
-    """Tells no word for `any` and `all`, which are sums where one half has such an example."""
+    """Tells none for `any` and `all`, which are sums where one half has such an example."""
 
     def loss(params, x, y):
         losses = per_example(params, x, y)[1]
         peak = jnp.maximum(x - 50, 0).max()
-        return losses.mean(), {"any": (x > 50).any(), "peak": peak, "all": (losses > -1).all()}
+        zero = (losses < 0).sum()
+        return losses.mean(), ((x > 50).any(), (losses > -1).all(), peak, zero, losses.mean() / 0)
 
     params, x, y = data()
-    words = make(loss, mesh=grid(2)).outputs(params, x.at[0].set(60), y)
-    assert words == {"any": None, "peak": None, "all": None}
+    assert make(loss, mesh=grid(2)).outputs(params, x.at[0].set(60), y) == (None,) * 5
 
 
 def test_a_loss_that_divides_by_the_global_batch_is_told_apart():
@@ -269,22 +251,22 @@ def test_a_value_that_is_no_scalar_is_one_sentence(result, message):
         stepped(run, *data())
 
 
-def test_words_may_be_a_tree_of_any_containers_that_ends_early():
-    class Metrics(flax.struct.PyTreeNode):
-        loss: Any
-        count: Any
+class Metrics(flax.struct.PyTreeNode):
+    loss: Any
+    count: Any
 
-    model = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0)))
-    statistics = nnx.state(model, nnx.Not(nnx.Param))
-    both = {"metrics": Metrics(1.0, 2), "rest": statistics}
-    assert words_of("mean", both) == ["mean"] * 4
-    assert words_of(None, both) == [None] * 4
-    words = {"metrics": Metrics("mean", "sum"), "rest": {"layers": {1: "mean"}}}
-    assert words_of(words, both) == ["mean", "sum", "mean", "mean"]
-    assert words_of({"metrics": Metrics(None, 0)}, both) == [None, 0, None, None]
-    nothing = {"metrics": {}, "rest": nnx.State({})}
-    assert words_of("mean", nothing) == []
-    assert words_of({"metrics": "sum", "rest": "mean"}, nothing) == []
-    for wrong in [["mean"], {"rest": {"layers": ["mean"]}}, {"metrics": {"loss": {"x": "mean"}}}]:
+
+def test_words_may_be_a_tree_of_any_containers_that_ends_early():
+    def loss(params, x, y):
+        logits, losses = per_example(params, x, y)
+        statistics = nnx.State({"norm": {"mean": logits.mean(0), "square": (logits**2).mean(0)}})
+        metrics = Metrics(losses.mean(), (y > 3).sum())
+        return losses.mean(), {"metrics": metrics, "rest": statistics, "none": {}}
+
+    said = {"metrics": Metrics("mean", "sum"), "none": "mean"}
+    for rest in ("mean", {"norm": "mean"}):
+        run = make(loss, mesh=grid(2), aux={**said, "rest": rest})
+        close(stepped(run, *data())[0], loss(*data()))
+    for wrong in (["mean"], {"rest": {"norm": ["mean"]}}, {"metrics": {"loss": {"x": "mean"}}}):
         with pytest.raises(ValueError, match=r"`aux` names .*; the auxiliary output has"):
-            words_of(wrong, both)
+            stepped(make(loss, mesh=grid(2), aux=wrong), *data())
