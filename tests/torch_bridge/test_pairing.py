@@ -108,6 +108,11 @@ def test_a_packed_tensor_has_a_leaf_for_every_part():
     assert error.missing == ("query/bias (2, 4)",)
 
 
+def test_a_packed_tensor_without_a_bias_fits_a_packed_kernel():
+    like = kernels(qkv=(8, 3, 2, 4), out=(2, 4, 8))
+    there_and_back({f"attn.{name}": weight for name, weight in PACKED.items()}, like)
+
+
 ATTENTIONS = {"self_attn": "Attention_0", "multihead_attn": "Attention_1"}
 
 
@@ -452,6 +457,15 @@ def test_a_map_that_may_be_something_else_is_asked_about(case):
         there_and_back(model, like, flatten={"fc": None})  # so that there is no map
 
 
+def test_a_norm_before_a_map_follows_it_unless_it_is_left_out():
+    vectors = {"norm.weight": values(128), "norm.bias": values(128) + 1}
+    conv, fc = ({f"{name}.weight": FLAT[0][f"{name}.weight"]} for name in ("conv0", "fc"))
+    model, like = conv | vectors | fc, FLAT[1] | {"norm": norm(128)}
+    for said, order in (({}, moved(np.arange(128), (8, 4, 4))), ({"norm": None}, np.arange(128))):
+        params = there_and_back(model, like, flatten={"fc": (8, 4, 4), **said})
+        np.testing.assert_array_equal(params["norm"]["bias"], vectors["norm.bias"][order])
+
+
 # --- ties and statistics ----------------------------------------------------------------------
 
 
@@ -471,7 +485,7 @@ def test_a_head_with_the_values_of_the_embedding_is_tied():
 def test_parameters_alone_leave_no_place_for_running_statistics():
     model = {f"bn.{kind}": values(8) for kind in ("weight", "bias", "running_mean", "running_var")}
     like = {"bn": norm(8)}
-    assert all(found.kind != "buffer" for found in pair(model, like))
+    assert all(not found.is_buffer for found in pair(model, like))
     error = refused(model, like)
     assert len(error.unexpected) == 2
     params = there_and_back(model, like, ignore=r".*running_(mean|var)")  # those of `model` stay

@@ -169,7 +169,7 @@ class OptimizerPlan:
         _refuse_untied(pairs, model)
         moving = names_in(pairs, layout.entries if layout and layout.entries else entries)
         begun = any(entry.state for entry in entries.values())
-        pairs = [p for p in pairs if p.torch_name in entries and p.kind != "buffer"]
+        pairs = [p for p in pairs if p.torch_name in entries and not p.is_buffer]
         parts = {}
         split = []
         for pair in pairs:
@@ -382,7 +382,7 @@ def optimizer_to_torch(
     model = named(model)
     pairs = paired_for(model, params, pairs).pairs
     entries = read_entries(like, model, param_names, pairs, layout)
-    pairs = [pair for pair in pairs if pair.torch_name in entries and pair.kind != "buffer"]
+    pairs = [pair for pair in pairs if pair.torch_name in entries and not pair.is_buffer]
     tensors = {}  # by torch's names of what is kept, and of parameters
     for key, leaves in kept_moments(state).items():
         # A packed tensor needs all of its leaves.

@@ -8,25 +8,25 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import STATISTICS, clean_names, equal_matrices, shape_of, tied
 from torch_bridge._base.terminal import printable
 from torch_bridge._pairing.evidence import Evidence
-from torch_bridge._pairing.kinds import IN_OUT, OUT_IN, build
+from torch_bridge._pairing.kinds import CONV1D, OUT_IN, join
 from torch_bridge._pairing.layers import NO_LAYER, Layer, layers_of
 from torch_bridge._pairing.leaves import Tree
 from torch_bridge._pairing.maps import Reading
-from torch_bridge._pairing.match import Group, Match
+from torch_bridge._pairing.match import Group, Match, grouped
 from torch_bridge._pairing.options import Options, PairOptions, refuse_idle_patterns
 from torch_bridge._pairing.pairs import Pair
-from torch_bridge._pairing.questions import Questions
-from torch_bridge._pairing.search import Search, assign
+from torch_bridge._pairing.questions import Questions, asked_orders
+from torch_bridge._pairing.search import Search
 
 # How torch's own classes, and transformers', store their weights.
-_FORMS = {"Linear": OUT_IN, "_ConvNd": OUT_IN, "Conv1D": IN_OUT}
+_FORMS = {"Linear": OUT_IN, "_ConvNd": OUT_IN, "Conv1D": CONV1D}
 _REPARAMETRIZED = {
     "weight_norm keeps a length and a direction in the place of a weight. Put flax.linen."
     "WeightNorm around the layer, or call torch.nn.utils.remove_weight_norm (or parametrize."
@@ -89,31 +89,22 @@ def decide(
     Raises:
       CheckpointMismatch: Something does not fit, is not told, or does not give torch's outputs.
     """
-    names = clean_names(list(tensors))
+    names = clean_names(list(tensors)).values()
     kept = options.kept(tensors)
-    indices = _tables_of_indices(kept)
-    errors: list[CheckpointMismatch] = []
+    errors = []
     # The likeliest first: what is tied is one leaf, or several, or the file shows no ties.
-    for ties, untied in ((tied, False), (tied, True), (equal_matrices, False)):
+    for ties, are_one in ((tied, True), (tied, False), (equal_matrices, True)):
         first = ties(kept)
         if not first and errors:
             continue  # the same tensors as before
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, value in kept.items():
-            if untied or name not in first:
-                shapes[name] = shape_of(value)
-        match = Match(*layers_of(shapes, tree), options.rules)
-        refuse_idle_patterns(options, names.values(), [layer.name for layer in match.torch])
+        left_out = first if are_one else {}
+        shapes = {name: shape_of(value) for name, value in kept.items() if name not in left_out}
+        match = Match(*layers_of(shapes, tree), options, known)
+        refuse_idle_patterns(options, names, [layer.name for layer in match.torch])
         match.match_names(misfits=not evidence)
-        for layer in match.open().torch:
-            if indices.issuperset(layer.tensors()):
-                match.torch.remove(layer)
+        _leave_out_indices(match, kept)
         try:
-            if evidence:
-                reading, difference = _proved(match, options, known, evidence, kept)
-            else:
-                reading = _decided(match, options, known)
-                difference = None
+            reading, difference = _read(match, evidence, kept)
         except CheckpointMismatch as error:
             errors.append(error)
             continue
@@ -126,16 +117,15 @@ def decide(
     raise errors[0]
 
 
-def _tables_of_indices(tensors: Mapping[str, Any]) -> set[str]:
-    """Finds the integer tensors beside floating ones: they are leaves only by name or rule."""
-    integers: set[str] = set()
+def _leave_out_indices(match: Match, tensors: Mapping[str, Any]) -> None:
+    """Leaves out integers beside floating-point numbers: they are leaves only by name or rule."""
+    floating = set()
     for name, value in tensors.items():
-        dtype = str(getattr(value, "dtype", "float32")).removeprefix("torch.")
-        if re.match(r"u?int|bool", dtype):
-            integers.add(name)
-    if len(integers) == len(tensors):
-        return set()
-    return integers
+        if not re.search(r"\b(u?int|bool)", str(getattr(value, "dtype", ""))):
+            floating.add(name)
+    for layer in match.open().torch:
+        if floating and floating.isdisjoint(layer.tensors()):
+            match.torch.remove(layer)
 
 
 def refuse_lost_statistics(tensors: Mapping[str, Any], tree: Tree, options: Options) -> None:
@@ -158,10 +148,8 @@ def _with_aliases(
     pairs: Sequence[Pair], tensors: Collection[str], first: Mapping[str, str]
 ) -> tuple[Pair, ...]:
     """Gives every pair the other names of its tensor."""
-    alike: dict[str, list[str]] = {}
-    for name in tensors:
-        alike.setdefault(first.get(name, name), []).append(name)
-    complete: list[Pair] = []
+    alike = grouped(tensors, lambda name: first.get(name, name))
+    complete = []
     for one in pairs:
         group = alike[first.get(one.torch_name, one.torch_name)]
         others = tuple(name for name in group if name != one.torch_name)
@@ -169,38 +157,28 @@ def _with_aliases(
     return tuple(complete)
 
 
-def _decided(match: Match, options: Options, known: Mapping[str, str]) -> Reading:
-    """Pairs by names and shapes, and by what the user says."""
-    match.plain = options.plain
-    if any(match.open()):
+def _read(
+    match: Match, evidence: Evidence | None, tensors: Mapping[str, Any]
+) -> tuple[Reading, float | None]:
+    """Decides what names leave open: by shapes and what the user says, or by an example."""
+    if evidence is None:
         match.match_shapes()
         match.take_apart(match.lonely())
         match.match_names()
         match.match_shapes()
-    questions = Questions(match, options, known)
-    _refuse_problems(match, questions, options)
-    partners = {layer: match.partners[layer] for layer in match.torch if layer in match.partners}
-    return Reading(partners, questions.answers)
-
-
-def _proved(
-    match: Match,
-    options: Options,
-    known: Mapping[str, str],
-    evidence: Evidence,
-    tensors: Mapping[str, Any],
-) -> tuple[Reading, float]:
-    """Pairs by an example, which decides what rules, names and answers leave open."""
+        return _without_problems(match), None
     for divide in (match.take_shares, match.take_apart):
-        partners = assign(match, match.partners, match.torch, match.flax)
+        partners = match.assign(match.partners, match.torch, match.flax)
         divide(Group(match.torch, match.flax).without(partners))
     match.match_names(misfits=False)
-    questions = Questions(match, options, known)
-    if questions.wrong or len(assign(match, {}, match.torch, match.flax)) < len(match.flax):
+    is_whole = len(match.assign({}, match.torch, match.flax)) == len(match.flax)
+    if not is_whole or Questions(match, match.partners).wrong:
         match.match_shapes()
-        _refuse_problems(match, questions, options)
-    reading, difference = Search(match, questions.answers, options, evidence, tensors).prove()
-    unused: list[str] = []
+        _without_problems(match)
+    likely = match.assign(match.partners, match.torch, match.flax)
+    said = Questions(match, likely).reading
+    reading, difference = Search(match, said, evidence, tensors).prove()
+    unused = []
     for layer in match.torch:
         if layer not in reading.partners:
             unused += map(layer.line, layer.parts)
@@ -214,32 +192,33 @@ def _proved(
     return reading, difference
 
 
-def _refuse_problems(match: Match, questions: Questions, options: Options) -> None:
-    """Collects everything that does not fit or is not told, and raises it at once."""
-    both = list(match.partners.items())
+def _without_problems(match: Match) -> Reading:
+    """Returns what is decided; what does not fit or is not told is collected and raised at once."""
+    orders = asked_orders(match)
+    questions = Questions(match, match.partners)
     lonely = match.lonely()
-    both += [(layer, NO_LAYER) for layer in lonely.torch]
-    both += [(NO_LAYER, target) for target in lonely.flax]
+    both = list(questions.reading.partners.items())
+    both += zip(lonely.torch, itertools.repeat(NO_LAYER), strict=False)
+    both += zip(itertools.repeat(NO_LAYER), lonely.flax, strict=False)
     problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "mis_shaped": []}
-    for layer, target in both:
-        built = build(layer, target)
-        for name, lines in problems.items():
-            lines += getattr(built, name)
+    for joined in itertools.starmap(join, both):
+        for name, lines in joined.problems.items():
+            problems[name] += lines
     problems["mis_shaped"] += questions.wrong
     is_different = any(problems.values()) or match.problems
-    problems["ambiguous"] = match.problems + questions.asked
+    problems["ambiguous"] = match.problems + orders + questions.asked
     if not any(problems.values()):
-        return
+        return questions.reading
     message = _DIFFERENT
     if not is_different:
-        message = _ORDER_IS_OPEN if questions.order else _FORMS_ARE_OPEN
+        message = _ORDER_IS_OPEN if orders else _FORMS_ARE_OPEN
     for sentence, pattern in _REPARAMETRIZED.items():
         if any(map(re.compile(pattern).match, problems["unexpected"])):
             message = f"{sentence} {message}"
-    if _packs(lonely.torch, lonely.flax):
+    if _packs(lonely):
         message = f"{_PACKED_IN_FLAX} {message}"
     elif lonely.torch and lonely.flax:
-        of_torch, of_flax = _lengths(match.torch), _lengths(match.flax)
+        of_torch, of_flax = map(_lengths, (match.torch, match.flax))
         only_torch, only_flax = sorted(of_torch - of_flax), sorted(of_flax - of_torch)
         if only_torch and only_flax:
             message = (
@@ -247,34 +226,29 @@ def _refuse_problems(match: Match, questions: Questions, options: Options) -> No
                 f"tensor of torch one of {only_flax}. {message}"
             )
     text = "\n".join(itertools.chain(*problems.values()))
-    asked: list[str] = []
-    for name in sorted(PairOptions.__optional_keys__ - {"ignore", "rules"}):
-        if re.search(rf"\b{name}=", text):
-            asked.append(name)
+    names = sorted(PairOptions.__optional_keys__ - {"ignore", "rules"})
+    asked = [name for name in names if re.search(rf"\b{name}=", text)]
     raise CheckpointMismatch(message, parameters=("rules", *asked, "ignore", "apply"), **problems)
 
 
-def _lengths(layers: Collection[Layer]) -> set[int]:
+def _lengths(layers: Iterable[Layer]) -> set[int]:
     """Collects the lengths of all axes."""
-    lengths: set[int] = set()
+    lengths = set()
     for layer in layers:
-        for part in layer.parts:
-            lengths.update(layer.shape(part))
+        lengths.update(*map(layer.shape, layer.parts))
     return lengths
 
 
-def _packs(torch: Collection[Layer], flax: Collection[Layer]) -> bool:
+def _packs(lonely: Group) -> bool:
     """Tells whether a Flax kernel would hold several of these torch weights, all of one shape."""
-    sizes: set[int] = set()
-    for shape, count in collections.Counter(layer.shape("weight") for layer in torch).items():
-        if shape and count > 1:
-            sizes.add(count * math.prod(shape))
-    return any(math.prod(target.shape("kernel")) in sizes for target in flax)
+    shapes = collections.Counter(layer.shape("weight") for layer in lonely.torch)
+    sizes = {count * math.prod(shape) for shape, count in shapes.items() if shape and count > 1}
+    return any(math.prod(target.shape("kernel")) in sizes for target in lonely.flax)
 
 
 def known_forms(model: Any) -> dict[str, str]:
     """Reads from the classes of a torch module how their weights are stored; {} of a state dict."""
-    forms: dict[str, str] = {}
+    forms = {}
     for name, module in getattr(model, "named_modules", tuple)():
         kinds = [kind.__name__ for kind in type(module).__mro__]
         for kind in kinds:

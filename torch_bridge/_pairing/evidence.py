@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -19,6 +19,7 @@ from jax.extend import core
 from torch_bridge._base.tensors import shape_of, to_numpy
 from torch_bridge._pairing.kinds import without_ones
 from torch_bridge._pairing.leaves import Tree
+from torch_bridge._pairing.pairs import Path
 
 Apply: TypeAlias = Callable[..., Any]
 Example: TypeAlias = tuple[Sequence[Any], Any]  # inputs and outputs of the torch module
@@ -73,20 +74,12 @@ class Evidence:
         """
         self._tree = tree
         inputs, self._theirs = _read(example)
-        first_dtype = None
-        self.tolerance = TOLERANCE
-        for tensor in tensors:
-            dtype = to_numpy(tensor).dtype if hasattr(tensor, "dtype") else None
-            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-                continue
-            if first_dtype is None:
-                first_dtype = dtype
-            unit = float(jnp.finfo(dtype).eps)
-            if unit > float(jnp.finfo(jnp.float32).eps):
-                self.tolerance = max(self.tolerance, _UNITS * unit)
-        self._leaves: dict[tuple[str, ...], Any] = {}
-        for path, leaf in tree.leaves.items():
-            self._leaves[path] = _filled(leaf, first_dtype if path in tree.shapes else None)
+        dtypes = [array.dtype for array in filter(_is_real, map(to_numpy, tensors))]
+        units = [float(jnp.finfo(dtype).eps) for dtype in dtypes]
+        self.tolerance = max(TOLERANCE, _UNITS * max(units, default=0.0))
+        self._leaves = {path: _filled(leaf) for path, leaf in tree.leaves.items()}
+        for path, shape in tree.shapes.items():
+            self._leaves[path] = np.zeros(shape, dtypes[0] if dtypes else np.float32)
         self.layouts = self._running_layouts(apply, inputs)
         self.runs = 0
         traced = all(layout.program for layout in self.layouts)
@@ -94,8 +87,10 @@ class Evidence:
         self._run: Callable[..., Any] = jax.jit(apply) if traced else apply
         self.use(self.layouts[0])
 
-    def apart(self, leaves: Mapping[tuple[str, ...], Any]) -> Apart:
-        """Runs the model with some leaves and compares.
+    def apart(self, leaves: Mapping[Path, Any]) -> Apart:
+        """Runs the model with some leaves, and compares each output with torch's.
+
+        That is taken as it is or with its channels last, whichever is nearer.
 
         Args:
           leaves: Path -> leaf, of all that come from torch.
@@ -104,63 +99,61 @@ class Evidence:
         params = self._tree.with_leaves(self._leaves | dict(leaves))
         # On a GPU products of float32 are rounded to fewer bits unless this is said.
         with jax.default_matmul_precision("highest"):
-            return compare(self._run(params, *self._inputs), self._theirs)
+            outputs = self._run(params, *self._inputs)
+        apart = Apart(0.0, 0.0)
+        for mine, views in _matched(outputs, self._theirs):
+            value = np.asarray(mine).astype(np.float64)
+            nearest = min((_apart(value, view) for view in views), key=lambda one: one.mean)
+            apart = Apart(*map(max, apart, nearest))
+        return apart
 
     def _running_layouts(self, apply: Apply, inputs: Sequence[np.ndarray]) -> list[Layout]:
         """Finds the layouts of the inputs with which the model runs and gives as many values."""
-        choices: list[list[np.ndarray]] = []
+        choices = []
         for array in inputs:
             choices.append([array])
             if array.ndim >= _MAP_AXES and array.dtype.kind not in "iub":
-                moved = np.ascontiguousarray(np.moveaxis(array, 1, -1))
-                choices[-1].append(moved)
-                if array.ndim > _MAP_AXES:
-                    # Pictures have their channels last in Flax; a sequence is the same in both.
-                    choices[-1].reverse()
-        layouts: list[Layout] = []
-        errors: dict[str, list[str]] = {}  # what is wrong -> shapes of the inputs
+                choices[-1].append(np.ascontiguousarray(np.moveaxis(array, 1, -1)))
+            # Pictures have their channels last in Flax; a sequence is the same in both.
+            choices[-1].sort(key=lambda one: array.ndim > _MAP_AXES and one is array)
+        layouts = []
+        errors = {}  # what is wrong -> shapes of the inputs
         params = self._tree.with_leaves(self._leaves)
         for layout in itertools.product(*choices):
-            shapes = ", ".join(str(array.shape) for array in layout)
             try:
                 program, outputs = jax.make_jaxpr(apply, return_shape=True)(params, *layout)
+                if _matched(outputs, self._theirs):
+                    layouts.append(Layout(layout, program.jaxpr))
+                    continue
+                shown = _shapes(jax.tree.leaves(outputs)) or "nothing"
+                error = f"the Flax model gives outputs of {shown}"
             except jax.errors.ConcretizationTypeError:
                 layouts.append(Layout(layout, None))
                 continue
-            except Exception as error:  # it is the user's code, so it may raise anything
-                text = str(error).strip().partition("\n")[0]
-                errors.setdefault(f"{type(error).__name__}: {text}", []).append(shapes)
-                continue
-            ours = list(filter(_is_real, jax.tree.leaves(outputs)))
-            if _matched(ours, self._theirs):
-                layouts.append(Layout(layout, program.jaxpr))
-            else:
-                shown = ", ".join(str(leaf.shape) for leaf in ours) or "nothing"
-                errors.setdefault(f"the Flax model gives outputs of {shown}", []).append(shapes)
+            except Exception as raised:  # it is the user's code, so it may raise anything
+                text = str(raised).strip().partition("\n")[0]
+                error = f"{type(raised).__name__}: {text}"
+            errors.setdefault(error, []).append(_shapes(layout))
         if layouts:
             return layouts
-        torch_shapes = ", ".join(str(array.shape) for array in self._theirs)
-        tried: list[str] = []
-        for text, inputs_of in errors.items():
-            tried.append(f"with inputs of {' or '.join(inputs_of)}: {text}")
+        tried = [f"with inputs of {' or '.join(shapes)}: {text}" for text, shapes in errors.items()]
         raise ValueError(
             f"`apply` does not run on the example, neither with its inputs as they are nor with "
             f"their channels last: {'; '.join(tried)}. It must be apply(params, *inputs) and give "
-            f"what torch gives, here arrays of {torch_shapes}."
+            f"what torch gives, here arrays of {_shapes(self._theirs)}."
         )
 
     def use(self, layout: Layout) -> None:
         """Takes one of the layouts, and finds out what the model does with its leaves there."""
         self._inputs = layout.inputs
         self.order = dict.fromkeys(self._leaves, math.inf)  # of leaves without a use
-        self.upward: set[tuple[str, ...]] = set()
-        self.maps: list[tuple[int, int]] = []
+        self.upward = set()
+        self.maps = []
         if layout.program is None:
             return
         leaves = dict(zip(layout.program.invars, self._leaves, strict=False))
         for place, equation in enumerate(_operations(layout.program, leaves)):
-            variables = itertools.filterfalse(_is_literal, equation.invars)
-            met = [leaves[value] for value in variables if value in leaves]
+            met = [leaves[one] for one in filter(_is_variable, equation.invars) if one in leaves]
             result = equation.outvars[0]
             leaves.pop(result, None)
             name = equation.primitive.name
@@ -178,10 +171,8 @@ class Evidence:
             if name == "dot_general":  # a kernel with several axes of inputs or of outputs
                 kernel = equation.invars[1].aval.shape
                 contracted = equation.params["dimension_numbers"][0][1]
-                inputs = [kernel[axis] for axis in contracted]
-                outputs = np.delete(kernel, contracted).tolist()
-                for sizes in (inputs, outputs):
-                    self.maps += _merged(sizes, [math.prod(sizes)])
+                for sizes in (np.take(kernel, contracted), np.delete(kernel, contracted)):
+                    self.maps += _merged(sizes.tolist(), [math.prod(sizes.tolist())])
         self.maps = list(dict.fromkeys(self.maps))
 
 
@@ -211,35 +202,22 @@ def _hand_on(leaves: dict[Any, Any], given: Sequence[Any], taken: Sequence[Any])
     """Notes which variables are leaves where others are."""
     for one, other in zip(given, taken, strict=False):
         leaves.pop(other, None)
-        if not _is_literal(one) and one in leaves:
+        if _is_variable(one) and one in leaves:
             leaves[other] = leaves[one]
 
 
-def _is_literal(value: Any) -> bool:
-    return isinstance(value, core.Literal)
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, core.Var)
 
 
-def compare(ours: Any, theirs: Sequence[np.ndarray]) -> Apart:
-    """Compares outputs, each as it is and with torch's channels last, and takes the nearer."""
-    real = list(filter(_is_real, jax.tree.leaves(ours)))
-    largest = 0.0
-    mean = 0.0
-    for mine, other in _matched(real, theirs):
-        value = np.asarray(mine).astype(np.float64)
-        scale = float(np.abs(other).max(initial=0.0)) or 1.0
-        norm = float(np.sqrt(np.mean(np.square(other)))) or 1.0
-        nearest = Apart(math.inf, math.inf)
-        for view in _views(other):
-            if without_ones(view.shape) != without_ones(value.shape):
-                continue
-            error = np.abs(value.reshape(view.shape) - view)
-            if np.all(np.isfinite(error)):
-                root = float(np.sqrt(np.mean(np.square(error))))
-                apart = Apart(float(error.max(initial=0.0)) / scale, root / norm)
-                nearest = min(nearest, apart, key=lambda one: one.mean)
-        largest = max(largest, nearest.largest)
-        mean = max(mean, nearest.mean)
-    return Apart(largest, mean)
+def _apart(mine: np.ndarray, other: np.ndarray) -> Apart:
+    """Tells how far an output is from torch's of as many values."""
+    error = np.abs(mine.reshape(other.shape) - other)
+    if not np.all(np.isfinite(error)):
+        return Apart(math.inf, math.inf)
+    largest = float(np.abs(other).max(initial=0.0)) or 1.0
+    norm = float(np.linalg.norm(other)) or 1.0
+    return Apart(float(error.max(initial=0.0)) / largest, float(np.linalg.norm(error)) / norm)
 
 
 def _read(example: Example) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -255,7 +233,7 @@ def _read(example: Example) -> tuple[list[np.ndarray], list[np.ndarray]]:
         inputs = (inputs,)
     # int64 becomes int32, as in JAX.
     arrays = [np.asarray(jnp.asarray(to_numpy(value))) for value in inputs]
-    theirs: list[np.ndarray] = []
+    theirs = []
     for value in filter(_is_real, map(to_numpy, jax.tree.leaves(outputs))):
         array = np.asarray(value).astype(np.float64)
         if not np.all(np.isfinite(array)):
@@ -280,36 +258,35 @@ def _merged(wide: Sequence[int], narrow: Sequence[int]) -> list[tuple[int, int]]
     return []
 
 
-def _matched(ours: Sequence[Any], theirs: Sequence[np.ndarray]) -> list[tuple[Any, np.ndarray]]:
-    """Pairs outputs in order; where Flax gives fewer, each with torch's next of its shape."""
-    matched: list[tuple[Any, np.ndarray]] = []
+def _matched(ours: Any, theirs: Iterable[np.ndarray]) -> list[tuple[Any, list[np.ndarray]]]:
+    """Pairs outputs in order; where Flax gives fewer, each with torch's next of its shape.
+
+    Returns:
+      Each output with torch's, as that is or with its channels last, whichever is of its shape;
+      none if one has no other.
+    """
+    matched = []
     rest = iter(theirs)
-    for mine in ours:
-        shape = without_ones(shape_of(mine))
-        for other in rest:
-            if shape in [without_ones(view.shape) for view in _views(other)]:
-                matched.append((mine, other))
-                break
-        else:
-            return []
+    for mine in filter(_is_real, jax.tree.leaves(ours)):
+        views = []
+        while not views:
+            other = next(rest, None)
+            if other is None:
+                return []
+            last = np.moveaxis(other, 1, -1) if other.ndim >= _MAP_AXES else other
+            for view in (other, last):
+                if without_ones(view.shape) == without_ones(shape_of(mine)):
+                    views.append(view)
+        matched.append((mine, views))
     return matched
 
 
-def _views(output: np.ndarray) -> Iterator[np.ndarray]:
-    yield output
-    if output.ndim >= _MAP_AXES:
-        yield np.moveaxis(output, 1, -1)
+def _shapes(arrays: Iterable[Any]) -> str:
+    return ", ".join(str(array.shape) for array in arrays)
 
 
-def _filled(leaf: Any, dtype: Any) -> Any:
-    """Gives a leaf of which only the shape is known a value; what comes from torch replaces it.
-
-    Args:
-      leaf: It.
-      dtype: The type of what comes from torch; None of a leaf that does not.
-    """
-    if dtype is not None:
-        return np.zeros(shape_of(leaf), dtype)
+def _filled(leaf: Any) -> Any:
+    """Gives a leaf of which only the shape is known a value."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

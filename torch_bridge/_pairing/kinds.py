@@ -1,7 +1,7 @@
-"""The kinds of layers: which tensor becomes which leaf, and in which ways.
+"""The kinds of layers: which tensor becomes which leaf, and in which forms.
 
-A kind is a small class with one method, `links`. Each link has a tensor, a leaf, and the views that
-the shapes allow, the usual one first. Where there are several, what is said or found out decides.
+A kind is a function that lists links. Each has a tensor, a leaf, and a view for every form that the
+shapes allow, the usual one first. Where there are several, what is said or found out decides.
 
 References: ``torch.nn`` stores Linear as (out, in), Conv as (out, in / groups, *spatial) and
 ConvTranspose as (in, out, *spatial). Flax stores (in, out), (*spatial, in / groups, out) and, with
@@ -13,27 +13,32 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeAlias
 
-from torch_bridge._base.tensors import STATISTICS
-from torch_bridge._pairing.layers import Layer, Shape, Share
-from torch_bridge._pairing.pairs import Maps, Pair
+from torch_bridge._pairing.layers import Layer, Share
+from torch_bridge._pairing.pairs import Maps, Pair, Shape
 
-# Names of the forms in which a weight can be stored; others are orders of axes.
+# A form in which a weight can be stored: the usual one, what an option of this name says, or the
+# order of its axes in Flax.
+Form: TypeAlias = str | Shape
 OUT_IN = "(out, in)"
-IN_OUT = "(in, out)"
+CONV1D = "conv1d"
+CONV_TRANSPOSE = "conv_transpose"
 _BARE_AXES = 5  # a bare parameter of more axes is not turned
-_SPACE_AXES = 4  # of so many axes, those of space stay together
 _PACKED_AXES = 3  # the outputs of one packed kernel: query, key and value, heads, width
+_NO_MAPS = ("", "")
+_DENSE = ("flatten", "unflatten")  # a kernel of inputs and outputs
 # Leaves that are never the turned matrix of a Linear.
 _AS_THEY_ARE = frozenset({"scale", "bias", "mean", "var", "negative_slope", "embedding"})
+# Gates in torch's order, by the number of them; a cell without gates has one unnamed one.
+_GATES = {4: "ifgo", 3: "rzn", 1: ""}
 
 
 class Answer(NamedTuple):
     """What the names and shapes of two layers do not say."""
 
-    form: str = ""  # of the weight; "" is the usual one
+    form: Form = ""  # of the weight; "" is the usual one
     flatten: Maps = ()  # the inputs that are a flattened map, or what a norm is of
     unflatten: Maps = ()  # the outputs that become a map
 
@@ -42,21 +47,23 @@ USUAL = Answer()
 
 
 class View(NamedTuple):
-    """How a tensor, or a share of its rows, becomes a leaf: fields of a `Pair`, by its names.
+    """How a tensor, or some of its rows, becomes a leaf: fields of a `Pair`, by its names.
 
     `row_maps` and `column_maps` name the field of an `Answer` that says what is a map there.
     """
 
-    kind: str
     split: Shape
     axes: Shape
-    row_axes: int = 1
+    row_axes: int
     flip: Shape = ()
     row_maps: str = ""
     column_maps: str = ""
 
-
-Views: TypeAlias = Mapping[str, View]  # form -> view, the usual one first
+    def with_rows(self, order: Shape) -> View:
+        """Returns the view of a tensor that has the axes of its rows in another order."""
+        moved = (*order, *range(len(order), len(self.split)))
+        split = tuple(self.split[axis] for axis in moved)
+        return self._replace(split=split, axes=tuple(map(moved.index, self.axes)))
 
 
 class Link(NamedTuple):
@@ -64,435 +71,320 @@ class Link(NamedTuple):
 
     tensor: str
     leaf: str
-    views: Views  # none if the shapes do not fit
-    share: Share | None = None
+    views: dict[Form, View]  # none if the shapes do not fit
+    rows: tuple[int, int] | None = None
     terms: int = 1
     must_be_zero: tuple[int, int] | None = None
 
-    def view(self, form: str) -> View:
+    def view(self, form: Form) -> View:
         """Returns the view of a form, or the usual one where there is none of it."""
         return self.views.get(form) or next(iter(self.views.values()))
 
 
-class Kind(Protocol):
-    """What torch's and Flax's layers of one sort have in common."""
+class Joined(NamedTuple):
+    """A torch layer and a Flax layer together.
 
-    def links(self, torch: Layer, flax: Layer) -> Iterator[Link]:
-        """Lists which tensor belongs to which leaf; both may be missing in the layers."""
-        ...
+    Attributes:
+      torch: The one.
+      flax: The other.
+      links: What fits.
+      problems: A line for each leaf that is ``missing`` a tensor, each ``unexpected`` tensor, and
+        each tensor and leaf that are ``mis_shaped``.
+    """
 
-
-class Linear:
-    """Linear, Conv1D of transformers, and a Conv of one place that is a Dense on one side."""
-
-    def links(self, torch: Layer, flax: Layer) -> Iterator[Link]:
-        """Links ``weight`` with ``kernel`` and ``bias`` with ``bias``.
-
-        The weight is (out, in), or (in, out) as by ``Conv1D``. Where Flax has three axes of outputs
-        (query, key and value of each head), torch may have them in another order.
-        """
-        shape = torch.shape("weight")
-        height = _height(shape, torch.share)
-        kernel = flax.shape("kernel")
-        bias = flax.shape("bias")
-        weights: dict[str, View] = {}
-        biases = dict(_vector(torch.shape("bias"), bias, torch.share, "unflatten"))
-        cut = _cut(kernel, shape[1], height)
-        if cut:
-            weights[OUT_IN] = _turned(kernel, cut, "unflatten", "flatten")
-        turned = _cut(kernel, height, shape[1])
-        if turned and not torch.share and shape[:2] != (1, 1):
-            view = View("conv1d.weight", kernel, tuple(range(len(kernel))), turned)
-            weights[IN_OUT] = view._replace(row_maps="flatten", column_maps="unflatten")
-        if cut and len(kernel) - cut == _PACKED_AXES:
-            orders = itertools.permutations(range(_PACKED_AXES))
-            for order in itertools.islice(orders, 1, None):
-                weights[axes_name(order)] = _turned(kernel, cut, "", "flatten", order)
-                if biases:
-                    view = _turned(bias, 0, "", "", order)
-                    biases[axes_name(order)] = view._replace(kind="vector")
-        yield Link("weight", "kernel", weights, torch.share)
-        yield Link("bias", "bias", biases, torch.share)
-
-
-class Conv:
-    """Conv, ConvTranspose and Bilinear."""
-
-    def links(self, torch: Layer, flax: Layer) -> Iterator[Link]:
-        """Links ``weight`` with ``kernel`` and ``bias`` with ``bias``.
-
-        The weight is (out, in, *space), or that of a ConvTranspose. A Flax ConvTranspose with
-        ``transpose_kernel=True`` has the first form, too. A Bilinear may have any order of axes.
-        """
-        weight = torch.shape("weight")
-        kernel = flax.shape("kernel")
-        kinds = {OUT_IN: "conv.weight", IN_OUT: "conv_transpose.weight"}
-        orders: dict[str, Shape] = {}
-        space = tuple(range(2, len(weight)))
-        if len(weight) != len(kernel):  # a Conv2d over one channel that is a Conv1d in Flax
-            weight = without_ones(weight)
-            kernel = without_ones(kernel)
-            rows_last = (*range(1, len(weight)), 0)
-            orders = {OUT_IN: _kernel_order(len(weight)), axes_name(rows_last): rows_last}
-        else:
-            orders = {OUT_IN: (*space, 1, 0), IN_OUT: (*space, 0, 1)}
-            if len(weight) == 3:
-                for order in itertools.permutations(range(3)):
-                    orders[axes_name(order)] = order
-        views: dict[str, View] = {}
-        seen: set[Shape] = set()
-        for form, order in orders.items():
-            wide = tuple(axis for axis in order if weight[axis] != 1)  # others change nothing
-            if _moved(weight, order) == kernel and wide not in seen:
-                seen.add(wide)
-                views[form] = View(kinds.get(form, "array"), weight, order)
-        if IN_OUT in views:
-            views[IN_OUT] = views[IN_OUT]._replace(flip=tuple(range(len(space))))
-        yield Link("weight", "kernel", views)
-        yield Link("bias", "bias", _vector(torch.shape("bias"), flax.shape("bias")))
-
-
-class Embedding:
-    """A table of rows, which may be flattened maps."""
-
-    def links(self, torch: Layer, flax: Layer) -> Iterator[Link]:
-        """Links ``weight`` with ``embedding``."""
-        shape = torch.shape("weight")
-        views: dict[str, View] = {}
-        if shape == flax.shape("embedding"):
-            axes = tuple(range(len(shape)))
-            views[OUT_IN] = View("embedding", shape, axes, column_maps="unflatten")
-        yield Link("weight", "embedding", views)
-
-
-class Norm:
-    """A norm of any sort, running statistics included, and PReLU."""
-
-    def links(self, torch: Layer, flax: Layer) -> Iterator[Link]:
-        """Links ``weight`` with ``scale``, and each running statistic with its own."""
-        scale = "negative_slope" if "negative_slope" in flax.parts else "scale"
-        leaves = {"weight": scale, "bias": "bias", "running_mean": "mean", "running_var": "var"}
-        for tensor in torch.parts:
-            leaf = leaves[tensor]
-            views = _vector(torch.shape(tensor), flax.shape(leaf), None, "flatten")
-            if tensor in STATISTICS and views:
-                views = {OUT_IN: views[OUT_IN]._replace(kind="buffer")}
-            yield Link(tensor, leaf, views)
-
-
-class Attention:
-    """MultiheadAttention, whose projections are one tensor in torch and three kernels in Flax."""
-
-    def links(self, torch: Layer, flax: Layer) -> Iterator[Link]:
-        """Links the parts of the packed projection with the three kernels, and the output's."""
-        for place, name in enumerate(("query", "key", "value")):
-            yield _gate(torch, flax, "in_proj_weight", f"{name}.kernel", (place, 3))
-            yield _gate(torch, flax, f"{name[0]}_proj_weight", f"{name}.kernel")
-            yield _gate(torch, flax, "in_proj_bias", f"{name}.bias", (place, 3))
-        yield _gate(torch, flax, "out_proj.weight", "out.kernel")
-        yield _gate(torch, flax, "out_proj.bias", "out.bias")
-
-
-class Recurrent:
-    """One level and direction of an LSTM, GRU or RNN, or a cell."""
-
-    # Gates in torch's order, by the number of them; a cell without gates has one unnamed one.
-    _gates: Mapping[int, str] = {4: "ifgo", 3: "rzn", 1: ""}
-
-    def links(self, torch: Layer, flax: Layer) -> Iterator[Link]:
-        """Links the parts of the packed gates with the kernels of the gates.
-
-        torch adds its two biases at once; Flax has both or their sum. nnx.GRUCell adds none to the
-        hidden side of gate n, inside torch's reset gate, so that these values have to be zero.
-        """
-        packed, hidden = torch.shape("weight_hh") or (1, 2)
-        count = packed // hidden
-        if packed % hidden or count not in self._gates:
-            return
-        letters = self._gates[count]
-        shares: dict[str, Share | None] = {}
-        prefix = ""
-        if "dense_i.kernel" in flax.parts:  # flax.nnx packs the gates as torch does
-            letters = ""
-            prefix = "dense_"
-        for place, letter in enumerate(letters):
-            shares[letter] = (place, count)
-        if not letters:
-            shares[""] = None
-        for letter, share in shares.items():
-            inputs = f"{prefix}i{letter}"
-            state = f"{prefix}h{letter}"
-            kernel = _gate(torch, flax, "weight_ih", f"{inputs}.kernel", share)
-            for form, view in kernel.views.items():
-                kernel = kernel._replace(views={form: view._replace(column_maps="flatten")})
-            yield kernel
-            yield _gate(torch, flax, "weight_hh", f"{state}.kernel", share)
-            if "bias_ih" not in torch.parts:
-                continue
-            leaves = [f"{inputs}.bias", f"{state}.bias"]
-            tensors = ["bias_ih", "bias_hh"]
-            if flax.parts.keys() >= {*leaves}:
-                yield _gate(torch, flax, tensors[0], leaves[0], share)
-                yield _gate(torch, flax, tensors[1], leaves[1], share)
-                continue
-            if leaves[1] in flax.parts:
-                leaves.reverse()
-                tensors.reverse()
-            of_n = None
-            if count == 3 and share is None:
-                of_n = (2 * hidden, 3 * hidden)
-            first = _gate(torch, flax, tensors[0], leaves[0], share)
-            second = _gate(torch, flax, tensors[1], leaves[0], share)
-            yield first._replace(terms=2)
-            yield second._replace(terms=2, must_be_zero=of_n)
-
-
-class Bare:
-    """A parameter without a module of its own, or a layer of one part beside one."""
-
-    def links(self, torch: Layer, flax: Layer) -> Iterator[Link]:
-        """Links the only tensor with the only leaf, in all orders of the axes that fit.
-
-        Axes of one place take no part. What a module of torch multiplies with is usually turned,
-        and another parameter is as it is. Orders that no layer has come where no other fits.
-        """
-        if len(torch.parts) != 1 or len(flax.parts) != 1:
-            return
-        ((tensor, (_, shape)),) = torch.parts.items()
-        ((leaf, (path, target)),) = flax.parts.items()
-        wide = without_ones(shape)
-        goal = without_ones(target)
-        same = tuple(range(len(wide)))
-        if len(wide) < 2:
-            maps = ""
-            if torch.sort == "bare":
-                maps = "flatten"
-            yield Link(tensor, leaf, _vector(shape, target, None, maps))
-            return
-        orders = [same, _kernel_order(len(wide))]
-        if wide == goal and path[-1] in _AS_THEY_ARE:
-            orders = [same]
-        elif torch.sort in ("weight", "recurrent", "attention"):
-            orders.reverse()
-        if len(orders) == 2 and len(wide) < _SPACE_AXES:
-            orders += itertools.permutations(same)
-        elif len(orders) == 2:
-            orders += [(*same[2:], *same[:2]), (same[0], *same[2:], same[1])]
-        # Without axes of one place, the first of those that stay may be torch's columns.
-        row_axes = int(shape[0] > 1)
-        views = _orders(wide, goal, orders, row_axes)
-        if not views and len(wide) <= _BARE_AXES:
-            views = _orders(wide, goal, itertools.permutations(same), row_axes)
-        if torch.sort == "weight" and len(shape) == 2:
-            for form, view in views.items():
-                if view.axes == (1, 0):
-                    views[form] = view._replace(row_maps="unflatten", column_maps="flatten")
-        yield Link(tensor, leaf, views)
-
-
-_BARE = Bare()
-_SAME_SORT: Mapping[str, Kind] = {
-    "norm": Norm(),
-    "attention": Attention(),
-    "recurrent": Recurrent(),
-}
-_WEIGHTS: Mapping[str, Kind] = {"embedding": Embedding(), "kernel": Conv()}
-_LINEAR = Linear()
-
-
-def _kind_of(torch: Layer, flax: Layer) -> Kind:
-    """Finds the kind that two layers have in common; of others, only single parts can meet."""
-    weight = torch.shape("weight")
-    if torch.sort == flax.sort:
-        return _SAME_SORT.get(torch.sort, _BARE)
-    if torch.sort != "weight" or flax.sort not in _WEIGHTS:
-        return _BARE
-    is_dense = len(weight) == 2 or (math.prod(weight[2:]) == 1 and len(flax.shape("kernel")) == 2)
-    if flax.sort == "kernel" and is_dense:
-        return _LINEAR
-    return _WEIGHTS[flax.sort]
-
-
-def links_of(torch: Layer, flax: Layer) -> list[Link]:
-    """Lists the links of two layers whose tensor torch has."""
-    links = _kind_of(torch, flax).links(torch, flax)
-    return [link for link in links if link.tensor in torch.parts]
-
-
-def forms_of(torch: Layer, flax: Layer) -> list[str]:
-    """Lists the forms in which the weight of two layers fits, the usual one first."""
-    links = links_of(torch, flax)
-    if not links:
-        return []
-    return list(links[0].views)
-
-
-class Built(NamedTuple):
-    """The pairs of two layers, and a line for each tensor and leaf without one."""
-
-    pairs: list[Pair]
-    missing: list[str]
-    unexpected: list[str]
-    mis_shaped: list[str]
+    torch: Layer
+    flax: Layer
+    links: list[Link]
+    problems: dict[str, list[str]]
 
     @property
     def fits(self) -> bool:
         """Tells whether every leaf and every tensor has its place."""
-        return not (self.missing or self.unexpected or self.mis_shaped)
+        return not any(self.problems.values())
+
+    @property
+    def forms(self) -> list[Form]:
+        """Lists the forms in which the weight fits, the usual one first."""
+        return list(self.links[0].views) if self.links else []
+
+    def pairs(self, answer: Answer) -> list[Pair]:
+        """Makes the pairs of all links, with what is known about the layers."""
+        pairs = []
+        for link in self.links:
+            *fields, row_maps, column_maps = link.view(answer.form)
+            one = Pair(
+                *self.torch.parts[link.tensor],
+                *self.flax.parts[link.leaf],
+                *fields,
+                link.rows,
+                link.terms,
+                link.must_be_zero,
+                row_maps=getattr(answer, row_maps, ()),
+                column_maps=getattr(answer, column_maps, ()),
+            )
+            pairs.append(one)
+        return pairs
 
 
-def build(torch: Layer, flax: Layer, answer: Answer = USUAL) -> Built:
-    """Pairs the tensors of a torch layer and the leaves of a Flax layer.
-
-    Args:
-      torch: The one.
-      flax: The other.
-      answer: What is known about them.
-    """
-    built = Built([], [], [], [])
-    placed: set[str] = set()
-    lost: set[str] = set()
-    filled: set[str] = set()
-    for link in links_of(torch, flax):
-        if link.leaf not in flax.parts:
-            lost.add(link.tensor)  # of a packed tensor, every part must have a leaf
+def join(torch: Layer, flax: Layer) -> Joined:
+    """Brings the tensors of a torch layer together with the leaves of a Flax layer."""
+    links = []
+    problems = {"missing": [], "unexpected": [], "mis_shaped": []}
+    kind = _KINDS.get((torch.sort, flax.sort), _bare)
+    homeless = set(torch.parts)
+    empty = set(flax.parts)
+    lost = set()  # of a packed tensor, every part must have a leaf
+    for link in kind(torch, flax):
+        if link.tensor not in torch.parts:
             continue
-        placed.add(link.tensor)
-        filled.add(link.leaf)
+        if link.leaf not in flax.parts:
+            lost.add(link.tensor)
+            continue
+        homeless.discard(link.tensor)
+        empty.discard(link.leaf)
         if link.views:
-            built.pairs.append(_pair(torch, flax, link, answer))
+            links.append(link)
         else:
-            built.mis_shaped.append(f"{torch.line(link.tensor)} <-> {flax.line(link.leaf)}")
+            line = f"{torch.line(link.tensor)} <-> {flax.line(link.leaf)}"
+            problems["mis_shaped"].append(line)
     for leaf in flax.parts:
-        if leaf not in filled:
-            built.missing.append(flax.line(leaf))
+        if leaf in empty:
+            problems["missing"].append(flax.line(leaf))
     for tensor in torch.parts:
-        if tensor not in placed or tensor in lost:
-            built.unexpected.append(torch.line(tensor))
-    return built
+        if tensor in homeless or tensor in lost:
+            problems["unexpected"].append(torch.line(tensor))
+    return Joined(torch, flax, links, problems)
 
 
-def _pair(torch: Layer, flax: Layer, link: Link, answer: Answer) -> Pair:
-    """Makes the pair of a tensor and a leaf."""
-    name, torch_shape = torch.parts[link.tensor]
-    path, shape = flax.parts[link.leaf]
-    view = link.view(answer.form)
-    rows = None
-    if link.share:
-        height = _height(torch_shape, link.share)
-        rows = (link.share[0] * height, (link.share[0] + 1) * height)
-    return Pair(
-        name,
-        torch_shape,
-        path,
-        shape,
-        view.kind,
-        view.split,
-        view.axes,
-        view.row_axes,
-        view.flip,
-        rows,
-        link.terms,
-        link.must_be_zero,
-        row_maps=getattr(answer, view.row_maps, ()),
-        column_maps=getattr(answer, view.column_maps, ()),
-    )
+def _weight(torch: Layer, flax: Layer) -> list[Link]:
+    """Links Linear, Conv, ConvTranspose, Bilinear, and Conv1D of transformers.
+
+    A weight is (out, in, *space), or (in, out, *space) as by ``Conv1D`` and ConvTranspose. A Flax
+    ConvTranspose with ``transpose_kernel=True`` has the first form, too. A Bilinear may have any
+    order of axes, and where Flax has three axes of outputs (query, key and value of each head), so
+    may these in torch.
+    """
+    shape = torch.shape("weight")
+    kernel = flax.shape("kernel")
+    space = tuple(range(2, len(shape)))
+    in_out = CONV_TRANSPOSE if space else CONV1D
+    forms: dict[Form, Shape] = {OUT_IN: (*space, 1, 0), in_out: (*space, 0, 1)}
+    is_dense = not space or (math.prod(shape[2:]) == 1 and len(kernel) == 2)
+    if is_dense:
+        if torch.share:
+            del forms[in_out]
+    elif len(shape) != len(kernel):  # a Conv2d over one channel that is a Conv1d in Flax
+        del forms[in_out]
+        turned = (*space[::-1], 1, 0)
+        forms[turned] = turned
+    elif len(shape) == 3:
+        for order in itertools.permutations(range(3)):
+            forms[order] = order
+    maps = _DENSE if is_dense else _NO_MAPS
+    weight = _link(torch, flax, "weight", "kernel", torch.share, maps, forms)
+    bias = _link(torch, flax, "bias", "bias", torch.share, ("", maps[1]))
+    if in_out in weight.views and not is_dense:
+        weight.views[in_out] = weight.views[in_out]._replace(flip=tuple(range(len(space))))
+    usual = weight.views.get(OUT_IN)
+    if usual and usual.row_axes == _PACKED_AXES:
+        for order in itertools.islice(itertools.permutations(range(_PACKED_AXES)), 1, None):
+            weight.views[order] = usual.with_rows(order)
+            if bias.views:
+                bias.views[order] = bias.views[OUT_IN].with_rows(order)
+    return [weight, bias]
 
 
-def _gate(torch: Layer, flax: Layer, tensor: str, leaf: str, share: Share | None = None) -> Link:
-    """Links a matrix (out, in) or a vector with a leaf; a share of its rows if there is one."""
-    shape = torch.shape(tensor)
-    target = flax.shape(leaf)
-    if len(shape) < 2:
-        return Link(tensor, leaf, _vector(shape, target, share), share)
-    views: dict[str, View] = {}
-    cut = _cut(target, shape[1], _height(shape, share))
-    if cut:
-        views[OUT_IN] = _turned(target, cut)
-    return Link(tensor, leaf, views, share)
+def _embedding(torch: Layer, flax: Layer) -> list[Link]:
+    """Links a table of rows, which may be flattened maps."""
+    forms: dict[Form, Shape] = {OUT_IN: tuple(range(len(torch.shape("weight"))))}
+    return [_link(torch, flax, "weight", "embedding", None, ("", "unflatten"), forms)]
 
 
-def _height(shape: Shape, share: Share | None) -> int:
-    """Returns the rows of a tensor or of a share of it; 0 if it has no equal shares."""
-    rows = math.prod(shape[:1])
-    if share is None:
-        return rows
-    height, rest = divmod(rows, share[1])
-    if rest:
-        return 0
-    return height
+def _norm(torch: Layer, flax: Layer) -> list[Link]:
+    """Links a norm of any sort, running statistics included, and PReLU."""
+    scale = "negative_slope" if "negative_slope" in flax.parts else "scale"
+    leaves = {"weight": scale, "bias": "bias", "running_mean": "mean", "running_var": "var"}
+    links = []
+    for tensor, leaf in leaves.items():
+        links.append(_link(torch, flax, tensor, leaf, maps=("", "flatten")))
+    return links
 
 
-def _vector(shape: Shape, target: Shape, share: Share | None = None, maps: str = "") -> Views:
-    """Sees a bias, a scale or a running statistic as the leaf, if it has as many values."""
-    if _height(shape, share) * math.prod(shape[1:]) != math.prod(target):
-        return {}
-    axes = tuple(range(len(target)))
-    row_axes = len(target)
-    if len(shape) > 1 and shape[0] == 1:
-        row_axes = 0  # (1, C) has its values in columns, and (C, 1, 1) in rows
-    return {OUT_IN: View("vector", target, axes, row_axes, row_maps=maps)}
+def _attention(torch: Layer, flax: Layer) -> list[Link]:
+    """Links the parts of MultiheadAttention's packed projection, and its output."""
+    links = []
+    for place, name in enumerate(("query", "key", "value")):
+        links.append(_link(torch, flax, "in_proj_weight", f"{name}.kernel", (place, 3)))
+        links.append(_link(torch, flax, f"{name[0]}_proj_weight", f"{name}.kernel"))
+        links.append(_link(torch, flax, "in_proj_bias", f"{name}.bias", (place, 3)))
+    links.append(_link(torch, flax, "out_proj.weight", "out.kernel"))
+    links.append(_link(torch, flax, "out_proj.bias", "out.bias"))
+    return links
 
 
-def _cut(kernel: Shape, n_in: int, n_out: int) -> int:
-    """Finds where the input axes of a dense kernel end; 0 if its shape does not fit."""
-    for cut in range(1, len(kernel)):
-        if math.prod(kernel[:cut]) == n_in and math.prod(kernel[cut:]) == n_out:
-            return cut
-    return 0
+def _recurrent(torch: Layer, flax: Layer) -> list[Link]:
+    """Links the packed gates of one level and direction, or of a cell, with the kernels of each.
+
+    torch adds its two biases at once; Flax has both or their sum. nnx.GRUCell adds none to the
+    hidden side of gate n, inside torch's reset gate, so that these values have to be zero.
+    """
+    packed, hidden = torch.shape("weight_hh") or (1, 2)
+    count, rest = divmod(packed, hidden)
+    if rest or count not in _GATES:
+        return []
+    gates = []
+    for place, letter in enumerate(_GATES[count]):
+        gates.append((letter, (place, count)))
+    prefix = ""
+    if "dense_i.kernel" in flax.parts:  # flax.nnx packs the gates as torch does
+        prefix = "dense_"
+        gates = []
+    links = []
+    for letter, share in gates or [("", None)]:
+        inputs = f"{prefix}i{letter}"
+        state = f"{prefix}h{letter}"
+        kernel = _link(torch, flax, "weight_ih", f"{inputs}.kernel", share, ("flatten", ""))
+        links += [kernel, _link(torch, flax, "weight_hh", f"{state}.kernel", share)]
+        biases = [("bias_ih", f"{inputs}.bias"), ("bias_hh", f"{state}.bias")]
+        biases.sort(key=lambda bias: bias[1] not in flax.parts)
+        (first, leaf), (second, other) = biases
+        one = _link(torch, flax, first, leaf, share)
+        two = _link(torch, flax, second, other, share)
+        if other not in flax.parts:
+            one = one._replace(terms=2)
+            two = _link(torch, flax, second, leaf, share)._replace(terms=2)
+            if count == 3 and share is None:
+                two = two._replace(must_be_zero=(2 * hidden, 3 * hidden))
+        links += [one, two]
+    return links
 
 
-def _turned(
-    kernel: Shape, cut: int, row_maps: str = "", column_maps: str = "", order: Shape = ()
-) -> View:
-    """Sees (*outs, *ins) in torch as (*ins, *outs) in Flax.
+def _bare(torch: Layer, flax: Layer) -> list[Link]:
+    """Links the only tensor with the only leaf, in all orders of the axes that fit.
+
+    Axes of one place take no part. What a module of torch multiplies with is usually turned, and
+    another parameter is as it is. The axes of space come apart only where no other order fits.
+    """
+    if len(torch.parts) != 1 or len(flax.parts) != 1:
+        return []
+    ((tensor, (_, shape)),) = torch.parts.items()
+    ((leaf, (path, target)),) = flax.parts.items()
+    wide = without_ones(shape) or (1,)
+    same = tuple(range(len(wide)))
+    turned = (*same[2:], *same[1::-1])
+    orders = [same, turned]
+    if torch.sort in ("weight", "recurrent", "attention"):
+        orders.reverse()
+    for axes in itertools.permutations((same[:1], same[1:2], same[2:])):
+        orders.append(tuple(itertools.chain(*axes)))
+    if wide == without_ones(target) and path[-1] in _AS_THEY_ARE:
+        orders = [same]
+    maps = _NO_MAPS
+    if torch.sort == "weight" and len(shape) == 2:
+        maps = _DENSE
+    elif torch.sort == "bare" and len(wide) == 1:
+        maps = ("", "flatten")
+    views = _views(wide, target, dict(zip(orders, orders, strict=True)), maps)
+    if not views and len(wide) <= _BARE_AXES:
+        orders = list(itertools.permutations(same))
+        views = _views(wide, target, dict(zip(orders, orders, strict=True)), maps)
+    if shape[:1] == (1,):  # the first of the wide axes is one of torch's columns
+        for order, view in views.items():
+            views[order] = view._replace(row_axes=0)
+    return [Link(tensor, leaf, views)]
+
+
+# Sorts of a torch and a Flax layer -> what links them; of others, only single parts can meet.
+_KINDS: Mapping[tuple[str, str], Callable[[Layer, Layer], list[Link]]] = {
+    ("weight", "kernel"): _weight,
+    ("weight", "embedding"): _embedding,
+    ("norm", "norm"): _norm,
+    ("attention", "attention"): _attention,
+    ("recurrent", "recurrent"): _recurrent,
+}
+
+
+def _link(
+    torch: Layer,
+    flax: Layer,
+    tensor: str,
+    leaf: str,
+    share: Share | None = None,
+    maps: tuple[str, str] = _NO_MAPS,
+    forms: Mapping[Form, Shape] | None = None,
+) -> Link:
+    """Links a tensor, or a share of its rows, with a leaf.
 
     Args:
-      kernel: The shape in Flax.
-      cut: How many of its axes are inputs.
-      row_maps: As in `View`.
-      column_maps: As in `View`.
-      order: The order in which torch has the axes of outputs, if it is another.
+      torch: The layer of the tensor.
+      flax: The layer of the leaf.
+      tensor: What the one is called; the layer may lack it.
+      leaf: What the other is called.
+      share: Which of so many equal parts of the rows.
+      maps: As for `_views`.
+      forms: Form -> order of torch's axes; None for a vector, or a matrix (out, in).
     """
-    outs = kernel[cut:]
-    count = len(outs)
-    order = order or tuple(range(count))
-    split = _moved(outs, order) + kernel[:cut]
-    axes = (*range(count, len(kernel)), *map(order.index, range(count)))
-    return View("linear.weight", split, axes, count, (), row_maps, column_maps)
+    if tensor not in torch.parts:
+        return Link(tensor, leaf, {})
+    shape = torch.shape(tensor) or (1,)
+    forms = forms or {OUT_IN: tuple(range(len(shape)))[::-1]}
+    rows = None
+    if share:
+        height, rest = divmod(shape[0], share[1])
+        rows = (share[0] * height, (share[0] + 1) * height)
+        shape = (height, *shape[1:])
+        if rest:
+            forms = {}
+    return Link(tensor, leaf, _views(shape, flax.shape(leaf), forms, maps), rows)
 
 
-def _moved(shape: Shape, order: Iterable[int]) -> Shape:
-    return tuple(shape[axis] for axis in order)
+def _views(
+    shape: Shape, target: Shape, forms: Mapping[Form, Shape], maps: tuple[str, str]
+) -> dict[Form, View]:
+    """Sees a shape in those orders of its axes that make it another, alike ones once.
+
+    Args:
+      shape: The shape in torch.
+      target: The shape in Flax.
+      forms: Form -> order of torch's axes.
+      maps: What may be a map in Flax, the first axes and the last: a field of an `Answer`, or "".
+    """
+    views = {}
+    seen = set()
+    for form, order in forms.items():
+        wide = tuple(axis for axis in order if shape[axis] != 1)  # others change nothing
+        leaf_axes = _leaf_axes(shape, target, order)
+        if leaf_axes is None or wide in seen:
+            continue
+        seen.add(wide)
+        in_turn = list(itertools.chain(*leaf_axes))
+        split = tuple(target[axis] for axis in in_turn)
+        axes = tuple(map(in_turn.index, range(len(target))))
+        row_maps, column_maps = maps[::-1] if order[-1] == 0 else maps
+        views[form] = View(split, axes, len(leaf_axes[0]), (), row_maps, column_maps)
+    return views
+
+
+def _leaf_axes(shape: Shape, target: Shape, order: Shape) -> list[list[int]] | None:
+    """Finds the axes of a leaf that each axis of torch becomes; none if the shapes do not fit.
+
+    An axis of torch may be several in Flax, as the heads of attention. Axes of one place have to
+    be the same ones if both have as many axes, and come anywhere else.
+    """
+    if len(shape) == len(target) and [shape[axis] for axis in order] != list(target):
+        return None
+    taken: list[list[int]] = [[] for _ in shape]
+    rest = list(range(len(target)))
+    for axis in order:
+        size = 1
+        while rest and (size != shape[axis] or target[rest[0]] == 1):
+            size *= target[rest[0]]
+            taken[axis].append(rest.pop(0))
+        if size != shape[axis]:
+            return None
+    return None if rest else taken
 
 
 def without_ones(shape: Iterable[int]) -> Shape:
     """Returns a shape without the axes of one place."""
     return tuple(size for size in shape if size != 1)
-
-
-def _orders(
-    shape: Shape, goal: Shape, orders: Iterable[Shape], row_axes: int = 1
-) -> dict[str, View]:
-    """Sees a shape in those orders of its axes that make it another, each once."""
-    kinds = {1: "vector", 2: "linear.weight"}
-    views: dict[str, View] = {}
-    for order in orders:
-        kind = kinds.get(len(order), "conv.weight")
-        if order == tuple(range(len(order))):
-            kind = "array"
-        if _moved(shape, order) == goal:
-            views.setdefault(axes_name(order), View(kind, shape, order, row_axes))
-    return views
-
-
-def _kernel_order(count: int) -> Shape:
-    """Returns the order of axes that makes (out, in, *spatial) into (*spatial, in, out)."""
-    if count < 2:
-        return tuple(range(count))
-    return (*range(2, count), 1, 0)
-
-
-def axes_name(order: Iterable[int]) -> str:
-    """Names the form in which a weight has its axes in another order."""
-    return f"axes {','.join(map(str, order))}"

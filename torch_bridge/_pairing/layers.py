@@ -6,6 +6,7 @@ direction of an LSTM. Layers are what `match` brings together.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -13,9 +14,9 @@ from typing import Any, Literal, TypeAlias
 
 from torch_bridge._base.tensors import BUFFER_NAMES, STATISTICS, clean_names
 from torch_bridge._pairing.leaves import Tree, words_of
+from torch_bridge._pairing.pairs import Path, Shape
 
 Sort: TypeAlias = Literal["weight", "kernel", "embedding", "norm", "attention", "recurrent", "bare"]
-Shape: TypeAlias = tuple[int, ...]
 Share: TypeAlias = tuple[int, int]  # (k, n): the k-th of n equal parts of the rows
 Part: TypeAlias = tuple[Any, Shape]  # the name of a tensor or the path of a leaf, and its shape
 Parts: TypeAlias = dict[str, Part]
@@ -28,20 +29,18 @@ _GATES = (
     {"dense_i", "dense_h"},
 )
 _INNER = _ATTENTION.union(*_GATES)
-_RECURRENT = re.compile(r"(weight_ih|weight_hh|bias_ih|bias_hh|weight_hr)(_l\d+)?(_reverse)?$")
-_RECURRENT_PARTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-_PACKED = ("in_proj_weight", "q_proj_weight")
+_RECURRENT = re.compile(
+    r"(weight_ih|weight_hh|bias_ih|bias_hh|weight_hr)(?:_(l\d+))?(?:_(reverse))?"
+)
+_PACKED = re.compile(r"\b(in_proj_weight|q_proj_weight)$")
 # What torch's weight_norm keeps, in its old form and as a parametrization: length and direction.
 _WEIGHT_NORM = {
-    ".weight_g": "weight_g",
-    ".parametrizations.weight.original0": "weight_g",
-    ".weight_v": "weight",
-    ".parametrizations.weight.original1": "weight",
+    "weight_g": r"\.parametrizations\.weight\.original0$",
+    "weight": r"\.(weight_v|parametrizations\.weight\.original1)$",
 }
-_NORM_PARTS = ("weight", "bias", *STATISTICS)
-_NORM_LEAVES = ("scale", "bias", "mean", "var", "negative_slope")
 
 
+@dataclasses.dataclass(eq=False)
 class Layer:
     """One layer of either model.
 
@@ -58,28 +57,17 @@ class Layer:
       numbers: The numbers of the name: (3, 1).
     """
 
-    def __init__(
-        self,
-        segments: tuple[str, ...],
-        sort: Sort,
-        parts: Parts,
-        sep: str = ".",
-        share: Share | None = None,
-    ) -> None:
-        self.segments = segments
-        self.sort: Sort = sort
-        self.parts = parts
-        self.sep = sep
-        self.share = share
-        self.name = sep.join(segments)
-        self.words, self.numbers = words_of(segments)
+    segments: Path
+    sort: Sort
+    parts: Parts
+    sep: str = "."
+    share: Share | None = None
 
-    def __repr__(self) -> str:
-        return f"Layer({self.name!r}, {self.sort})"
+    def __post_init__(self) -> None:
+        self.name = self.sep.join(self.segments)
+        self.words, self.numbers = words_of(self.segments)
 
-    @property
-    def label(self) -> str:
-        """Names the layer, also one that has no name."""
+    def __str__(self) -> str:
         return self.name or "(root)"
 
     @functools.cached_property
@@ -112,21 +100,20 @@ class Layer:
         """Takes the layer apart into equal parts of its rows; into one, it stays as it is."""
         if count == 1:
             return [self]
-        shares: list[Layer] = []
-        for place in range(count):
-            shares.append(Layer(self.segments, self.sort, self.parts, share=(place, count)))
-        return shares
+        return [dataclasses.replace(self, share=(place, count)) for place in range(count)]
 
     def single(self, part: str) -> Layer:
         """Makes a layer of one part: a weight alone, or a bare parameter."""
         segments = self.segments
         if part not in ("", "weight", "kernel"):
             segments = (*segments, part)
+        sort: Sort = "bare"
+        name = ""
         if part == "kernel" and self.sort == "kernel":
-            return Layer(segments, "kernel", {"kernel": self.parts[part]}, self.sep)
-        if "weight" in part and self.sort in ("weight", "attention", "recurrent"):
-            return Layer(segments, "weight", {"weight": self.parts[part]}, self.sep)
-        return Layer(segments, "bare", {"": self.parts[part]}, self.sep)
+            sort = name = "kernel"
+        elif "weight" in part and self.sort in ("weight", "attention", "recurrent"):
+            sort = name = "weight"
+        return Layer(segments, sort, {name: self.parts[part]}, self.sep)
 
 
 NO_LAYER = Layer((), "bare", {})
@@ -141,69 +128,56 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
       shapes: Tensor name -> shape of the torch model.
       tree: The flattened Flax tree; if it has no place for running statistics, they take no part.
     """
-    children = _children(tree)
-    cleaned = clean_names(list(shapes))
-    packed: set[str] = set()
-    for clean in cleaned.values():
-        module, _, local = clean.rpartition(".")
-        if local in _PACKED:
-            packed.add(module)
-    attention = bool(packed) and any(map(_ATTENTION.issubset, children.values()))
-    modules: dict[str, Parts] = {}
-    for name, clean in cleaned.items():
-        local = clean.rpartition(".")[2]
-        if local in BUFFER_NAMES and not (local in STATISTICS and tree.has_statistics):
-            continue
-        module, local = _torch_place(clean, packed, attention)
-        modules.setdefault(module, {})[local] = (name, shapes[name])
-    torch: list[Layer] = []
-    for module, parts in modules.items():
-        torch += _of_torch(module, parts)
-    bare: set[Any] = set()
-    for layer in torch:
-        if layer.sort == "bare":
-            bare.add((layer.words, layer.numbers, layer.shape("")))
-    groups: dict[tuple[str, ...], Parts] = {}
-    for path, shape in tree.shapes.items():
-        module, part = _flax_place(path, children, attention)
-        groups.setdefault(module, {})[part] = (path, shape)
-    flax: list[Layer] = []
-    for module, parts in groups.items():
-        flax += _of_flax(module, parts, bare)
-    return torch, flax
-
-
-def _children(tree: Tree) -> dict[tuple[str, ...], set[str]]:
-    """Collects the names of the modules that lie in each module and hold leaves."""
-    children: dict[tuple[str, ...], set[str]] = {}
+    children = {}
     for path in tree.shapes:
         names = children.setdefault(path[:-2], set())
         names.update(name.rstrip("_") for name in path[-2:-1])
-    return children
+    cleaned = clean_names(list(shapes))
+    heads = set()  # modules that pack the projections of attention, if Flax has them, too
+    if any(map(_ATTENTION.issubset, children.values())):
+        heads = {name.rpartition(".")[0] for name in cleaned.values() if _PACKED.search(name)}
+    modules = {}
+    for name, clean in cleaned.items():
+        segments, local = _torch_place(clean, heads)
+        if local not in BUFFER_NAMES or (local in STATISTICS and tree.has_statistics):
+            modules.setdefault(segments, {})[local] = (name, shapes[name])
+    torch = []
+    for segments, parts in modules.items():
+        torch += _divided(segments, *_torch_sort(parts), parts, ".")
+    bare = {(one.words, one.numbers, one.shape("")) for one in torch if one.sort == "bare"}
+    groups = {}
+    for path, shape in tree.shapes.items():
+        module, part = _flax_place(path, children, bool(heads))
+        groups.setdefault(module, {})[part] = (path, shape)
+    flax = []
+    for module, parts in groups.items():
+        sort, known = _flax_sort(parts)
+        if sort in ("embedding", "norm"):  # one written by hand in torch is not a module here, too
+            alone = {(*words_of((*module, key)), shape) for key, (_, shape) in parts.items()}
+            known = () if alone <= bare else known
+        flax += _divided(module, sort, known, parts, "/")
+    return torch, flax
 
 
-def _torch_place(clean: str, packed: Collection[str], attention: bool) -> tuple[str, str]:
+def _torch_place(clean: str, heads: Collection[str]) -> tuple[Any, str]:
     """Finds the layer that a tensor belongs to, and what it is called there."""
-    for ending, local in _WEIGHT_NORM.items():
-        if clean.endswith(ending):
-            return clean.removesuffix(ending), local
+    for local, pattern in _WEIGHT_NORM.items():
+        clean = re.sub(pattern, f".{local}", clean)
     module, _, local = clean.rpartition(".")
-    parent, _, last = module.rpartition(".")
-    if module in packed and not attention and local.startswith("in_proj_"):
-        return f"{module}.in_proj".lstrip("."), local.removeprefix("in_proj_")
-    if last == "out_proj" and parent in packed and attention:
-        return parent, f"out_proj.{local}"
-    match = _RECURRENT.match(local)
-    if match is None:
-        return module, local
-    tensor, level, reverse = match.groups(default="")
-    suffix = f"{level}{reverse}".lstrip("_").replace("_", ".")
-    return f"{module}.{suffix}".strip("."), tensor
+    segments = list(filter(None, module.split(".")))
+    recurrent = _RECURRENT.fullmatch(local)
+    if recurrent:
+        local, *suffixes = recurrent.groups()
+        segments += filter(None, suffixes)
+    elif local.startswith("in_proj_") and module not in heads:
+        segments.append("in_proj")
+        local = local.removeprefix("in_proj_")
+    elif segments[-1:] == ["out_proj"] and ".".join(segments[:-1]) in heads:
+        local = f"{segments.pop()}.{local}"
+    return tuple(segments), local
 
 
-def _flax_place(
-    path: tuple[str, ...], children: Mapping[tuple[str, ...], set[str]], attention: bool
-) -> tuple[tuple[str, ...], str]:
+def _flax_place(path: Path, children: Mapping[Path, set[str]], attention: bool) -> tuple[Path, str]:
     """Finds the layer that a leaf belongs to, and what it is called there."""
     siblings = children[path[:-2]]
     child = "".join(path[-2:-1]).rstrip("_")
@@ -213,60 +187,35 @@ def _flax_place(
     return path[:-1], path[-1]
 
 
-def _of_torch(module: str, parts: Parts) -> Iterator[Layer]:
-    """Makes the layers of the tensors of one torch module."""
+def _torch_sort(parts: Parts) -> tuple[Sort, Collection[str]]:
+    """Finds the sort of the layer in a torch module, and which of the parts belong to it."""
     weight = parts["weight"][1] if "weight" in parts else ()
-    sort: Sort = "weight"
-    known: Collection[str] = ()
-    if not parts.keys().isdisjoint(_PACKED):
-        sort = "attention"
-        known = [key for key in parts if "proj" in key]
-    elif "weight_ih" in parts:
-        sort = "recurrent"
-        known = _RECURRENT_PARTS
-    elif "running_mean" in parts or len(weight) == 1:
-        sort = "norm"
-        known = _NORM_PARTS
-    elif len(weight) > 1:
-        known = ("weight", "bias")
-    segments = tuple(filter(None, module.split(".")))
-    return _divided(segments, sort, parts, known, ".")
+    if any(map(_PACKED.fullmatch, parts)):
+        return "attention", [key for key in parts if "proj" in key]
+    if "weight_ih" in parts:
+        return "recurrent", ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    if "running_mean" in parts or len(weight) == 1:
+        return "norm", ("weight", "bias", *STATISTICS)
+    return "weight", ("weight", "bias") if weight else ()
 
 
-def _of_flax(module: tuple[str, ...], parts: Parts, bare: set[Any]) -> Iterator[Layer]:
-    """Makes the layers of the leaves of one Flax module.
-
-    A norm or an embedding written by hand in torch is of `bare` parameters here, too.
-    """
-    alone: set[Any] = set()
-    inner: dict[str, str] = {}  # part of a head or gate -> its module
-    for key, (_, shape) in parts.items():
-        alone.add((*words_of((*module, key)), shape))
-        child = key.rpartition(".")[0]
-        if child in _INNER:
-            inner[key] = child
-    sort: Sort = "kernel"
-    known: Collection[str] = ()
+def _flax_sort(parts: Parts) -> tuple[Sort, Collection[str]]:
+    """Finds the sort of the layer in a Flax module, and which of the parts belong to it."""
+    inner = [key for key in parts if key.rpartition(".")[0] in _INNER]
     if inner:
-        known = inner
-        sort = "attention"
-        if _ATTENTION.isdisjoint(inner.values()):
-            sort = "recurrent"
-    elif "kernel" in parts and len(parts["kernel"][1]) > 1:
-        known = ("kernel", "bias")
-    elif alone <= bare:
-        known = ()
-    elif "embedding" in parts:
-        sort = "embedding"
-        known = ("embedding",)
-    elif {"scale", "mean", "negative_slope"} & parts.keys():
-        sort = "norm"
-        known = _NORM_LEAVES
-    return _divided(module, sort, parts, known, "/")
+        is_head = inner[0].rpartition(".")[0] in _ATTENTION
+        return "attention" if is_head else "recurrent", inner
+    if "kernel" in parts and len(parts["kernel"][1]) > 1:
+        return "kernel", ("kernel", "bias")
+    if "embedding" in parts:
+        return "embedding", ("embedding",)
+    if {"scale", "mean", "negative_slope"} & parts.keys():
+        return "norm", ("scale", "bias", "mean", "var", "negative_slope")
+    return "bare", ()
 
 
 def _divided(
-    segments: tuple[str, ...], sort: Sort, parts: Parts, known: Collection[str], sep: str
+    segments: Path, sort: Sort, known: Collection[str], parts: Parts, sep: str
 ) -> Iterator[Layer]:
     """Makes the layer of the known parts, and a bare parameter of each other one."""
     together = {key: part for key, part in parts.items() if key in known}

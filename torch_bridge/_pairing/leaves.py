@@ -19,7 +19,7 @@ import numpy as np
 from jaxcomp import MatrixDims
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import shape_of
-from torch_bridge._pairing.pairs import Pair
+from torch_bridge._pairing.pairs import Pair, Path, Shape
 
 MatrixDimsFn: TypeAlias = Callable[[Any, Any], MatrixDims | None]
 _TRANSPOSED_WORDS = frozenset({"convtranspose", "transpose", "transposed", "deconv", "tconv"})
@@ -27,27 +27,24 @@ _TRANSPOSED_WORDS = frozenset({"convtranspose", "transpose", "transposed", "deco
 _SPLIT_OUTPUTS = frozenset({"query", "key", "value", "qkv", "in_proj"})
 # The collections of linen variables that hold what a torch state dict holds.
 COLLECTIONS = ("params", "batch_stats")
+_DIGITS = 20  # of the largest number in a name
 _SMALL = 1024  # values; what is smaller may be a step count or a seed
 # Decoding caches of attention: floating point, but not parameters.
 _CACHES = frozenset({"cached_key", "cached_value", "cache_index"})
 
 
-def plain_path(path: tuple[Any, ...]) -> tuple[str, ...]:
+def plain_path(path: tuple[Any, ...]) -> Path:
     """Writes a JAX key path as strings, without what is not a module.
 
     That is the collection of linen variables, and the entry under which nnx keeps an array.
     """
-    if len(path) > 1:
-        last = path[-1]
-        if isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value"):
-            path = path[:-1]
-    names: list[str] = []
-    for key in path:
-        names.append(jax.tree_util.keystr((key,), simple=True))
-    return without_collection(tuple(names))
+    last = path[-1] if len(path) > 1 else None
+    if isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value"):
+        path = path[:-1]
+    return without_collection(tuple(jax.tree_util.keystr((key,), simple=True) for key in path))
 
 
-def without_collection(path: tuple[str, ...]) -> tuple[str, ...]:
+def without_collection(path: Path) -> Path:
     """Returns the path of a leaf as it is where the tree has no collections."""
     if len(path) > 1 and path[0] in COLLECTIONS:
         return path[1:]
@@ -55,10 +52,10 @@ def without_collection(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=2**16)
-def words_of(segments: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def words_of(segments: Path) -> tuple[Path, Shape]:
     """Splits a name into its words, with # for each number, and its numbers."""
-    words: list[str] = []
-    numbers: list[int] = []
+    words = []
+    numbers = []
     for segment in segments:
         for piece in re.findall(r"\d+|[^\W\d_]+", segment):
             if piece.isdigit():
@@ -68,7 +65,7 @@ def words_of(segments: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...
     return tuple(words), tuple(numbers)
 
 
-def leaves_by_path(tree: Any) -> dict[tuple[str, ...], Any]:
+def leaves_by_path(tree: Any) -> dict[Path, Any]:
     """Collects every leaf of a tree by its path."""
     return {plain_path(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
@@ -85,8 +82,8 @@ class Tree:
       collections: Whether it is of linen variables, ``{'params': ..., ...}``.
     """
 
-    shapes: Mapping[tuple[str, ...], tuple[int, ...]]
-    leaves: Mapping[tuple[str, ...], Any]
+    shapes: Mapping[Path, Shape]
+    leaves: Mapping[Path, Any]
     treedef: Any
     collections: bool
 
@@ -96,7 +93,7 @@ class Tree:
         names = {path[-1] for path in self.shapes if path}
         return bool(names & {"mean", "var"})
 
-    def with_leaves(self, leaves: Mapping[tuple[str, ...], Any]) -> Any:
+    def with_leaves(self, leaves: Mapping[Path, Any]) -> Any:
         """Returns the tree with some leaves exchanged and all others as they are."""
         values = dict(self.leaves)
         for path in values.keys() & leaves.keys():
@@ -132,26 +129,24 @@ def flatten(tree: Any) -> Tree:
         name in several collections.
     """
     flat, treedef = jax.tree.flatten_with_path(tree)
-    leaves: dict[tuple[str, ...], Any] = {}
-    ambiguous: dict[str, None] = {}
+    of_variables = isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)
+    leaves = {}
+    shapes = {}
+    ambiguous = {}
     for key_path, value in flat:
         path = plain_path(key_path)
         if path in leaves:
             ambiguous["/".join(path)] = None
         leaves[path] = value
+        collection = jax.tree_util.keystr(key_path[:1], simple=True)
+        is_kept = not of_variables or collection in COLLECTIONS
+        if is_kept and _is_parameter(path, value):
+            shapes[path] = shape_of(value)
     if ambiguous:
         raise CheckpointMismatch(
             "Several leaves of the Flax tree have one name. Rename all but one.",
             ambiguous=list(ambiguous),
         )
-    of_variables = isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)
-    part = tree
-    if of_variables:
-        part = {name: tree[name] for name in COLLECTIONS if name in tree}
-    shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
-    for path, value in leaves_by_path(part).items():
-        if _is_parameter(path, value):
-            shapes[path] = shape_of(value)
     ordered = {path: shapes[path] for path in sorted(shapes, key=_natural_key)}
     return Tree(ordered, leaves, treedef, of_variables)
 
@@ -168,21 +163,12 @@ def hollow(tree: Any) -> Any:
     return jax.tree.map(emptied, tree)
 
 
-def _natural_key(words: tuple[str, ...]) -> tuple[Any, ...]:
+def _natural_key(path: Path) -> list[str]:
     """Returns what sorts names as people do: ``Dense_10`` after ``Dense_9``."""
-    key: list[tuple[tuple[int, str], ...]] = []
-    for word in words:
-        pieces: list[tuple[int, str]] = []
-        for piece in re.split(r"(\d+)", word):
-            number = (-1, piece)
-            if piece.isdigit():
-                number = (int(piece), "")
-            pieces.append(number)
-        key.append(tuple(pieces))
-    return tuple(key)
+    return [re.sub(r"\d+", lambda number: number[0].zfill(_DIGITS), name) for name in path]
 
 
-def _is_parameter(path: tuple[str, ...], value: Any) -> bool:
+def _is_parameter(path: Path, value: Any) -> bool:
     if _CACHES.intersection(path):
         return False
     dtype = getattr(value, "dtype", None) or np.result_type(value)
@@ -222,7 +208,7 @@ def torch_matrix_dims(path: Any, leaf: Any) -> MatrixDims | None:
     if ndim < 2:
         return None
     module = "".join(names[-2:-1])
-    rows: tuple[int, ...] = (0,)  # an embedding or a bare parameter keeps torch's shape
+    rows: Shape = (0,)  # an embedding or a bare parameter keeps torch's shape
     if names[-1:] == ("kernel",):
         rows = (ndim - 1,)
         if module in _SPLIT_OUTPUTS and ndim > 2:

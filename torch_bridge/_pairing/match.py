@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
 from torch_bridge._base.tensors import clean_names
-from torch_bridge._pairing.kinds import IN_OUT, build, forms_of
+from torch_bridge._pairing.kinds import CONV1D, join
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.leaves import without_collection, words_of
+from torch_bridge._pairing.options import Options
+from torch_bridge._pairing.pairs import Path
 
 Partners: TypeAlias = dict[Layer, Layer]
 _T = TypeVar("_T")
@@ -26,15 +32,10 @@ FITS = 2
 
 
 class Group(NamedTuple):
-    """Alike layers of both sides, of which nothing tells which is which."""
+    """Layers of both sides, of which nothing tells which is which."""
 
     torch: list[Layer]
     flax: list[Layer]
-
-    def joined(self, other: Group) -> Group:
-        """Returns the layers of both groups, each once."""
-        flax = dict.fromkeys(self.flax + other.flax)
-        return Group(self.torch + other.torch, list(flax))
 
     def without(self, partners: Mapping[Layer, Layer]) -> Group:
         """Returns the layers that are not paired."""
@@ -42,17 +43,6 @@ class Group(NamedTuple):
         torch = [layer for layer in self.torch if layer not in partners]
         flax = [target for target in self.flax if target not in taken]
         return Group(torch, flax)
-
-    def in_order(self) -> list[tuple[Layer, Layer]]:
-        """Pairs layers that differ in their numbers only, in the order of these; else none do."""
-        if len(self.torch) != len(self.flax):
-            return []
-        sides: list[list[Layer]] = []
-        for layers in self:
-            if len({layer.words for layer in layers}) > 1:
-                return []
-            sides.append(sorted(layers, key=lambda layer: layer.numbers))
-        return list(zip(*sides, strict=True))
 
 
 class Match:
@@ -65,21 +55,28 @@ class Match:
       by_rule: The torch layers whose partner a rule names.
       by_name: The torch layers whose partner has an equal name.
       problems: A line for each rule that cannot be followed.
-      plain: Whether a layer that fits in its usual form does not go elsewhere in another.
+      options: What the user says. With `plain` a layer that fits in its usual form does not go
+        elsewhere in another.
+      known: Module name -> how its weight is stored, of torch's own classes.
     """
 
     def __init__(
-        self, torch: Sequence[Layer], flax: Sequence[Layer], rules: Sequence[tuple[str, str]]
+        self,
+        torch: Iterable[Layer],
+        flax: Iterable[Layer],
+        options: Options,
+        known: Mapping[str, str],
     ) -> None:
         self.torch = list(torch)
         self.flax = list(flax)
         self.partners: Partners = {}
-        self.by_name: set[Layer] = set()
-        self.problems: list[str] = []
-        self.plain = False
-        self._fits: dict[Hashable, int] = {}
-        if rules:
-            self._follow(rules)
+        self.by_name = set()
+        self.problems = []
+        self.options = options
+        self.known = known
+        self._fits = {}
+        if options.rules:
+            self._follow(options.rules)
         self.by_rule = set(self.partners)
 
     def fits(self, layer: Layer, target: Layer) -> int:
@@ -89,13 +86,10 @@ class Match:
         """
         key = (layer.signature, target.signature)
         if key not in self._fits:
-            strength = 0
-            if build(layer, target).fits:
-                strength = FITS
-                is_matrix = len(layer.shape("weight")) == 2
-                if is_matrix and forms_of(layer, target)[:1] == [IN_OUT]:
-                    strength = UNUSUAL
-            self._fits[key] = strength
+            joined = join(layer, target)
+            self._fits[key] = FITS if joined.fits else 0
+            if joined.fits and joined.forms[0] == CONV1D:
+                self._fits[key] = UNUSUAL
         return self._fits[key]
 
     # --- by a rule ------------------------------------------------------------------------------
@@ -104,26 +98,21 @@ class Match:
         """Pairs the layers that rules name, and tensors and leaves that their layers keep apart."""
         names = clean_names(list(itertools.chain(*map(Layer.tensors, self.torch))))
         owners = {"/".join(layer.segments): layer for layer in self.flax}
-        leaves: dict[str, str] = {}
+        leaves = {}
         for target in self.flax:
             for leaf, (path, _) in target.parts.items():
                 owners["/".join(path)] = target
                 leaves["/".join(path)] = leaf
         for layer in self.torch.copy():
-            sent: dict[tuple[Layer | None, ...], tuple[str, list[str]]] = {}
+            sent = {}
             for part, (name, _) in list(layer.parts.items()):
                 pattern, paths = _first_rule(rules, [names[name], layer.name])
-                if not paths:
-                    continue
-                targets = tuple(map(owners.get, paths))
-                if len(paths) == 1 and paths[0] in leaves:
-                    target = owners[paths[0]]
-                    leaf = leaves[paths[0]]
-                    if not _meet(layer, part, target, leaf, pattern):
-                        owners[paths[0]] = self._alone(layer, part, target, leaf)
-                        del leaves[paths[0]]
-                        continue
-                sent.setdefault(targets, (pattern, paths))
+                leaf = leaves.get(paths[0]) if len(paths) == 1 else None
+                if leaf is not None and not _meet(layer, part, owners[paths[0]], leaf, pattern):
+                    owners[paths[0]] = self._alone(layer, part, owners[paths[0]], leaf)
+                    del leaves[paths[0]]
+                elif paths:
+                    sent.setdefault(tuple(map(owners.get, paths)), (pattern, paths))
             if sent:
                 self._send(layer, sent)
 
@@ -134,24 +123,21 @@ class Match:
         del layer.parts[part]
         del target.parts[leaf]
         for side, single, whole in ((self.torch, one, layer), (self.flax, other, target)):
-            side.insert(side.index(whole), single)
-            if not whole.parts:
-                side.remove(whole)
+            _exchange(side, whole, [single, whole] if whole.parts else [single])
         self.partners[one] = other
         return other
 
-    def _send(
-        self, layer: Layer, sent: Mapping[tuple[Layer | None, ...], tuple[str, list[str]]]
-    ) -> None:
+    def _send(self, layer: Layer, sent: Mapping[Any, tuple[str, list[str]]]) -> None:
         """Pairs a layer with the one that a rule names, or its equal shares with several."""
         (targets, (pattern, paths)), *others = sent.items()
-        text = f"the rule {pattern!r} sends {layer.label} to"
+        text = f"the rule {pattern!r} sends {layer} to"
         shares = layer.shares(len(paths))
-        exchange(self.torch, layer, shares)
+        _exchange(self.torch, layer, shares)
         for share, target, path in zip(shares, targets, paths, strict=True):
             if target is None:
-                line = "which is neither a leaf nor a module of the Flax tree"
-                self.problems.append(f"{text} {path}, {line}")
+                self.problems.append(
+                    f"{text} {path}, which is neither a leaf nor a module of the Flax tree"
+                )
             elif target in self.partners.values():
                 self.problems.append(f"{text} {path}, where an earlier rule sends another")
             else:
@@ -167,7 +153,7 @@ class Match:
         for parted, side in zip(layers, (self.torch, self.flax), strict=True):
             for layer in parted:
                 if len(layer.parts) > 1 and layer.sort in ("weight", "kernel", "norm", "bare"):
-                    exchange(side, layer, [layer.single(part) for part in layer.parts])
+                    _exchange(side, layer, [layer.single(part) for part in layer.parts])
 
     def take_shares(self, layers: Group) -> None:
         """Takes packed Linears apart, of which not the whole but so many parts have a place."""
@@ -177,11 +163,8 @@ class Match:
                 if len(weight) != 2 or weight[0] % count:
                     continue
                 shares = layer.shares(count)
-                fitting = 0
-                for target in layers.flax:
-                    fitting += self.fits(shares[0], target) > 0
-                if fitting >= count:
-                    exchange(self.torch, layer, shares)
+                if np.count_nonzero(self._strengths(shares[:1], layers.flax)) >= count:
+                    _exchange(self.torch, layer, shares)
                     break
 
     # --- by name, and by shape ------------------------------------------------------------------
@@ -192,7 +175,7 @@ class Match:
         Args:
           misfits: Whether to pair those whose shapes differ, too, so that this is reported.
         """
-        innermost = _shared(self.torch, self.flax, 1, set())
+        innermost = _shared(self.torch, self.flax)
         open_torch, open_flax = self.open()
         theirs = {(target.words, target.numbers): target for target in open_flax}
         for layer in open_torch:
@@ -200,121 +183,132 @@ class Match:
             target = theirs.get(key)
             if target is None or layer.share or innermost(layer.segments) != key:
                 continue
-            built = build(layer, target)
-            if built.fits or (misfits and (built.pairs or built.mis_shaped)):
+            joined = join(layer, target)
+            if joined.fits or (misfits and (joined.links or joined.problems["mis_shaped"])):
                 self.partners[layer] = target
                 self.by_name.add(layer)
+
+    def match_shapes(self) -> None:
+        """Pairs every layer that has one place only, or is the only one for a place."""
+        both, could_be = self._candidates()
+        forced = could_be
+        while forced.any():
+            # Two layers that have the same place only stay open, and so do two such places.
+            alone = could_be & (could_be.sum(1, keepdims=True) == 1)
+            only = could_be & (could_be.sum(0) == 1)
+            forced = alone & (alone.sum(0) == 1) | only & (only.sum(1, keepdims=True) == 1)
+            for row, column in np.argwhere(forced):
+                self.partners[both.torch[row]] = both.flax[column]
+            could_be &= ~forced.any(0) & ~forced.any(1, keepdims=True)
+
+    def groups(self) -> list[Group]:
+        """Lists the layers that are open among each other; one that fits nothing is a group."""
+        both, could_be = self._candidates()
+        rows, columns = np.nonzero(could_be)
+        count = len(both.torch)
+        total = sum(could_be.shape)
+        if not total:
+            return []
+        edges = (rows, columns + count)
+        graph = coo_array((np.ones(len(rows)), edges), shape=(total, total))
+        groups = {}
+        for place, label in enumerate(connected_components(graph, directed=False)[1]):
+            group = groups.setdefault(label, Group([], []))
+            if place < count:
+                group.torch.append(both.torch[place])
+            else:
+                group.flax.append(both.flax[place - count])
+        return list(groups.values())
+
+    def lonely(self) -> Group:
+        """Returns the layers that fit nothing."""
+        lonely = Group([], [])
+        for torch, flax in self.groups():
+            if not (torch and flax):
+                lonely.torch.extend(torch)
+                lonely.flax.extend(flax)
+        return lonely
+
+    def assign(
+        self, decided: Mapping[Layer, Layer], torch: list[Layer], flax: list[Layer]
+    ) -> Partners:
+        """Pairs as many layers as can be, those at the same place of two orders, where they fit.
+
+        Args:
+          decided: What is paired already.
+          torch: The torch layers in an order.
+          flax: The Flax layers in an order.
+        """
+        ones, others = Group(torch, flax).without(decided)
+        strengths = self._strengths(ones, others)
+        apart = np.arange(len(ones))[:, None] / len(ones) - np.arange(len(others)) / len(others)
+        # One layer more in its usual form outweighs all places, and one more at all outweighs that.
+        count = 1 + len(ones)
+        costs = apart**2 + count * (FITS - strengths) + count**2 * (strengths == 0)
+        partners = dict(decided)
+        for row, column in zip(*linear_sum_assignment(costs), strict=True):
+            if strengths[row, column]:
+                partners[ones[row]] = others[column]
+        return self.in_order(partners)
+
+    def in_order(self, partners: Partners) -> Partners:
+        """Returns the partners in the order of torch's layers."""
+        return {layer: partners[layer] for layer in self.torch if layer in partners}
 
     def open(self) -> Group:
         """Returns the layers without a partner."""
         return Group(self.torch, self.flax).without(self.partners)
 
-    def match_shapes(self) -> None:
-        """Pairs every layer that has one place only, or is the only one for a place."""
-        for region in self._regions():
-            forced = _forced(self._alike(region))
-            while forced:
-                self.partners.update(forced)
-                region = region.without(forced)
-                forced = _forced(self._alike(region))
+    def _strengths(self, torch: Sequence[Layer], flax: Sequence[Layer]) -> np.ndarray:
+        """Returns how layers fit each other, as `fits` does, with a row for each of torch's."""
+        strengths = np.zeros((len(torch), len(flax)), int)
+        rows = grouped(range(len(torch)), lambda place: torch[place].signature)
+        columns = grouped(range(len(flax)), lambda place: flax[place].signature)
+        for alike, fitting in itertools.product(rows.values(), columns.values()):
+            strengths[np.ix_(alike, fitting)] = self.fits(torch[alike[0]], flax[fitting[0]])
+        return strengths
 
-    def groups(self) -> list[Group]:
-        """Lists the groups of layers that are open among each other."""
-        groups: list[Group] = []
-        for region in self._regions():
-            joined: list[Group] = []
-            for alike in self._alike(region):
-                apart: list[Group] = []
-                for other in joined:
-                    if set(other.flax).isdisjoint(alike.flax):
-                        apart.append(other)
-                    else:
-                        alike = alike.joined(other)
-                joined = apart
-                if alike.flax:
-                    joined.append(alike)
-            groups += joined
-        return groups
+    def _candidates(self) -> tuple[Group, np.ndarray]:
+        """Returns the open layers, and which of them could be which.
 
-    def lonely(self) -> Group:
-        """Returns the layers that fit nothing."""
-        torch: list[Layer] = []
-        reached: set[Layer] = set()
-        for region in self._regions():
-            for alike in self._alike(region):
-                reached.update(alike.flax)
-                if not alike.flax:
-                    torch += alike.torch
-        flax = [target for target in self.open().flax if target not in reached]
-        return Group(torch, flax)
-
-    def _regions(self) -> Iterator[Group]:
-        """Lists what is open by the innermost module around it that both sides have.
-
-        Blocks may be numbered the other way round, so that numbers count only where layers in such
-        a module have equal names.
+        They lie in the same module, the innermost that both sides have. Blocks may be numbered the
+        other way round, so that numbers count only where layers in such a module have equal names.
         """
-        named: set[Any] = set()
+        named = set()
         for layer in self.by_name:
             for length in range(len(layer.segments)):
                 named.add(words_of(layer.segments[:length]))
-        innermost = _shared(self.torch, self.flax, 0, named)
+        innermost = _shared(self.torch, self.flax, named)
         both = self.open()
-        theirs = grouped(both.flax, lambda target: innermost(target.segments[:-1]))
-        ours = grouped(both.torch, lambda layer: innermost(layer.segments[:-1]))
-        for module in ours | theirs:
-            yield Group(ours.get(module, []), theirs.get(module, []))
-
-    def _alike(self, region: Group) -> list[Group]:
-        """Lists the layers of torch that are alike, each time with those of Flax that they fit."""
-        groups: list[Group] = []
-        theirs = grouped(region.flax, lambda target: target.signature)
-        for layers in grouped(region.torch, lambda layer: layer.signature).values():
-            fitting: dict[int, list[Layer]] = {0: [], UNUSUAL: [], FITS: []}
-            for targets in theirs.values():
-                fitting[self.fits(layers[0], targets[0])] += targets
-            if self.plain and fitting[FITS]:
-                fitting[UNUSUAL] = []
-            groups.append(Group(layers, fitting[FITS] + fitting[UNUSUAL]))
-        return groups
+        numbers = {}
+        modules = []
+        for side in both:
+            around = [innermost(layer.segments[:-1]) for layer in side]
+            modules.append(np.array([numbers.setdefault(one, len(numbers)) for one in around]))
+        strengths = self._strengths(*both) * np.equal.outer(*modules)
+        if self.options.plain:
+            usual = strengths == FITS
+            strengths[usual.any(1)] *= usual[usual.any(1)]
+        return both, strengths > 0
 
 
 def grouped(members: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]]:
     """Groups layers by what a function says of them, in their order."""
-    groups: dict[Any, list[_T]] = {}
+    groups = {}
     for member in members:
         groups.setdefault(key(member), []).append(member)
     return groups
 
 
-def exchange(layers: list[Layer], whole: Layer, parts: Sequence[Layer]) -> None:
+def _exchange(layers: list[Layer], whole: Layer, parts: Sequence[Layer]) -> None:
     """Puts layers in the place of the one that they were taken from."""
     place = layers.index(whole)
     layers[place : place + 1] = parts
 
 
-def _forced(groups: Sequence[Group]) -> Partners:
-    """Finds the layers that have one place only, and the places that one layer only fits."""
-    fitting: Counter[Layer] = Counter()
-    last: Partners = {}
-    for alike in groups:
-        for target in alike.flax:
-            fitting[target] += len(alike.torch)
-            last[target] = alike.torch[0]
-    forced = {last[target]: target for target, count in fitting.items() if count == 1}
-    only: dict[Layer, list[Layer]] = {}
-    for alike in groups:
-        if len(alike.torch) == len(alike.flax) == 1:
-            only.setdefault(alike.flax[0], []).append(alike.torch[0])
-    for target, layers in only.items():
-        if len(layers) == 1 and target not in forced.values():
-            forced[layers[0]] = target
-    return forced
-
-
 def _shared(
-    torch: Iterable[Layer], flax: Iterable[Layer], layers: int, named: Collection[Any]
-) -> Callable[[tuple[str, ...]], Any]:
+    torch: Iterable[Layer], flax: Iterable[Layer], named: set[Any] | None = None
+) -> Callable[[Path], Any]:
     """Returns a function that finds the longest beginning of a name that both sides have.
 
     A series has equal names only if the numbers of one side are among those of the other.
@@ -323,31 +317,32 @@ def _shared(
     Args:
       torch: The layers of the one side.
       flax: The layers of the other.
-      layers: 1 for names of modules and layers; 0 for those of modules alone, without numbers.
-      named: Modules that count in spite of their numbers.
+      named: Of names of modules alone, those that count in spite of their numbers; None for names
+        of modules and layers, where all do.
     """
-    sides: list[dict[Any, set[Any]]] = []
+    sides = []
     for members in (torch, flax):
-        side: dict[Any, set[Any]] = {}
+        side = {}
         for layer in members:
-            for length in range(len(layer.segments) + layers):
+            for length in range(len(layer.segments) + (named is None)):
                 words, numbers = words_of(layer.segments[:length])
                 side.setdefault(words, set()).add(numbers)
         sides.append(side)
+
     ours, theirs = sides
-    both: set[Any] = set()
-    other_series: set[Any] = set()
+    both = set()
+    other_series = set()
     for words in ours.keys() & theirs.keys():
         numbers = ours[words] & theirs[words]
-        if numbers in (ours[words], theirs[words]):
-            is_series = len(ours[words] | theirs[words]) > 1 and not layers
-            for one in numbers:
-                if not is_series or (words, one) in named:
-                    both.add((words, one))
-        else:
+        names = {(words, one) for one in numbers}
+        if numbers not in (ours[words], theirs[words]):
             other_series.add(words)
+        elif named is None or len(ours[words] | theirs[words]) == 1:
+            both |= names
+        else:
+            both |= names & named
 
-    def innermost(segments: tuple[str, ...]) -> Any:
+    def innermost(segments: Path) -> Any:
         longest: Any = ()
         for length in range(len(segments) + 1):
             name = words_of(segments[:length])
@@ -365,12 +360,10 @@ def _meet(layer: Layer, part: str, target: Layer, leaf: str, pattern: str) -> bo
 
     A pattern that names the module too speaks of the layer, whichever leaf the rule gives.
     """
-    pairs = build(layer, target).pairs
-    named = (layer.parts[part][0], target.parts[leaf][0])
-    for pair in pairs:
-        if (pair.torch_name, pair.path) == named:
-            return True
-    return bool(pairs) and re.fullmatch(pattern, layer.name) is not None
+    links = join(layer, target).links
+    if any((link.tensor, link.leaf) == (part, leaf) for link in links):
+        return True
+    return bool(links) and re.fullmatch(pattern, layer.name) is not None
 
 
 def _first_rule(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[str, list[str]]:
@@ -385,7 +378,7 @@ def _first_rule(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple
             raise ValueError(
                 f"`rules`: the path {template!r} of {pattern!r} cannot be used ({error})."
             ) from error
-        targets: list[str] = []
+        targets = []
         for path in paths:
             words = tuple(path.strip("/").split("/"))
             targets.append("/".join(without_collection(words)))

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
+import math
 import operator
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import clean_names
-from torch_bridge._pairing.kinds import IN_OUT, axes_name
+from torch_bridge._pairing.kinds import Form
 from torch_bridge._pairing.layers import Layer
-from torch_bridge._pairing.maps import Flattened
+from torch_bridge._pairing.pairs import Maps, Shape
 
+# What is flattened, as users say it: shapes (C, H, W), and numbers of values that are no map.
+Flattened: TypeAlias = tuple[Shape, ...]
 Rules: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
 Flatten: TypeAlias = Mapping[str, Sequence[Any] | None]
+
+_MAPS = (
+    "shapes (C, H, W), to lists of shapes and numbers of other values, or to None, as in "
+    "{'fc': (64, 7, 7)}"
+)
+_MAPPED = {
+    "rules": "paths, as in {'fc': 'Dense_0'}",
+    "flatten": _MAPS,
+    "unflatten": _MAPS,
+    "turned": "orders of axes, as in {'projection': (1, 0)}",
+}
 
 
 class PairOptions(TypedDict, total=False):
@@ -37,28 +50,28 @@ class PairOptions(TypedDict, total=False):
     ignore: str | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Options:
-    """The options of `pair`, see there, in one form.
+    """The options of `pair`, see there; those that map patterns are kept as pairs of both.
 
     Raises:
       ValueError: One of them has another form, or is not a regular expression.
     """
 
-    rules: Any = ()  # kept as pairs of a pattern and a path
-    flatten: Any = None  # kept as pattern -> Flattened or None, or as None
+    rules: Any = ()
+    flatten: Any = None  # to a `Flattened`, empty for None
     unflatten: Any = None
     conv_transpose: str | None = None
     conv1d: str | None = None
-    turned: Any = None  # kept as pattern -> tuple of axes, or None
+    turned: Any = None
     plain: bool = False
     ignore: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", _rules(self.rules))
-        object.__setattr__(self, "turned", _turned(self.turned))
-        for name in ("flatten", "unflatten"):
-            object.__setattr__(self, name, _maps(name, getattr(self, name)))
+        self.rules = _pairs("rules", self.rules, str)
+        self.flatten = _pairs("flatten", self.flatten, _parts)
+        self.unflatten = _pairs("unflatten", self.unflatten, _parts)
+        self.turned = _pairs("turned", self.turned, _order)
         for name, pattern in self.patterns():
             try:
                 re.compile(pattern)
@@ -70,40 +83,39 @@ class Options:
     def patterns(self) -> Iterator[tuple[str, str]]:
         """Lists every regular expression, with the option that it is of."""
         for name, value in vars(self).items():
-            if isinstance(value, tuple | dict):
-                for pattern in dict(value):
+            if isinstance(value, tuple):
+                for pattern, _ in value:
                     yield name, pattern
             elif value and name != "plain":
                 yield name, value
 
     def kept(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Selects the tensors that shall not be left out."""
-        names = clean_names(list(tensors))
-        kept: dict[str, Any] = {}
-        for name, value in tensors.items():
-            if not (self.ignore and re.fullmatch(self.ignore, names[name])):
-                kept[name] = value
+        kept = dict(tensors)
+        for name, clean in clean_names(list(tensors)).items():
+            if self.ignore and re.fullmatch(self.ignore, clean):
+                del kept[name]
         return kept
 
-    def map_of(self, option: str, layer: Layer) -> tuple[str, Flattened | None] | None:
-        """Returns the last pattern that names a layer, and what it says; None if none does."""
-        answer = None
-        for pattern, parts in (getattr(self, option) or {}).items():
+    def map_of(self, option: str, layer: Layer) -> tuple[str | None, Flattened]:
+        """Returns the last pattern that names a layer, if any, and the map that it says, if any."""
+        answer: tuple[str | None, Flattened] = (None, ())
+        for pattern, parts in getattr(self, option) or ():
             if re.fullmatch(pattern, layer.name):
                 answer = (pattern, parts)
         return answer
 
-    def form_of(self, option: str, layer: Layer) -> str | None:
+    def form_of(self, option: str, layer: Layer) -> Form | None:
         """Returns the form that an option says a weight has, "" for the usual one; None if open."""
         said = getattr(self, option)
         if said is None:
             return "" if self.plain else None
         if isinstance(said, str):
             # "" names none, not the layer without a name.
-            return IN_OUT if said and re.fullmatch(said, layer.name) else ""
-        for pattern, order in said.items():
+            said = ((said, option),) if said else ()
+        for pattern, form in said:
             if re.fullmatch(pattern, layer.name):
-                return axes_name(order)
+                return form
         return ""
 
 
@@ -120,85 +132,68 @@ def refuse_idle_patterns(
     Raises:
       CheckpointMismatch: With all of them.
     """
-    names = set(layers)
-    for name in tensors:
-        names.add(name.rpartition(".")[0])
-    idle: list[str] = []
-    idle_options: set[str] = set()
+    modules = {name.rpartition(".")[0] for name in tensors}.union(layers)
+    idle = []
     for option, pattern in options.patterns():
-        if not pattern or option in ("ignore", "conv_transpose"):
-            continue
-        matches = re.compile(pattern).fullmatch
-        of_tensors = option in ("rules", "turned") and any(map(matches, tensors))
-        if not of_tensors and not any(map(matches, names)):
+        names = modules
+        if option in ("rules", "turned"):
+            names = modules.union(tensors)
+        may_be_idle = not pattern or option in ("ignore", "conv_transpose")
+        if not may_be_idle and not any(map(re.compile(pattern).fullmatch, names)):
             idle.append(f"{option}: {pattern}")
-            idle_options.add(option)
     if idle:
         raise CheckpointMismatch(
             "Some patterns match no layer of the torch model, and they have to match a whole name. "
             "Correct them or leave them out.",
             unexpected=idle,
-            parameters=sorted(idle_options),
+            parameters=sorted({line.partition(":")[0] for line in idle}),
         )
 
 
-def _rules(value: Any) -> tuple[tuple[str, str], ...]:
+def maps_of(parts: Flattened) -> Maps:
+    """Turns what a user says is flattened into maps."""
+    maps = []
+    start = 0
+    for shape in parts:
+        if len(shape) > 1:
+            maps.append((start, shape[0], math.prod(shape[1:])))
+        start += math.prod(shape)
+    return tuple(maps)
+
+
+def size_of(parts: Flattened) -> int:
+    """Returns how many values there are in what a user says is flattened."""
+    return sum(map(math.prod, parts))
+
+
+def _pairs(name: str, value: Any, read: Callable[[Any], Any]) -> tuple[tuple[str, Any], ...] | None:
+    """Reads what an option maps regular expressions to."""
+    if value is None:
+        return None
     with contextlib.suppress(TypeError, ValueError):
-        pairs: list[tuple[str, str]] = []
-        if isinstance(value, Mapping):
-            value = value.items()
-        for pattern, path in value:
-            pairs.append((pattern, path))
-        return tuple(pairs)
-    raise ValueError(
-        f"`rules` must map regular expressions to paths, as in {{'fc': 'Dense_0'}}, got {value!r}."
-    )
+        items = value.items() if isinstance(value, Mapping) else value
+        return tuple((pattern, read(said)) for pattern, said in items)
+    raise ValueError(f"`{name}` must map regular expressions to {_MAPPED[name]}, got {value!r}.")
 
 
-def _turned(value: Any) -> dict[str, tuple[int, ...]] | None:
-    if value is None:
-        return None
-    axes: dict[str, tuple[int, ...]] = {}
-    with contextlib.suppress(TypeError, AttributeError):
-        are_orders = True
-        for pattern, order in value.items():
-            axes[pattern] = tuple(map(operator.index, order))
-            are_orders &= sorted(axes[pattern]) == list(range(len(axes[pattern])))
-        if are_orders:
-            return axes
-    raise ValueError(
-        "`turned` must map regular expressions to orders of axes, as in {'projection': (1, 0)}, "
-        f"got {value!r}."
-    )
-
-
-def _maps(name: str, value: Any) -> dict[str, Flattened | None] | None:
-    if value is None:
-        return None
-    maps: dict[str, Flattened | None] = {}
-    with contextlib.suppress(TypeError, AttributeError, ValueError):
-        for pattern, said in value.items():
-            maps[pattern] = None
-            if said is not None:
-                maps[pattern] = _parts(said)
-        return maps
-    raise ValueError(
-        f"`{name}` must map regular expressions to shapes (C, H, W), to lists of shapes and "
-        f"numbers of other values, or to None, as in {{'fc': (64, 7, 7)}}, got {value!r}."
-    )
+def _order(said: Any) -> Form:
+    """Reads an order of axes."""
+    axes = tuple(map(operator.index, said))
+    if sorted(axes) != list(range(len(axes))):
+        raise ValueError
+    return axes
 
 
 def _parts(said: Any) -> Flattened:
     """Reads (C, H, W), or [(C, H, W), 10] where other values stand beside the map."""
-    parts: list[tuple[int, ...]] = []
-    is_list = False
+    if said is None:
+        return ()
+    if not any(isinstance(part, list | tuple) for part in said):
+        said = [said]
+    parts = []
     for part in said:
-        is_shape = isinstance(part, list | tuple)
-        is_list |= is_shape
-        parts.append(tuple(map(operator.index, part if is_shape else (part,))))
-    if not is_list:  # one shape
-        parts = [tuple(itertools.chain(*parts))]
-    for shape in parts:
-        if not shape or min(shape) < 1:
+        shape = (part,) if isinstance(part, int) else part
+        parts.append(tuple(map(operator.index, shape)))
+        if not parts[-1] or min(parts[-1]) < 1:
             raise ValueError
     return tuple(parts)

@@ -105,8 +105,8 @@ def pair(
       >>> import numpy as np
       >>> model = {"fc.weight": np.ones((3, 2)), "fc.bias": np.zeros(3)}
       >>> like = {"Dense_0": {"kernel": np.empty((2, 3)), "bias": np.empty(3)}}
-      >>> [(p.torch_name, "/".join(p.path), p.kind) for p in pair(model, like)]
-      [('fc.bias', 'Dense_0/bias', 'vector'), ('fc.weight', 'Dense_0/kernel', 'linear.weight')]
+      >>> [(p.torch_name, "/".join(p.path)) for p in pair(model, like)]
+      [('fc.bias', 'Dense_0/bias'), ('fc.weight', 'Dense_0/kernel')]
     """
     options = Options(rules, flatten, unflatten, conv_transpose, conv1d, turned, plain, ignore)
     return _paired(model, like, options, apply, example, whole=False).pairs
@@ -167,8 +167,8 @@ def pairs_of(like: Any, pairs: Pairs) -> tuple[Pair, ...]:
     shapes = flatten_tree(like).shapes
     selected = tuple(one for one in pairs if one.path in shapes)
     paired = {one.path: one.shape for one in selected}
-    missing: list[str] = []
-    wrong: list[str] = []
+    missing = []
+    wrong = []
     for path, shape in shapes.items():
         name = "/".join(path)
         if path not in paired:

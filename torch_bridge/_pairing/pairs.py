@@ -15,8 +15,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.tensors import to_numpy
+from torch_bridge._base.tensors import STATISTICS, to_numpy
 
+Path: TypeAlias = tuple[str, ...]
+Shape: TypeAlias = tuple[int, ...]
 # Parts of a row of values that are a flattened map: (first value, channels, places of a channel).
 # torch has the channels of such a part first, and Flax the places. H and W stay as they are to each
 # other, so that places need no shape.
@@ -36,8 +38,6 @@ class Pair:
       torch_shape: Shape of the whole torch tensor.
       path: Path of the Flax leaf, as strings, without the collection.
       shape: Shape of the whole Flax leaf.
-      kind: ``linear.weight``, ``conv1d.weight``, ``conv.weight``, ``conv_transpose.weight``,
-        ``embedding``, ``vector``, ``buffer`` or ``array``.
       split: The shape in which the selected rows are seen before the axes move.
       row_axes: How many leading axes of `split` come from torch's first axis.
       axes: The order of the axes of `split` in the leaf.
@@ -53,7 +53,7 @@ class Pair:
 
     Example:
       >>> kernel = Pair(
-      ...     "fc.weight", (3, 2), ("fc", "kernel"), (2, 3), "linear.weight", (3, 2), (1, 0)
+      ...     "fc.weight", (3, 2), ("fc", "kernel"), (2, 3), (3, 2), (1, 0)
       ... )
       >>> kernel.to_flax(np.arange(6).reshape(3, 2))
       array([[0, 2, 4],
@@ -61,14 +61,13 @@ class Pair:
     """
 
     torch_name: str
-    torch_shape: tuple[int, ...]
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    kind: str
-    split: tuple[int, ...]
-    axes: tuple[int, ...]
+    torch_shape: Shape
+    path: Path
+    shape: Shape
+    split: Shape
+    axes: Shape
     row_axes: int = 1
-    flip: tuple[int, ...] = ()
+    flip: Shape = ()
     rows: tuple[int, int] | None = None
     terms: int = 1
     must_be_zero: tuple[int, int] | None = None
@@ -80,6 +79,11 @@ class Pair:
     def names(self) -> tuple[str, ...]:
         """Every name of the tensor."""
         return (self.torch_name, *self.aliases)
+
+    @property
+    def is_buffer(self) -> bool:
+        """Tells a running statistic, which has no gradient."""
+        return self.torch_name.endswith(STATISTICS)
 
     @property
     def row_range(self) -> tuple[int, int]:
@@ -128,37 +132,23 @@ class Pair:
         values = self._checked(to_numpy(array), self.shape)
         moved = values.reshape([self.split[axis] for axis in self.axes])
         back = np.flip(moved, self.flip).transpose(np.argsort(self.axes))
-        if not self.torch_shape:
-            return np.array(back, order="C").reshape(())
         start, stop = self.row_range
         matrix = back.reshape(stop - start, -1)
         if self.column_maps:
             matrix = matrix[:, np.argsort(_order(self.column_maps, matrix.shape[1]))]
         if self.row_maps:
             matrix = matrix[np.argsort(_order(self.row_maps, len(matrix)))]
-        return np.array(matrix, order="C").reshape(stop - start, *self.torch_shape[1:])
+        shape = self.torch_shape
+        if self.rows is not None:
+            shape = (stop - start, *shape[1:])
+        return np.array(matrix, order="C").reshape(shape)
 
-    def matrix_axes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the leaf axes that torch's first axis becomes (the rows), and the others.
-
-        Raises:
-          CheckpointMismatch: If one axis of the leaf mixes torch rows and columns.
-        """
-        wide = iter([axis for axis in self.axes if self.split[axis] > 1])
-        rows: list[int] = []
-        cols: list[int] = []
-        for axis, size in enumerate(self.shape):
-            are_rows = set()
-            while size > 1:
-                taken = next(wide)
-                are_rows.add(taken < self.row_axes)
-                size //= self.split[taken]
-            if len(are_rows) > 1:
-                raise CheckpointMismatch(
-                    f"Axis {axis} of {'/'.join(self.path)} holds rows and columns of "
-                    f"{self.torch_name}, so it has no matrix in common with torch."
-                )
-            side = rows if are_rows == {True} else cols
+    def matrix_axes(self) -> tuple[Shape, Shape]:
+        """Returns the leaf axes that torch's first axis becomes (the rows), and the others."""
+        rows = []
+        cols = []
+        for axis, source in enumerate(self.axes):
+            side = rows if source < self.row_axes else cols
             side.append(axis)
         return tuple(rows), tuple(cols)
 
@@ -184,17 +174,14 @@ class Pair:
         index = _order(self.column_maps, math.prod(self.torch_shape[1:]))
         one_row = (1,) * self.row_axes + self.split[self.row_axes :]
         moved = np.flip(index.reshape(one_row).transpose(self.axes), self.flip)
-        rows = [axis for axis in range(len(self.shape)) if axis not in cols]
-        sizes = list(self.shape)
-        for axis in rows:
-            sizes[axis] = 1
-        return moved.reshape(sizes).transpose(*cols, *rows).ravel()
+        sizes = [self.shape[axis] for axis in sorted(cols)]
+        return moved.reshape(sizes).transpose(np.argsort(np.argsort(cols))).ravel()
 
-    def _checked(self, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    def _checked(self, values: np.ndarray, shape: Shape) -> np.ndarray:
         if values.shape != shape:
             raise CheckpointMismatch(
-                f"{self.torch_name} <-> {'/'.join(self.path)} ({self.kind}) takes an array of "
-                f"shape {shape}, got {values.shape}. Pass the tensor that the pair was made for."
+                f"{self.torch_name} <-> {'/'.join(self.path)} takes an array of shape "
+                f"{shape}, got {values.shape}. Pass the tensor that the pair was made for."
             )
         return values
 
@@ -210,7 +197,7 @@ def _order(maps: Maps, size: int) -> np.ndarray:
 
 def unpaired(names: Iterable[str], pairs: Iterable[Pair]) -> list[str]:
     """Lists those of the tensors that go to no leaf under any of their names."""
-    paired: set[str] = set()
+    paired = set()
     for pair in pairs:
         paired.update(pair.names)
     return [name for name in names if name not in paired]
@@ -218,7 +205,7 @@ def unpaired(names: Iterable[str], pairs: Iterable[Pair]) -> list[str]:
 
 def names_in(pairs: Iterable[Pair], known: Collection[str]) -> dict[str, str]:
     """Finds the names that a bucket layout has for torch tensors; none for what is frozen."""
-    names: dict[str, str] = {}
+    names = {}
     for pair in pairs:
         for name in pair.names:
             if name in known:
@@ -229,7 +216,7 @@ def names_in(pairs: Iterable[Pair], known: Collection[str]) -> dict[str, str]:
 
 def leaves_from_torch(
     pairs: Sequence[Pair], tensors: Mapping[str, Any], *, mean: bool = False
-) -> dict[tuple[str, ...], np.ndarray]:
+) -> dict[Path, np.ndarray]:
     """Makes the Flax leaves that a set of torch tensors gives, by path.
 
     Args:
@@ -244,7 +231,7 @@ def leaves_from_torch(
     missing = sorted({pair.torch_name for pair in pairs} - tensors.keys())
     if missing:
         raise CheckpointMismatch("Tensors of the torch model are not there.", missing=missing)
-    leaves: dict[tuple[str, ...], np.ndarray] = {}
+    leaves = {}
     for pair in pairs:
         part = pair.to_flax(tensors[pair.torch_name])
         if pair.must_be_zero and not mean and np.any(part[slice(*pair.must_be_zero)]):
@@ -261,7 +248,7 @@ def leaves_from_torch(
 
 
 def tensors_from_flax(
-    pairs: Sequence[Pair], leaves: Mapping[tuple[str, ...], Any], *, mean: bool = False
+    pairs: Sequence[Pair], leaves: Mapping[Path, Any], *, mean: bool = False
 ) -> dict[str, np.ndarray]:
     """Makes the torch tensors that a set of Flax leaves gives, by name, aliases included.
 
@@ -271,8 +258,8 @@ def tensors_from_flax(
       mean: Every tensor of a sum gets the leaf, the inverse of `leaves_from_torch` with
         ``mean=True``. Without it the first one gets the values and the others get zeros.
     """
-    tensors: dict[str, np.ndarray] = {}
-    used: set[tuple[str, ...]] = set()
+    tensors = {}
+    used = set()
     for pair in pairs:
         part = pair.to_torch(leaves[pair.path])
         if pair.path in used and not mean:

@@ -8,23 +8,20 @@ that came nearest, the likeliest change first, for a limited number of runs.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._pairing.evidence import Apart, Evidence
-from torch_bridge._pairing.kinds import IN_OUT, USUAL, forms_of
+from torch_bridge._pairing.kinds import CONV_TRANSPOSE, Answer
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.leaves import words_of
-from torch_bridge._pairing.maps import VERBS, Answers, Flow, Reading, maps_of, size_of
-from torch_bridge._pairing.match import FITS, Group, Match, Partners, grouped
-from torch_bridge._pairing.options import Options
-from torch_bridge._pairing.pairs import Maps, Pair, leaves_from_torch
+from torch_bridge._pairing.maps import VERBS, Flow, Reading
+from torch_bridge._pairing.match import Match, grouped
+from torch_bridge._pairing.pairs import Maps, Path, leaves_from_torch
 
 TRIES = 500  # runs of the Flax model at most
 _CHECKS = 64  # further runs that look whether the example tells the reading from its neighbours
@@ -45,9 +42,9 @@ class Change(NamedTuple):
 class Choice(NamedTuple):
     """What may be otherwise in some layers together: a field of their answers."""
 
-    layers: tuple[Layer, ...]
+    layers: list[Layer]
     field: str
-    values: tuple[Any, ...]  # the likeliest first
+    values: Sequence[Any]  # the likeliest first
 
 
 @dataclasses.dataclass
@@ -77,8 +74,7 @@ class Search:
     def __init__(
         self,
         match: Match,
-        answers: Answers,
-        options: Options,
+        said: Reading,
         evidence: Evidence,
         tensors: Mapping[str, Any],
     ) -> None:
@@ -86,18 +82,16 @@ class Search:
 
         Args:
           match: The layers, with what rules say.
-          answers: What the user says of single layers, which is not searched for.
-          options: What the user says: `flatten` and `unflatten` name all layers with a map.
+          said: A reading, with what the user says of single layers, which is not searched for.
           evidence: The example.
           tensors: The torch tensors by name.
         """
         self._match = match
-        self._said = answers
-        self._options = options
+        self._said = said
         self._evidence = evidence
         self._tensors = tensors
-        self._leaves: dict[tuple[str, ...], tuple[list[Pair], np.ndarray]] = {}
-        self._tried: list[tuple[Apart, Reading]] = []
+        self._leaves = {}
+        self._tried = []
 
     def prove(self) -> tuple[Reading, float]:
         """Finds a reading that gives torch's outputs, and looks whether no other does.
@@ -128,36 +122,29 @@ class Search:
         Args:
           tries: Runs in all, earlier layouts included.
         """
-        first = _State(self._first_readings(), 0.0, -1)
-        waiting: list[tuple[float, int, _State]] = [(-1.0, 0, first)]
-        seen: set[Any] = set()
-        while waiting and self._evidence.runs < tries:
-            cost, number, parent = heapq.heappop(waiting)
+        states = [_State(self._first_readings(), 0.0, -1)]
+        seen = set()
+        while states and self._evidence.runs < tries:
+            parent = min(states, key=_State.cost)
             change = next(parent.changes, None)
             if change is None:
+                states.remove(parent)
                 continue
             parent.tried += 1
-            if parent is not first:
-                cost = parent.cost()
-            heapq.heappush(waiting, (cost, number, parent))
-            key = change.reading.key()
-            if key in seen:
+            reading = change.reading
+            if reading.key() in seen:
                 continue
-            seen.add(key)
-            apart = self._evidence.apart(self._leaves_of(change.reading))
-            self._tried.append((apart, change.reading))
+            seen.add(reading.key())
+            apart = self._evidence.apart(self._leaves_of(reading))
+            self._tried.append((apart, reading))
             if apart.largest <= self._evidence.tolerance:
                 return
-            state = _State(self._changes(change.reading), apart.mean, parent.depth + 1)
-            heapq.heappush(waiting, (state.cost(), len(seen), state))
+            states.append(_State(self._changes(reading), apart.mean, parent.depth + 1))
 
-    def _leaves_of(self, reading: Reading) -> dict[tuple[str, ...], np.ndarray]:
+    def _leaves_of(self, reading: Reading) -> dict[Path, np.ndarray]:
         """Makes the leaves of a reading; those of the last one that are the same are kept."""
-        by_path: dict[tuple[str, ...], list[Pair]] = {}
-        for pair in reading.pairs():
-            by_path.setdefault(pair.path, []).append(pair)
-        leaves: dict[tuple[str, ...], np.ndarray] = {}
-        for path, pairs in by_path.items():
+        leaves = {}
+        for path, pairs in grouped(reading.pairs(), lambda pair: pair.path).items():
             kept = self._leaves.get(path)
             if kept is None or kept[0] != pairs:
                 kept = pairs, leaves_from_torch(pairs, self._tensors)[path]
@@ -173,26 +160,11 @@ class Search:
         torch_orders = (match.torch, _in_turn(match.torch))
         choices = itertools.product((match.partners, by_rule), (used, match.flax), torch_orders)
         for decided, flax, torch in choices:
-            partners = assign(match, decided, torch, flax)
-            answers = self._answers_for(partners)
-            for layer, target in partners.items():
-                if self._is_upward(target) and IN_OUT in forms_of(layer, target):
-                    answers.setdefault(layer, USUAL._replace(form=IN_OUT))
-            yield Change("", Reading(partners, answers))
-
-    def _answers_for(self, partners: Partners) -> Answers:
-        """Adds to what the user says of layers the maps of those that names alone do not pair."""
-        answers = dict(self._said)
-        sizes = Flow(partners, partners, answers).sizes
-        for layer, option in itertools.product(partners, VERBS):
-            said = self._options.map_of(option, layer)
-            field = "flatten" if layer.is_vector else option
-            if layer in self._said or said is None or not said[1]:
-                continue
-            if size_of(said[1]) == sizes[layer].get(field):
-                answer = answers.get(layer, USUAL)
-                answers[layer] = answer._replace(**{field: maps_of(said[1])})
-        return answers
+            reading = Reading(match.assign(decided, torch, flax), dict(self._said.answers))
+            for layer, forms in reading.forms().items():
+                if CONV_TRANSPOSE in forms and self._is_upward(reading.partners[layer]):
+                    reading.answers.setdefault(layer, Answer(CONV_TRANSPOSE))
+            yield Change("", reading)
 
     def _place(self, target: Layer) -> float:
         """Returns the place of a layer in the order in which the Flax model uses them."""
@@ -206,52 +178,20 @@ class Search:
 
     def _changes(self, reading: Reading) -> Iterator[Change]:
         """Lists the single changes of a reading, the likeliest first."""
-        likely: list[Choice] = []
-        unlikely: list[Choice] = []
-        alone: list[Choice] = []
-        for choice in self._forms(reading):
-            first = choice.layers[0]
-            # A kernel that is not used with a stride is rarely one of a ConvTranspose.
-            is_kernel = len(first.shape("weight")) > 2
-            if is_kernel and not self._is_upward(reading.partners[first]):
-                unlikely.append(choice)
-            else:
-                likely.append(choice)
-            if len(choice.layers) > 1:
-                for layer in choice.layers:
-                    alone.append(choice._replace(layers=(layer,)))
-        yield from self._changed(reading, likely + self._maps(reading))
+        forms = self._forms(reading)
+        yield from _changed(reading, forms + self._maps(reading))
         yield from self._exchanges(reading)
-        yield from self._changed(reading, unlikely)
-        yield from self._changed(reading, alone)
-
-    def _changed(self, reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:
-        """Lists the readings with another value of a choice."""
-        for choice in choices:
-            now = getattr(reading.answers.get(choice.layers[0], USUAL), choice.field)
-            names = choice.layers[0].label
-            if len(choice.layers) > 1:
-                names += f" to {choice.layers[-1].label}"
-            what = "how its weight is stored" if choice.field == "form" else "what is flattened"
-            for value in choice.values:
-                if value == (now or choice.values[0]):
-                    continue
-                answers = dict(reading.answers)
-                for layer in choice.layers:
-                    answer = answers.get(layer, USUAL)
-                    answers[layer] = answer._replace(**{choice.field: value})
-                yield Change(f"{names}: {what}", Reading(reading.partners, answers))
+        for choice in forms:
+            alone = [choice._replace(layers=[layer]) for layer in choice.layers]
+            yield from _changed(reading, alone)
 
     def _forms(self, reading: Reading) -> list[Choice]:
         """Lists the weights that fit in several forms, layers of one name together."""
-        forms: dict[Layer, tuple[str, ...]] = {}
-        for layer, target in reading.partners.items():
-            several = tuple(forms_of(layer, target))
-            if len(several) > 1 and not self._said.get(layer, USUAL).form:
-                forms[layer] = several
-        choices: list[Choice] = []
-        for group in grouped(forms, lambda layer: (layer.words, forms[layer])).values():
-            choices.append(Choice(tuple(group), "form", forms[group[0]]))
+        forms = reading.forms()
+        unsaid = [layer for layer in forms if not self._said.answer(layer).form]
+        choices = []
+        for alike in grouped(unsaid, lambda layer: (layer.words, tuple(forms[layer]))).values():
+            choices.append(Choice(alike, "form", forms[alike[0]]))
         return sorted(choices, key=lambda choice: len(choice.values))
 
     def _maps(self, reading: Reading) -> list[Choice]:
@@ -259,47 +199,54 @@ class Search:
 
         Those come first that read or give as many values as Flax flattens, and norms last.
         """
-        flow = Flow(reading.partners, reading.partners, reading.answers)
-        choices: list[tuple[Any, Choice]] = []
+        likely = []
+        unlikely = []
+        norms = []
+        flow = Flow(reading)
         for option in VERBS:
             for alike, values in flow.movable(option):
                 is_norm = alike[0].is_vector
-                layers: list[Layer] = []
-                for layer in alike:
-                    said = self._options.map_of(option, layer)
-                    if said is None and not getattr(self._said.get(layer, USUAL), option):
-                        layers.append(layer)
-                none_at_all = getattr(self._options, option) == {} and not is_norm
+                layers = [layer for layer in alike if not self._says(option, layer)]
+                none_at_all = getattr(self._match.options, option) == () and not is_norm
                 if none_at_all or not layers:
                     continue
                 maps: list[Maps] = [()]
-                beside: list[Maps] = []
+                beside = []
                 for size, channels in self._evidence.maps:
-                    places = size // channels
+                    one = (0, channels, size // channels)
                     if size == values:
-                        maps.append(((0, channels, places),))
+                        maps.append((one,))
                     elif size < values and not is_norm:
-                        beside.append(((0, channels, places),))
-                        beside.append(((values - size, channels, places),))
-                unlikely = (is_norm, len(maps) == 1)
-                if len(layers) > 1 and not any(unlikely):
+                        beside += [(one,), ((values - size, *one[1:]),)]
+                whole = Choice(layers, option, maps + beside)
+                if is_norm:
+                    norms.append(whole)
+                    continue
+                if len(maps) == 1:
+                    unlikely.append(whole)
+                    continue
+                if len(layers) > 1:
                     # A map is read by the first of several Linears, and given by the last.
                     end = min if option == "flatten" else max
                     nearest = end(layers, key=lambda layer: self._place(reading.partners[layer]))
-                    choices.append((unlikely, Choice((nearest,), option, tuple(maps))))
-                choices.append((unlikely, Choice(tuple(layers), option, tuple(maps + beside))))
-        choices.sort(key=lambda one: one[0])
-        return [choice for _, choice in choices]
+                    likely.append(Choice([nearest], option, maps))
+                likely.append(whole)
+        return likely + unlikely + norms
+
+    def _says(self, option: str, layer: Layer) -> bool:
+        """Tells whether the user says if a layer reads or gives a map."""
+        pattern, _ = self._match.options.map_of(option, layer)
+        return pattern is not None or bool(getattr(self._said.answer(layer), option))
 
     def _exchanges(self, reading: Reading) -> Iterator[Change]:
         """Exchanges layers, or modules, that are alike in torch, or in Flax."""
         back = {target: layer for layer, target in reading.partners.items()}
-        for ones, others in _exchangeable(list(reading.partners)):
-            yield from self._exchanged(reading, ones, others)
         targets = [target for target in self._match.flax if target in back]
-        for ones, others in _exchangeable(targets):
-            first = [back[target] for target in ones]
-            second = [back[target] for target in others]
+        for ones, others in itertools.chain(
+            _exchangeable(reading.partners), _exchangeable(targets)
+        ):
+            first = [back.get(layer, layer) for layer in ones]
+            second = [back.get(layer, layer) for layer in others]
             yield from self._exchanged(reading, first, second)
 
     def _exchanged(
@@ -307,14 +254,13 @@ class Search:
     ) -> Iterator[Change]:
         """Exchanges the partners of some layers with those of others, if they fit."""
         layers = [*ones, *others]
-        if not self._match.by_rule.isdisjoint(layers):
-            return
         partners = dict(reading.partners)
-        for one, other in zip(ones, others, strict=True):
-            partners[one], partners[other] = partners[other], partners[one]
-        if all(self._match.fits(layer, partners[layer]) for layer in layers):
-            first = f"{ones[0].label} is {reading.partners[ones[0]].label}"
-            second = f"{others[0].label} is {reading.partners[others[0]].label}"
+        for layer, other in zip(layers, [*others, *ones], strict=True):
+            partners[layer] = reading.partners[other]
+        fit = all(self._match.fits(layer, partners[layer]) for layer in layers)
+        if fit and self._match.by_rule.isdisjoint(layers):
+            first = f"{ones[0]} is {reading.partners[ones[0]]}"
+            second = f"{others[0]} is {reading.partners[others[0]]}"
             text = f"{first}, and {second}, or the other way round"
             yield Change(text, Reading(partners, reading.answers))
 
@@ -323,7 +269,7 @@ class Search:
     def _neighbours(self, reading: Reading) -> Iterator[Change]:
         """Lists for what names do not tell one other reading each."""
         maps = [choice for choice in self._maps(reading) if choice.layers[0] in reading.answers]
-        yield from self._changed(reading, self._forms(reading) + maps)
+        yield from _changed(reading, self._forms(reading) + maps)
         named = self._match.by_name | self._match.by_rule
         for alike in grouped(reading.partners, lambda layer: layer.signature).values():
             for one, other in itertools.pairwise(alike):
@@ -337,7 +283,7 @@ class Search:
           CheckpointMismatch: With every layer that could as well be another.
         """
         leaves = self._leaves_of(proved)
-        doubtful: list[str] = []
+        doubtful = []
         for text, reading in itertools.islice(self._neighbours(proved), _CHECKS):
             others = self._leaves_of(reading)
             if all(np.array_equal(leaves[path], others[path]) for path in leaves):
@@ -376,32 +322,21 @@ class Search:
         )
 
 
-def assign(
-    match: Match, decided: Mapping[Layer, Layer], torch: list[Layer], flax: list[Layer]
-) -> Partners:
-    """Pairs as many layers as can be, those at the same place of two orders, where they fit.
-
-    Args:
-      match: The layers.
-      decided: What is paired already.
-      torch: The torch layers in an order.
-      flax: The Flax layers in an order.
-    """
-    ones, others = Group(torch, flax).without(decided)
-    strengths = np.zeros((len(ones), len(others)))
-    rows = grouped(range(len(ones)), lambda place: ones[place].signature)
-    columns = grouped(range(len(others)), lambda place: others[place].signature)
-    for alike, fitting in itertools.product(rows.values(), columns.values()):
-        strengths[np.ix_(alike, fitting)] = match.fits(ones[alike[0]], others[fitting[0]])
-    apart = np.arange(len(ones))[:, None] / len(ones) - np.arange(len(others)) / len(others)
-    # One layer more in its usual form outweighs all places, and one more at all outweighs that.
-    count = 1 + len(ones)
-    costs = apart**2 + count * (FITS - strengths) + count**2 * (strengths == 0)
-    partners = dict(decided)
-    for row, column in zip(*linear_sum_assignment(costs), strict=True):
-        if strengths[row, column]:
-            partners[ones[row]] = others[column]
-    return {layer: partners[layer] for layer in match.torch if layer in partners}
+def _changed(reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:
+    """Lists the readings with another value of a choice."""
+    for layers, field, values in choices:
+        names = str(layers[0])
+        if len(layers) > 1:
+            names += f" to {layers[-1]}"
+        what = "how its weight is stored" if field == "form" else "what is flattened"
+        now = getattr(reading.answer(layers[0]), field) or values[0]
+        for value in values:
+            if value == now:
+                continue
+            answers = dict(reading.answers)
+            for layer in layers:
+                answers[layer] = reading.answer(layer)._replace(**{field: value})
+            yield Change(f"{names}: {what}", Reading(reading.partners, answers))
 
 
 def _in_turn(layers: Sequence[Layer]) -> list[Layer]:
@@ -409,7 +344,7 @@ def _in_turn(layers: Sequence[Layer]) -> list[Layer]:
 
     So lists of filters and of gates become the first filter, the first gate, the second filter.
     """
-    ordered: list[Layer] = []
+    ordered = []
     for _, run in itertools.groupby(layers, key=lambda layer: bool(_places_in_lists(layer))):
         ordered += sorted(run, key=_places_in_lists)
     return ordered
@@ -419,18 +354,18 @@ def _places_in_lists(layer: Layer) -> list[int]:
     return list(map(int, filter(str.isdigit, layer.segments)))
 
 
-def _exchangeable(layers: Sequence[Layer]) -> Iterator[tuple[list[Layer], list[Layer]]]:
+def _exchangeable(layers: Iterable[Layer]) -> Iterator[tuple[list[Layer], list[Layer]]]:
     """Lists modules that can be exchanged, as two lists of the layers in them.
 
     First all modules of one name with all of another (every query with every key), then any two.
     """
-    nodes: dict[tuple[str, ...], list[Layer]] = {}
+    nodes = {}
     for layer in layers:
         for length in range(1, len(layer.segments) + 1):
             nodes.setdefault(layer.segments[:length], []).append(layer)
     families = grouped(nodes, lambda node: tuple(layer.signature for layer in nodes[node]))
     for family in families.values():
-        series: dict[Any, list[Layer]] = {}
+        series = {}
         for node in family:
             series.setdefault(words_of(node)[0], []).extend(nodes[node])
         for ones, others in itertools.combinations(series.values(), 2):
