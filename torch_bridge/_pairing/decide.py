@@ -171,13 +171,12 @@ def _read(
         partners = match.assign(match.partners, match.torch, match.flax)
         divide(Group(match.torch, match.flax).without(partners))
     match.match_names(misfits=False)
+    questions = Questions(match, match.assign(match.partners, match.torch, match.flax))
     is_whole = len(match.assign({}, match.torch, match.flax)) == len(match.flax)
-    if not is_whole or Questions(match, match.partners).wrong:
+    if questions.wrong or not is_whole:
         match.match_shapes()
         _without_problems(match)
-    likely = match.assign(match.partners, match.torch, match.flax)
-    said = Questions(match, likely).reading
-    reading, difference = Search(match, said, evidence, tensors).prove()
+    reading, difference = Search(match, questions.reading, evidence, tensors).prove()
     unused = []
     for layer in match.torch:
         if layer not in reading.partners:
