@@ -202,23 +202,23 @@ class Match:
             could_be &= ~forced.any(0) & ~forced.any(1, keepdims=True)
 
     def groups(self) -> list[Group]:
-        """Lists the layers that are open among each other; one that fits nothing is a group."""
+        """Lists the layers that are open among each other; a group of one side fits nothing."""
         both, could_be = self._candidates()
-        rows, columns = np.nonzero(could_be)
-        count = len(both.torch)
-        total = sum(could_be.shape)
-        if not total:
-            return []
-        edges = (rows, columns + count)
+        if not could_be.size:
+            return [Group(both.torch, []), Group([], both.flax)]
+        # Layers that could be the same are one node: a model may have thousands of them.
+        alike = list(grouped(range(len(both.torch)), lambda row: could_be[row].tobytes()).values())
+        rows, columns = np.nonzero(could_be[[places[0] for places in alike]])
+        total = len(alike) + len(both.flax)
+        edges = (rows, columns + len(alike))
         graph = coo_array((np.ones(len(rows)), edges), shape=(total, total))
-        groups = {}
-        for place, label in enumerate(connected_components(graph, directed=False)[1]):
-            group = groups.setdefault(label, Group([], []))
-            if place < count:
-                group.torch.append(both.torch[place])
-            else:
-                group.flax.append(both.flax[place - count])
-        return list(groups.values())
+        labels = connected_components(graph, directed=False)[1]
+        groups = [Group([], []) for _ in range(total)]
+        for places, label in zip(alike, labels, strict=False):
+            groups[label].torch.extend(both.torch[place] for place in places)
+        for target, label in zip(both.flax, labels[len(alike) :], strict=True):
+            groups[label].flax.append(target)
+        return [group for group in groups if any(group)]
 
     def lonely(self) -> Group:
         """Returns the layers that fit nothing."""
@@ -261,7 +261,7 @@ class Match:
 
     def _strengths(self, torch: Sequence[Layer], flax: Sequence[Layer]) -> np.ndarray:
         """Returns how layers fit each other, as `fits` does, with a row for each of torch's."""
-        strengths = np.zeros((len(torch), len(flax)), int)
+        strengths = np.zeros((len(torch), len(flax)), np.int8)
         rows = grouped(range(len(torch)), lambda place: torch[place].signature)
         columns = grouped(range(len(flax)), lambda place: flax[place].signature)
         for alike, fitting in itertools.product(rows.values(), columns.values()):
