@@ -111,16 +111,19 @@ class Joined(NamedTuple):
         """Makes the pairs of all links, with what is known about the layers."""
         pairs = []
         for link in self.links:
-            *fields, row_maps, column_maps = link.view(answer.form)
+            view = link.view(answer.form)
             one = Pair(
                 *self.torch.parts[link.tensor],
                 *self.flax.parts[link.leaf],
-                *fields,
+                view.split,
+                view.axes,
+                view.row_axes,
+                view.flip,
                 link.rows,
                 link.terms,
                 link.must_be_zero,
-                row_maps=getattr(answer, row_maps, ()),
-                column_maps=getattr(answer, column_maps, ()),
+                row_maps=getattr(answer, view.row_maps, ()),
+                column_maps=getattr(answer, view.column_maps, ()),
             )
             pairs.append(one)
         return pairs
