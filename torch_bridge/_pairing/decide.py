@@ -250,7 +250,7 @@ def known_forms(model: Any) -> dict[str, str]:
     forms = {}
     for name, module in getattr(model, "named_modules", tuple)():
         kinds = [kind.__name__ for kind in type(module).__mro__]
-        for kind in kinds:
-            if kind in _FORMS and "_ConvTransposeNd" not in kinds:
-                forms[name] = _FORMS[kind]
+        known = [_FORMS[kind] for kind in kinds if kind in _FORMS]
+        if known and "_ConvTransposeNd" not in kinds:
+            forms[name] = known[0]
     return forms

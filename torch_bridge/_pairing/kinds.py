@@ -164,8 +164,8 @@ def _weight(torch: Layer, flax: Layer) -> list[Link]:
 
     A weight is (out, in, *space), or (in, out, *space) as by ``Conv1D`` and ConvTranspose. A Flax
     ConvTranspose with ``transpose_kernel=True`` has the first form, too. A Bilinear may have any
-    order of axes, and where Flax has three axes of outputs (query, key and value of each head), so
-    may these in torch.
+    order of axes. Where Flax has three axes of outputs (query, key and value of each head), torch
+    may have these in any order.
     """
     shape = torch.shape("weight")
     kernel = flax.shape("kernel")
@@ -287,10 +287,10 @@ def _bare(torch: Layer, flax: Layer) -> list[Link]:
         maps = _DENSE
     elif torch.sort == "bare" and len(wide) == 1:
         maps = ("", "flatten")
-    views = _views(wide, target, dict(zip(orders, orders, strict=True)), maps)
+    views = _views(wide, target, zip(orders, orders, strict=True), maps)
     if not views and len(wide) <= _BARE_AXES:
         orders = list(itertools.permutations(same))
-        views = _views(wide, target, dict(zip(orders, orders, strict=True)), maps)
+        views = _views(wide, target, zip(orders, orders, strict=True), maps)
     if shape[:1] == (1,):  # the first of the wide axes is one of torch's columns
         for order, view in views.items():
             views[order] = view._replace(row_axes=0)
@@ -338,23 +338,23 @@ def _link(
         shape = (height, *shape[1:])
         if rest:
             forms = {}
-    return Link(tensor, leaf, _views(shape, flax.shape(leaf), forms, maps), rows)
+    return Link(tensor, leaf, _views(shape, flax.shape(leaf), forms.items(), maps), rows)
 
 
 def _views(
-    shape: Shape, target: Shape, forms: Mapping[Form, Shape], maps: tuple[str, str]
+    shape: Shape, target: Shape, forms: Iterable[tuple[Form, Shape]], maps: tuple[str, str]
 ) -> dict[Form, View]:
     """Sees a shape in those orders of its axes that make it another, alike ones once.
 
     Args:
       shape: The shape in torch.
       target: The shape in Flax.
-      forms: Form -> order of torch's axes.
+      forms: Each form, with the order of torch's axes.
       maps: What may be a map in Flax, the first axes and the last: a field of an `Answer`, or "".
     """
     views = {}
     seen = set()
-    for form, order in forms.items():
+    for form, order in forms:
         wide = tuple(axis for axis in order if shape[axis] != 1)  # others change nothing
         leaf_axes = _leaf_axes(shape, target, order)
         if leaf_axes is None or wide in seen:

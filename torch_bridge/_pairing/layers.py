@@ -73,8 +73,8 @@ class Layer:
     @functools.cached_property
     def signature(self) -> tuple[Any, ...]:
         """Sort, shapes and share: equal for layers that can stand for each other."""
-        shapes = {key: shape for key, (_, shape) in self.parts.items()}
-        return self.sort, frozenset(shapes.items()), self.share and self.share[1]
+        shapes = zip(self.parts, map(self.shape, self.parts), strict=True)
+        return self.sort, frozenset(shapes), self.share and self.share[1]
 
     @property
     def is_vector(self) -> bool:
