@@ -179,8 +179,14 @@ class Search:
     def _changes(self, reading: Reading) -> Iterator[Change]:
         """Lists the single changes of a reading, the likeliest first."""
         forms = self._forms(reading)
-        yield from _changed(reading, forms + self._maps(reading))
+        matrices = []
+        kernels = []  # rarely another order, nor a ConvTranspose but where it is used with a stride
+        for choice in forms:
+            side = matrices if len(choice.layers[0].shape("weight")) < 3 else kernels
+            side.append(choice)
+        yield from _changed(reading, matrices + self._maps(reading))
         yield from self._exchanges(reading)
+        yield from _changed(reading, kernels)
         for choice in forms:
             alone = [choice._replace(layers=[layer]) for layer in choice.layers]
             yield from _changed(reading, alone)
