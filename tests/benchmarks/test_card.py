@@ -16,13 +16,6 @@ def test_a_form_is_compared_with_every_kind_of_gradient():
     assert max(row["apart"].values()) < 1e-6
 
 
-def test_integers_may_be_apart_by_a_level_of_theirs():
-    """On an H200 int6 was 0.047 apart, one and a half of its levels; int8 stays far below."""
-    every = forms.forms()
-    assert 1.5 / 31 == every["sent in int6"].allowed > 0.047
-    assert every["sent in int8"].allowed < 0.012
-
-
 def test_kernels_are_sorted_by_their_names():
     names = {
         "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize64x64x8_ffma": "products on plain cores",

@@ -20,7 +20,7 @@ from jax.sharding import AxisType
 import jaxcomp
 from tests.helpers.control import apart, assert_no_further
 from tests.helpers.paths import ROOT
-from tests.helpers.runners import MAPPINGS, mesh_of, over_replicas, start
+from tests.helpers.runners import MAPPINGS, first, mesh_of, over_replicas, start
 
 PAGE = (ROOT / "docs/adopt.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
@@ -163,7 +163,7 @@ def test_a_loop_of_others_learns_as_its_table_says(name):
     assert learnt["+"] / learnt["-"] == pytest.approx(float(ratio), abs=0.03)
 
 
-SCALED = {"data": 2, "params": np.full((16, 16), 1 / 16, np.float32)}
+SCALED = np.full((16, 16), 1 / 16, np.float32)
 
 
 def overflowing(step):
@@ -174,6 +174,7 @@ def overflowing(step):
     return x
 
 
+@pytest.fixture
 def recipes():
     """Returns the two programs about DynamicScale, and the names around them."""
     reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
@@ -187,11 +188,19 @@ def recipes():
     return re.findall(r"```python\n(.*?)```", text, re.S), names
 
 
+def assert_one_step_is_left_out(params, scale, names):
+    """Asserts it of the parameters after each of five steps, and of the scale after all."""
+    np.testing.assert_array_equal(params[2], params[1])
+    assert np.isfinite(params[-1]).all()
+    assert (params[3] != params[2]).any()
+    assert scale.scale == names["scale"].scale / 2
+
+
 @pytest.mark.parametrize("mapping", MAPPINGS)
-def test_a_loss_scale_in_a_mapped_function_leaves_one_step_out_everywhere(mapping):
-    (mapped, _), names = recipes()
+def test_a_loss_scale_in_a_mapped_function_leaves_one_step_out_everywhere(recipes, mapping):
+    (mapped, _), names = recipes
     exec(mapped, names)
-    state, specs = start(mapping, names["tx"].init(SCALED["params"]), 2)
+    state, specs = start(mapping, names["tx"].init(SCALED), 2)
 
     def step(x, state, both):
         params, scale = both
@@ -199,42 +208,34 @@ def test_a_loss_scale_in_a_mapped_function_leaves_one_step_out_everywhere(mappin
         return (params, scale), state
 
     run = over_replicas(mapping, step, 2, specs, shared=1)
-    both = SCALED["params"], names["scale"]
+    both = SCALED, names["scale"]
     seen = []
     for k in range(5):
         both, state = run(overflowing(k), state, both)
         if mapping != "shard_map":  # which proves it
             jax.tree.map(lambda x: np.testing.assert_array_equal(x[0], x[1]), both)
-            both = jax.tree.map(lambda x: x[0], both)
+            both = first(both)
         seen.append(jax.device_get(both[0]))
-    assert np.isfinite(seen[-1]).all()
-    np.testing.assert_array_equal(seen[2], seen[1])
-    assert (seen[3] != seen[2]).any()
-    assert both[1].scale == names["scale"].scale / 2
+    assert_one_step_is_left_out(seen, both[1], names)
 
 
-def test_a_loss_scale_in_a_jit_loop_leaves_one_step_out():
-    (first, second), names = recipes()
-    exec(first, names)
-    mesh = mesh_of(2)
-    with jax.set_mesh(mesh):
-        exec(second, names)
-        params = SCALED["params"]
-        scale = names["scale"]
+def test_a_loss_scale_in_a_jit_loop_leaves_one_step_out(recipes):
+    (before, loop), names = recipes
+    exec(before, names)
+    params, scale = SCALED, names["scale"]
+    seen = []
+    with jax.set_mesh(mesh_of(2)):
+        exec(loop, names)
         state = names["optimizer"].init(params)
         reduced = names["value_and_grad"].init(params)
-        seen = []
         for k in range(5):
             batch = overflowing(k).reshape(16, 16)
             params, state, reduced, scale, _ = names["train_step"](
                 params, state, reduced, scale, batch
             )
             seen.append(jax.device_get(params))
-    np.testing.assert_array_equal(seen[2], seen[1])
-    assert np.isfinite(seen[-1]).all()
-    assert (seen[3] != seen[2]).any()
+    assert_one_step_is_left_out(seen, scale, names)
     assert int(reduced.count) == 4
-    assert scale.scale == names["scale"].scale / 2
 
 
 def test_a_state_that_is_laid_out_by_rule_is_noticed_and_the_way_out_works():
@@ -244,33 +245,17 @@ def test_a_state_that_is_laid_out_by_rule_is_noticed_and_the_way_out_works():
     reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
     run = jaxcomp.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2), reducer, mesh=mesh)
     state = run.init(params)
-    x = np.ones((8, 64), np.float32)
     whole = jax.NamedSharding(mesh, jax.P())
-    by_rule = jax.tree.map(lambda _: whole, state)
-    specs = jaxcomp.state_specs(state, "data")
-    by_state = jax.tree.map(lambda s: jax.NamedSharding(mesh, s), specs)
 
-    def compiled(shardings):
-        step = jax.jit(run, in_shardings=(shardings, whole, None), out_shardings=(None, shardings))
-        return step.lower(jax.eval_shape(lambda s: s, state), params, x).compile()
+    def compiled(specs):
+        placed = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+        step = jax.jit(run, in_shardings=(placed, whole, None), out_shardings=(None, placed))
+        shapes = jax.eval_shape(lambda: state)
+        return step.lower(shapes, params, np.ones((8, 64), np.float32)).compile()
 
     with pytest.raises(ValueError, match="all-gather"):
-        jaxcomp.check(compiled(by_rule), reducer, params)
-    jaxcomp.check(compiled(by_state), reducer, params)
-
-
-def test_weights_over_the_replicas_inside_of_jit_are_noticed():
-    mesh = mesh_of(4)
-    params = {"w": jnp.ones((64, 64))}
-    reducer = jaxcomp.powersgd(2, axis_name="data", start_step=0)
-    run = jaxcomp.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2), reducer, mesh=mesh)
-    spread = jax.device_put(params, jax.NamedSharding(mesh, jax.P("data")))
-    x = np.ones((8, 64), np.float32)
-    with pytest.raises(ValueError, match="the axis of the replicas"):
-        run.init(spread)
-    compiled = jax.jit(run).lower(run.init(params), spread, x).compile()
-    with pytest.raises(ValueError, match="all-gather"):
-        jaxcomp.check(compiled, reducer, params)
+        jaxcomp.check(compiled(jax.tree.map(lambda _: jax.P(), state)), reducer, params)
+    jaxcomp.check(compiled(jaxcomp.state_specs(state, "data")), reducer, params)
 
 
 def test_named_arrays_go_in_as_plain_ones():

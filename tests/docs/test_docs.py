@@ -21,7 +21,7 @@ import jaxcomp
 import torch_bridge.types
 from tests.helpers.control import apart, assert_no_further
 from tests.helpers.paths import ROOT
-from tests.helpers.runners import mesh_of, sharded
+from tests.helpers.runners import simulate
 
 
 def blocks(page, language="python", section=""):
@@ -168,25 +168,17 @@ def test_the_program_of_the_readme_trains(capsys):
 def test_the_program_about_steps_that_are_not_finite_leaves_one_out():
     names = {"jaxcomp": jaxcomp, "optax": optax}
     exec(blocks("docs/adopt.md", section="Mixed precision")[0], names)
-    mesh, params = mesh_of(4), {"w": jnp.ones((16, 8))}
-    state = jaxcomp.shard_state(names["tx"].init(params), mesh, "data")
-    specs = jaxcomp.state_specs(state, "data")
-
-    def train_step(params, state, gradients):
-        gradients = jax.tree.map(lambda x: x[0], gradients)
-        updates, state = names["tx"].update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    placed = (jax.P(), specs)
-    step = sharded(mesh, train_step, (*placed, jax.P("data")), placed)
-    gradients = np.ones((4, 16, 8), np.float32)
+    gradients = np.ones((4, 2, 16, 8), np.float32)
+    gradients[2, 1] = np.inf  # in the second step, on the third replica only
+    params = {"w": jnp.ones((16, 8))}
     with jax.numpy_dtype_promotion("standard"):
-        good, state = step(params, state, {"w": gradients})
-        assert (good["w"] < params["w"]).all()
-        gradients[2] = np.inf  # on the third replica only
-        before = jax.tree.map(np.asarray, (good, state[0]))
-        after, state = step(good, state, {"w": gradients})
-    jax.tree.map(np.testing.assert_array_equal, (after, state[0]), before)
+        good, bad = (
+            simulate("shard_map", names["tx"], {"w": gradients[:, :steps]}, params=params)
+            for steps in (1, 2)
+        )
+    assert (good[0]["w"][0] < 0).all()
+    assert not bad[0]["w"][1].any()
+    jax.tree.map(np.testing.assert_array_equal, bad[1][0], good[1][0])
 
 
 def test_the_commands_about_checkpoints_are_understood():

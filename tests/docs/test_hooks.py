@@ -18,8 +18,7 @@ from tests.helpers.rounding import rounding
 from tests.helpers.runners import mesh_of
 
 TEXT = (DOCS / "hooks.md").read_text()
-LINES = [line for line in TEXT.splitlines() if line.startswith("| ")]
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in LINES]
+ROWS = [re.split(r" *\| *", line)[1:-1] for line in re.findall(r"^\| .*$", TEXT, re.M)]
 CALLS = {row[0]: row[-1].strip("`") for row in ROWS if row[0] != "torch"}
 # Functions of torch that are hooks or make one; the last three are not public there.
 HOOK = (

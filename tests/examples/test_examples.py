@@ -38,8 +38,6 @@ def program(name):
 
 
 PROGRAMS = {name: program(name) for name in ("resume", "jit_loop")}
-# What the interrupted run was made with, and what it was not.
-SAVED = {"--width": (32, 64), "--rank": (2, 3), "--strategy": ("powersgd", "allreduce")}
 TINY = [*MODEL, "--steps", STEPS, "--eval-every", 3, "--checkpoint-every", 2]
 
 
@@ -133,54 +131,54 @@ def test_resuming_on_another_number_of_devices(
     assert_no_further(losses_of(resumed), losses_of(expected), losses_of(control))
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("train --strategy magic", "invalid choice: 'magic'"),
-        ("train --batch-size 9 --devices 4", "--batch-size 9 is not a multiple of the 4"),
-        ("train --rank 0 --steps -1", "--rank must be positive; --steps must be positive"),
-        ("train --strategy int8 --comm-dtype int6", "--comm-dtype int6 is of the factors of"),
-        ("train --width 30 --heads 4", "--width 30 is not a multiple of --heads 4"),
-        ("train --devices 9999", "at most 8, got 9999"),
-        ("train --context 999999999", "is longer than the text"),
-        ("train --resume", "--resume needs --checkpoint-dir"),
-        ("train --resume --checkpoint-dir {tmp}/none", "/none does not exist"),
-        ("train --checkpoint-dir {tmp}/none/run", "/none does not exist"),
-        ("train --log {tmp}/none/log", "none/log could not be written ([Errno 2] No such file"),
-        ("train --checkpoint-dir {tmp}/file", "/file is a file; checkpoints need a directory"),
-        ("train --log {tmp}", "is a directory; --log needs a file"),
-        ("train --log /dev/full", "log /dev/full could not be written ([Errno 28] No space left"),
-        ("train --checkpoint-dir {saved}", "already holds checkpoints: add --resume"),
-        *(
-            (f"train --checkpoint-dir {{saved}} --resume {name} {other}", f"with {name} {x}, not")
-            for name, (x, other) in SAVED.items()
-        ),
-        ("resume {tmp}/run --replicas 3", "--replicas must divide the batch of 64, got 3"),
-        ("resume {tmp}/file", "/file is a file; checkpoints need a directory"),
-        ("resume", "required: directory"),
-        ("jit_loop --steps -3", "--steps must be at least 3, got -3"),
-        ("hybrid_mesh --rank -1", "--rank positive or 0"),
-        ("hybrid_mesh --width 24", "--width must be a multiple of 16"),
-        ("local_sgd --width 30", "--width must be a multiple of 4"),
-        ("local_sgd --steps 48", "--eval-every must be a multiple of 32"),
-        ("local_sgd --replicas 99 --batch-size 99", "at most 8, got 99"),
-        ("local_sgd --plot {tmp}/none/x.png", "cannot write to"),
-        ("demo --ranks 0", "--ranks and --devices must be positive"),
-        ("demo --output {tmp}/file/x", "cannot be a directory (Not a directory"),
-    ],
-)
-def test_wrong_input_gives_one_sentence(command, message, capsys, tmp_path, interrupted):
+WRONG = """
+train --strategy magic | invalid choice: 'magic'
+train --batch-size 9 --devices 4 | --batch-size 9 is not a multiple of the 4
+train --rank 0 --steps -1 | --rank must be positive; --steps must be positive
+train --strategy int8 --comm-dtype int6 | --comm-dtype int6 is of the factors of
+train --width 30 --heads 4 | --width 30 is not a multiple of --heads 4
+train --devices 9999 | at most 8, got 9999
+train --context 999999999 | is longer than the text
+train --resume | --resume needs --checkpoint-dir
+train --resume --checkpoint-dir {tmp}/none | /none does not exist
+train --checkpoint-dir {tmp}/none/run | /none does not exist
+train --log {tmp}/none/log | none/log could not be written ([Errno 2] No such file
+train --checkpoint-dir {tmp}/file | /file is a file; checkpoints need a directory
+train --log {tmp} | is a directory; --log needs a file
+train --log /dev/full | log /dev/full could not be written ([Errno 28] No space left
+train --checkpoint-dir {saved} | already holds checkpoints: add --resume
+train --checkpoint-dir {saved} --resume --width 64 | with --width 32, not
+train --checkpoint-dir {saved} --resume --rank 3 | with --rank 2, not
+train --checkpoint-dir {saved} --resume --strategy allreduce | with --strategy powersgd, not
+resume {tmp}/run --replicas 3 | --replicas must divide the batch of 64, got 3
+resume {tmp}/file | /file is a file; checkpoints need a directory
+resume | required: directory
+jit_loop --steps -3 | --steps must be at least 3, got -3
+hybrid_mesh --rank -1 | --rank positive or 0
+hybrid_mesh --width 24 | --width must be a multiple of 16
+local_sgd --width 30 | --width must be a multiple of 4
+local_sgd --steps 48 | --eval-every must be a multiple of 32
+local_sgd --replicas 99 --batch-size 99 | at most 8, got 99
+local_sgd --plot {tmp}/none/x.png | cannot write to
+demo --ranks 0 | --ranks and --devices must be positive
+demo --output {tmp}/file/x | cannot be a directory (Not a directory
+"""
+
+
+@pytest.mark.parametrize("line", WRONG.strip().splitlines())
+def test_wrong_input_gives_one_sentence(line, capsys, tmp_path, interrupted):
+    command, message = line.split(" | ")
     (tmp_path / "file").touch()
     name, *arguments = command.format(tmp=tmp_path, saved=interrupted).split()
     if name == "train":
-        arguments = [*TINY, *([] if "--devices" in arguments else ["--devices", 4]), *arguments]
+        arguments = [*TINY, "--devices", 4, *arguments]
     with pytest.raises(SystemExit) as exit_:
         here(PROGRAMS.get(name) or importlib.import_module(name), *arguments)
     assert exit_.value.code == 2
-    *usage, line = capsys.readouterr().err.strip().splitlines()
+    *usage, said = capsys.readouterr().err.strip().splitlines()
     assert not usage or name in PROGRAMS
-    assert line.startswith(f"{name}.py: error: ")
-    assert message in line
+    assert said.startswith(f"{name}.py: error: ")
+    assert message in said
 
 
 def test_a_log_that_was_cut_off_goes_on(tmp_path):
@@ -234,14 +232,13 @@ def test_demo_writes_its_table_picture_and_json(tmp_path, monkeypatch):
 
 def test_the_corpus_is_split_by_file_and_skips_tests(tmp_path):
     for i in range(40):
-        (tmp_path / f"m{i}.py").write_text(f"# {i:04}\n")
-    for skipped in ("test", "tests", "site-packages"):
-        (tmp_path / "pkg" / skipped).mkdir(parents=True)
-        (tmp_path / "pkg" / skipped / "no.py").write_text("# none\n")
+        (tmp_path / f"m{i}.py").write_text(f"{i:04}\n")
+    (tmp_path / "pkg" / "tests").mkdir(parents=True)
+    (tmp_path / "pkg" / "tests" / "no.py").write_text("none\n")
     corpus = lm.load_corpus(tmp_path)
-    train, held_out = (bytes(x).split() for x in (corpus.train, corpus.held_out))
+    train, held_out = (set(bytes(x).split()) for x in (corpus.train, corpus.held_out))
     assert len(train) > len(held_out) > 0
-    assert not set(train) & set(held_out) - {b"#"}
-    assert {b"none"}.isdisjoint(train + held_out)
+    assert not train & held_out
+    assert b"none" not in train | held_out
     with pytest.raises(ValueError, match="source was not found"):
         lm.load_corpus(tmp_path / "pkg")

@@ -8,13 +8,13 @@ from tests.fuzz import fuzz_reader, legitimate
 
 
 def test_a_short_run_of_the_fuzzer():
-    found = fuzz_reader.fuzz(440, seed=1)
+    found = fuzz_reader.fuzz(230, seed=1)
     assert len(found.inputs) > 10
     assert not found.executed
     assert not found.unnamed
     assert found.slowest[0] < fuzz_reader.SECONDS
     assert found.largest[0] < fuzz_reader.OVERHEAD
-    assert 0 < found.read < 300
+    assert 0 < found.read < 160
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -24,5 +24,6 @@ def test_what_torch_writes_is_read_as_torch_reads_it_or_refused_by_name(tmp_path
     assert counts.total() > 210
     assert counts["ANOTHER VALUE"] == 0, verdicts
     assert counts["equal"] > 0.85 * counts.total()
-    refused = [name for name, verdict in verdicts.items() if verdict.startswith("refused here")]
-    assert {name.partition(",")[0] for name in refused} <= legitimate.REFUSED
+    for name, verdict in verdicts.items():
+        if verdict.startswith("refused here"):
+            assert legitimate.REFUSED[name.partition(",")[0]] in verdict

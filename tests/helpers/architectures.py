@@ -217,15 +217,21 @@ def build(name):
     return Built(module, flax, inputs, flax_inputs, like)
 
 
-def optimizer_of(module):
-    return torch.optim.AdamW(module.named_parameters(), lr=1e-3, weight_decay=0.0)
+class Training:
+    """Trains a model in torch on its inputs, all with one optimizer."""
 
+    def __init__(self, built):
+        self.module = built.module
+        self.optimizer = torch.optim.AdamW(
+            self.module.named_parameters(), lr=1e-3, weight_decay=0.0
+        )
+        self.inputs = [torch.from_numpy(x) for x in built.inputs]
 
-def train(module, optimizer, inputs, steps):
-    def loss(inputs):
-        return (module(*map(torch.from_numpy, inputs)) ** 2).mean()
+    def loss(self, inputs):
+        return (self.module(*inputs) ** 2).mean()
 
-    return steps_in_torch(loss, optimizer, [inputs] * steps)
+    def steps(self, count):
+        return steps_in_torch(self.loss, self.optimizer, [self.inputs] * count)
 
 
 class Losses(NamedTuple):
@@ -237,46 +243,43 @@ class Losses(NamedTuple):
 
 
 def run_that_stays(name, steps, seed):
-    built = build(name)
-    optimizer = optimizer_of(built.module)
-    train(built.module, optimizer, built.inputs, steps[0])
+    training = Training(build(name))
+    training.steps(steps[0])
     losses = []
     for step in range(steps[1] + steps[2]):
-        move_weights(built.module, 1_000 * seed + step)
-        losses += train(built.module, optimizer, built.inputs, 1)
+        move_weights(training.module, 1_000 * seed + step)
+        losses += training.steps(1)
     return np.array(losses)
 
 
 def there_and_back(name, steps=(2, 10, 4)):
     """Returns the losses of a run that moves to JAX and back, and of those that stay."""
     built = build(name)
-    module, flax, inputs = built.module, built.flax, built.inputs
-    optimizer = optimizer_of(module)
-    train(module, optimizer, inputs, steps[0])
+    training = Training(built)
+    training.steps(steps[0])
+    state = {"state_dict": built.module.state_dict(), "optimizer": training.optimizer.state_dict()}
     with tempfile.TemporaryDirectory() as folder:
-        document = {"state_dict": module.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save(document, f"{folder}/run.pt")
+        torch.save(state, f"{folder}/run.pt")
         checkpoint = torch_bridge.load(f"{folder}/run.pt")
-    evidence = {"apply": flax.apply, "example": built.example()}
-    stayed = train(module, optimizer, inputs, steps[1] + steps[2])
-    pairs = torch_bridge.pair(checkpoint.model, built.like, **evidence)
-    variables, transformation, opt_state, _ = torch_bridge.to_flax(
-        checkpoint, built.like, pairs=pairs
-    )
-    params = variables["params"]
-    rest = {key: value for key, value in variables.items() if key != "params"}
+    apply, example = built.flax.apply, built.example()
+    stayed = training.steps(steps[1] + steps[2])
+    run = torch_bridge.to_flax(checkpoint, built.like, apply=apply, example=example)
+    variables = dict(run.params)
+    params = variables.pop("params")
 
     def loss(params, inputs):
-        return (flax.apply({**rest, "params": params}, *inputs) ** 2).mean()
+        return (apply(variables | {"params": params}, *inputs) ** 2).mean()
 
     batches = [built.flax_inputs] * steps[1]
-    params, opt_state, moved = steps_in_jax(loss, transformation, params, opt_state, batches)
-    back = torch_bridge.to_torch({**rest, "params": params}, opt_state, checkpoint, pairs=pairs)
-    module = build(name).module
-    module.load_state_dict(back["state_dict"])
-    optimizer = optimizer_of(module)
-    optimizer.load_state_dict(back["optimizer"])
-    moved += train(module, optimizer, inputs, steps[2])
+    params, opt_state, moved = steps_in_jax(
+        loss, run.transformation, params, run.opt_state, batches
+    )
+    variables["params"] = params
+    back = torch_bridge.to_torch(variables, opt_state, checkpoint, pairs=run.pairs)
+    returned = Training(build(name))
+    returned.module.load_state_dict(back["state_dict"])
+    returned.optimizer.load_state_dict(back["optimizer"])
+    moved += returned.steps(steps[2])
     controls = [run_that_stays(name, steps, seed) for seed in range(3)]
     return Losses(np.array(moved), np.array(stayed), controls)
 

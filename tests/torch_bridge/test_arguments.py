@@ -92,18 +92,16 @@ HOOKS = {
 
 @pytest.mark.parametrize("member", list(DDPCommHookType), ids=lambda member: member.name)
 def test_every_hook_type_is_a_reducer(member):
-    names = [member, member.name, *([HOOKS[member]] if member in HOOKS else [])]
+    names = {member, member.name, HOOKS.get(member, member)}
     made = [reducer_from_torch(name, axis_name="data") for name in names]
-    params = {"w": jnp.zeros((8, 8))}
-    states = [tx.init(params) for tx in made]
-    for state in states[1:]:
-        jax.tree.map(np.testing.assert_array_equal, state, states[0])
-    grads = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(2, 8, 8)), jnp.float32)}
-    update = jax.vmap(made[-1].update, in_axes=(0, None), axis_name="data")
-    output = jax.jit(update)(grads, states[-1])[0]["w"]
-    mean = np.broadcast_to(grads["w"].mean(0), (2, 8, 8))
-    expected = grads["w"] if member.name == "NOOP" else mean
-    np.testing.assert_allclose(output, expected, atol=0.05)
+    one, *others = (tx.init({"w": jnp.zeros((8, 8))}) for tx in made)
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, other, one)
+    grads = np.random.default_rng(0).normal(size=(2, 8, 8)).astype(np.float32)
+    update = jax.vmap(made[0].update, in_axes=(0, None), axis_name="data")
+    output = jax.jit(update)({"w": grads}, one)[0]["w"]
+    mean = np.broadcast_to(grads.mean(0), (2, 8, 8))
+    np.testing.assert_allclose(output, grads if member.name == "NOOP" else mean, atol=0.05)
 
 
 def test_ranks_of_hook_types():
@@ -126,23 +124,26 @@ def test_hooks_that_live_elsewhere():
 @pytest.mark.parametrize(
     ("path", "shape", "rows"),
     [
-        (("Dense_0", "kernel"), (4, 8), (1,)),
-        (("Conv_0", "kernel"), (7, 7, 512, 3), (3,)),
-        (("ConvTranspose_0", "kernel"), (3, 3, 4, 8), (2,)),
-        (("attn", "query", "kernel"), (8, 2, 4), (1, 2)),
-        (("attn", "out", "kernel"), (2, 4, 8), (2,)),
-        (("attn", "qkv", "kernel"), (8, 3, 2, 4), (1, 2, 3)),
-        (("Embed_0", "embedding"), (50, 4), (0,)),
-        (("pos",), (1, 9, 4), (0,)),
-        (("Dense_0", "bias"), (4,), None),
+        ("Dense_0/kernel", (4, 8), (1,)),
+        ("Conv_0/kernel", (7, 7, 512, 3), (3,)),
+        ("ConvTranspose_0/kernel", (3, 3, 4, 8), (2,)),
+        ("attn/query/kernel", (8, 2, 4), (1, 2)),
+        ("attn/out/kernel", (2, 4, 8), (2,)),
+        ("attn/qkv/kernel", (8, 3, 2, 4), (1, 2, 3)),
+        ("Embed_0/embedding", (50, 4), (0,)),
+        ("pos", (1, 9, 4), (0,)),
+        ("Dense_0/bias", (4,), None),
     ],
 )
 def test_torch_matrix_dims(path, shape, rows):
-    dims = torch_matrix_dims(path, np.zeros(shape))
-    keys = tuple(jax.tree_util.DictKey(name) for name in path)
+    names = path.split("/")
+    dims = torch_matrix_dims(tuple(names), np.zeros(shape))
+    keys = tuple(map(jax.tree_util.DictKey, names))
     assert dims == torch_matrix_dims(keys, jax.ShapeDtypeStruct(shape, jnp.float32))
-    assert (None if dims is None else dims.rows) == rows
-    if dims is not None:
+    if rows is None:
+        assert dims is None
+    else:
+        assert dims.rows == rows
         assert sorted(dims.rows + dims.cols) == list(range(len(shape)))
 
 

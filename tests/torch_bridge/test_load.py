@@ -1,11 +1,7 @@
 """Reading torch files: everything that torch writes, and what lies beside it."""
 
-import argparse
-import collections
 import functools
-import pathlib
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -57,64 +53,12 @@ def test_slots_of_older_releases(put):
     assert record.batch_tensors_with_same_shape is False
 
 
-@pytest.mark.parametrize("protocol", [2, 5])
-def test_what_people_put_beside_it(put, protocol):
-    arrays = {
-        "history": np.asfortranarray(np.arange(6).reshape(2, 3)),
-        "none": np.zeros((0, 3)),
-        "rng": torch.get_rng_state().numpy(),
-    }
-    arrays["words"] = np.random.RandomState(4).get_state()[1]
-    extra = {
-        "args": argparse.Namespace(lr=0.1, out=pathlib.Path("/runs/a")),
-        "best": np.float64(0.5),
-        "milestones": collections.Counter([3, 3, 5]),
-        "device": torch.device("cuda", 1),
-        "size": torch.Size([2, 3]),
-        "nested": collections.defaultdict(list, {"a": [1, (2, None)], "b": {True, 1.5}}),
-        "frozen": frozenset({1, "a"}),
-        "bytes": b"\x00\xff",
-    }
-    whole = files.documented() | arrays | extra | {"rng": torch.get_rng_state()}
-    got = load(put(files.saved(whole, pickle_protocol=protocol))).extra
-    for name, array in arrays.items():
-        same(got[name], array)
-    shown = {"args": {"lr": 0.1, "out": "/runs/a"}, "device": "cuda:1", "size": (2, 3)}
-    shown |= {"milestones": {3: 2, 5: 1}}
-    assert {name: got[name] for name in extra} == extra | shown
-
-
-DTYPES = (
-    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
-    *("complex64", "int64", "uint8", "uint16", "bool"),
-)
-
-
-@pytest.mark.parametrize("name", DTYPES)
-def test_dtypes(put, name):
-    tensor = torch.arange(6).reshape(2, 3).to(getattr(torch, name))
-    array = load(put(files.saved({"w": tensor}))).model["w"]
-    dtype = np.dtype(getattr(ml_dtypes, name, name))
-    same(array, np.arange(6).reshape(2, 3).astype(dtype))
-
-
-def test_strides_views_and_ties(put):
-    base = torch.arange(24.0).reshape(2, 3, 4)
+def test_strides_and_ties_are_kept(put):
+    """What is read is what torch has written; see fuzz/legitimate.py."""
     conv = torch.arange(72.0).reshape(2, 3, 3, 4).to(memory_format=torch.channels_last)
     weight = torch.nn.Parameter(torch.ones(3, 2))
-    model = {
-        "view": base[:, 1:, ::2],
-        "transposed": base.transpose(0, 2),
-        "expanded": torch.ones(1).expand(5, 4),
-        "scalar": torch.tensor(3.0),
-        "none": torch.zeros(0, 3),
-        "conv": conv,
-        "embed.weight": weight,
-        "head.weight": weight,
-    }
+    model = {"conv": conv, "embed.weight": weight, "head.weight": weight}
     checkpoint = load(put(files.saved(model)))
-    for name, tensor in model.items():
-        same(checkpoint.model[name], tensor.detach().numpy())
     assert checkpoint.model["conv"].strides == tuple(4 * s for s in conv.stride())
     assert tied(checkpoint.model) == {"head.weight": "embed.weight"}
 
@@ -127,12 +71,12 @@ def test_wrapper_prefixes(put):
 
 
 def test_cuda_storages_need_no_gpu(put):
-    raw = files.saved({"w": torch.ones(2, 3)})
-    pkl = files.pickle_of_tensor(source=files.storage().replace(b"cpu", b"cud"))
-    legacy_type = files.storage(kind=("torch.cuda", "FloatStorage"))
-    for data in (pkl, files.pickle_of_tensor(source=legacy_type)):
-        array = load(put(files.archive(data, {"data/0": np.ones(6, "<f4").tobytes()}))).model["w"]
-        same(array, load(put(raw)).model["w"])
+    now = files.storage().replace(b"cpu", b"cud")
+    legacy = files.storage(kind=("torch.cuda", "FloatStorage"))
+    values = np.ones((2, 3), np.float32)
+    for source in (now, legacy):
+        document = files.pickle_of_tensor(source=source)
+        same(load(put(files.archive(document, {"data/0": values.tobytes()}))).model["w"], values)
 
 
 def test_reading_imports_no_torch_and_no_process_group(put):
@@ -214,21 +158,7 @@ def test_a_parameter_may_be_called_as_an_entry_of_a_checkpoint(put, name):
     assert not checkpoint.extra
 
 
-def test_several_optimizers_and_numbers_as_keys_are_kept(put):
-    samples = [{7 * k: 0.5, 7 * k + 3: 0.25} for k in range(20_000)]
-    more = {"optimizer": [{}, {}], "samples": samples}
-    checkpoint = load(put(files.saved({"state_dict": {"w": MODEL}, **more})))
+def test_several_optimizers_are_kept_as_they_are(put):
+    checkpoint = load(put(files.saved({"state_dict": {"w": MODEL}, "optimizer": [{}, {}]})))
     assert checkpoint.optimizer is None
-    assert checkpoint.extra == more
-
-
-def test_what_is_named_again_and_again_is_one(put):
-    body = files.dictionary(
-        state_dict=b"}",
-        names=b"](" + b"ctorch\nint8\n" * 100_000 + b"e",
-        nested=b"]" * 90 + b"a" * 89,
-    )
-    extra = load(put(files.archive(files.whole(body)))).extra
-    assert len(extra["names"]) == 100_000
-    assert len(set(map(id, extra["names"]))) == 1
-    assert list(extra) == ["names", "nested"]
+    assert checkpoint.extra == {"optimizer": [{}, {}]}

@@ -1,7 +1,6 @@
 """The programs in docs/migrating.md: a DDP job saves, JAX goes on, and DDP goes on after that."""
 
 import collections
-import copy
 import re
 
 import flax.linen as nn
@@ -17,12 +16,13 @@ from tests.helpers.control import assert_no_further
 from tests.helpers.paths import DOCS
 
 PAGE = DOCS / "migrating.md"
+PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 BATCHES = np.random.default_rng(0).normal(size=(40, 16, 24)).astype(np.float32)
 
 
-def torch_loss(model, batch):
-    x = torch.from_numpy(batch)
-    return ((model(x) - torch.sin(x[:, :16])) ** 2).mean()
+def program(number):
+    """Compiles one of the programs of the page."""
+    return compile(PROGRAMS[number], PAGE.name, "exec")
 
 
 class Model(nn.Module):
@@ -38,77 +38,68 @@ def jax_loss(params, batch):
     return jnp.mean((out - jnp.sin(batch[:, :16])) ** 2)
 
 
-def new_job():
+class Job:
     """Model, DDP around it and optimizer, as the page's reader has them."""
-    torch.manual_seed(1)
-    layers = collections.OrderedDict(
-        first=torch.nn.Linear(24, 48), tanh=torch.nn.Tanh(), second=torch.nn.Linear(48, 16)
-    )
-    model = torch.nn.Sequential(layers)
-    ddp_model = torch.nn.parallel.DistributedDataParallel(model)
-    return model, ddp_model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
+    def __init__(self, **layers):
+        torch.manual_seed(1)
+        layers |= {"first": torch.nn.Linear(24, 48), "tanh": torch.nn.Tanh()}
+        layers |= {"second": torch.nn.Linear(48, 16)}
+        self.model = torch.nn.Sequential(collections.OrderedDict(layers))
+        self.ddp_model = torch.nn.parallel.DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
 
-def torch_steps(ddp_model, optimizer, batches):
-    return steps_in_torch(lambda batch: torch_loss(ddp_model, batch), optimizer, batches)
+    def loss(self, batch):
+        x = torch.from_numpy(batch)
+        return ((self.ddp_model(x) - torch.sin(x[:, :16])) ** 2).mean()
 
+    def steps(self, batches):
+        return steps_in_torch(self.loss, self.optimizer, batches)
 
-def job_of_ten_steps():
-    model, ddp_model, optimizer = new_job()
-    state = hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=4)
-    ddp_model.register_comm_hook(state, hook.powerSGD_hook)
-    torch_steps(ddp_model, optimizer, BATCHES[:10])
-    return model, ddp_model, optimizer, state
+    def ten_steps(self):
+        """Trains with the hook; returns what the program that saves finds around it."""
+        state = hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=4)
+        self.ddp_model.register_comm_hook(state, hook.powerSGD_hook)
+        self.steps(BATCHES[:10])
+        names = {"ddp_model": self.ddp_model, "state": state, "optimizer": self.optimizer}
+        return names | {"inputs": torch.from_numpy(BATCHES[0, :3])}
 
 
 def run_that_stays(seed):
     """Returns the losses after ten steps of a control, whose weights are moved before each step."""
-    model, ddp_model, optimizer, _ = job_of_ten_steps()
+    job = Job()
+    job.ten_steps()
     losses = []
     for step, batch in enumerate(BATCHES[10:]):
-        move_weights(model, 1_000 * seed + step)
-        losses += torch_steps(ddp_model, optimizer, [batch])
+        move_weights(job.model, 1_000 * seed + step)
+        losses += job.steps([batch])
     return np.array(losses)
 
 
 def test_the_programs_of_the_page_move_a_run_and_bring_it_back(alone, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    save, go_on, _, hand_back, return_, _ = (compile(x, PAGE.name, "exec") for x in programs)
-
-    _, ddp_model, optimizer, state = job_of_ten_steps()
-    names = {"ddp_model": ddp_model, "state": state, "optimizer": optimizer}
-    exec(save, names | {"inputs": torch.from_numpy(BATCHES[0, :3])})
-    stayed = torch_steps(ddp_model, optimizer, BATCHES[10:])
+    job = Job()
+    exec(program(0), job.ten_steps())
+    stayed = job.steps(BATCHES[10:])
     controls = [run_that_stays(seed) for seed in range(3)]
 
     names = {"abstract_params": linears(Dense_0=(48, 16), Dense_1=(24, 48)), "model": Model()}
-    exec(go_on, names)
+    exec(program(1), names)
     assert names["checkpoint"].extra["epoch"] == 3
     assert names["step"] == 10
     assert names["run"].difference < 1e-6
     params, opt_state, moved = steps_in_jax(
         jax_loss, *(names[n] for n in ("transformation", "params", "opt_state")), BATCHES[10:25]
     )
-    names |= {"params": params, "opt_state": opt_state}
-    exec(hand_back, names)
+    exec(program(3), names | {"params": params, "opt_state": opt_state})
 
-    model, ddp_model, optimizer = new_job()
-    back = {
-        "torch": torch,
-        "torch_bridge": torch_bridge,
-        "model": model,
-        "ddp_model": ddp_model,
-        "optimizer": optimizer,
-        "rank": 0,
-        "world_size": 1,
-        "batch": BATCHES[25],
-        "loss": lambda batch: torch_loss(ddp_model, batch),
-    }
-    exec(return_, back)
-    before = copy.deepcopy(model.state_dict())
-    np.testing.assert_array_equal(before["first.weight"].numpy().T, params["Dense_1"]["kernel"])
-    moved += torch_steps(ddp_model, optimizer, BATCHES[25:])
+    job = Job()
+    names = {"torch": torch, "torch_bridge": torch_bridge, "rank": 0, "world_size": 1}
+    names |= {"model": job.model, "ddp_model": job.ddp_model, "optimizer": job.optimizer}
+    exec(program(4), names | {"batch": BATCHES[25], "loss": job.loss})
+    kernel = job.model.state_dict()["first.weight"].numpy().T
+    np.testing.assert_array_equal(kernel, params["Dense_1"]["kernel"])
+    moved += job.steps(BATCHES[25:])
     assert_no_further(np.array(moved), np.array(stayed), *controls)
     assert moved[-1] < 0.9 * moved[0]
 
@@ -117,26 +108,14 @@ class Normalised(nn.Module):
     @nn.compact
     def __call__(self, x, train=True):
         x = nn.BatchNorm(use_running_average=not train, momentum=0.9, name="norm")(x)
-        return nn.Dense(16, name="out")(jnp.tanh(nn.Dense(48, name="hidden")(x)))
+        return nn.Dense(16, name="second")(jnp.tanh(nn.Dense(48, name="first")(x)))
 
 
 def test_the_loop_with_statistics_follows_torch(alone, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(1)
-    layers = collections.OrderedDict(norm=torch.nn.BatchNorm1d(24), hidden=torch.nn.Linear(24, 48))
-    layers |= {"tanh": torch.nn.Tanh(), "out": torch.nn.Linear(48, 16)}
-    module = torch.nn.Sequential(layers)
-    ddp_model = torch.nn.parallel.DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-    state = hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=4)
-    ddp_model.register_comm_hook(state, hook.powerSGD_hook)
-    torch_steps(ddp_model, optimizer, BATCHES[:10])
-    example = torch.from_numpy(BATCHES[0, :3])
-    torch_bridge.save_checkpoint(
-        "checkpoint.pt", ddp_model, state, optimizer=optimizer, example=example
-    )
-    stayed = torch_steps(ddp_model, optimizer, BATCHES[10:20])
-
+    job = Job(norm=torch.nn.BatchNorm1d(24))
+    exec(program(0), job.ten_steps())
+    stayed = job.steps(BATCHES[10:20])
     model = Normalised()
     losses = []
     names = {
@@ -147,20 +126,18 @@ def test_the_loop_with_statistics_follows_torch(alone, tmp_path, monkeypatch):
         "batches": [(x, np.sin(x[:, :16])) for x in BATCHES[10:20]],
         "losses": losses,
     }
-    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    exec(compile(programs[2], PAGE.name, "exec"), names)
+    exec(program(2), names)
     np.testing.assert_allclose(losses, stayed, rtol=1e-4)
     back = torch.load("continued.pt", weights_only=True)["state_dict"]
     # Flax's variance is over n, torch's over n - 1.
     for name, tolerance in (("norm.running_mean", 1e-5), ("norm.running_var", 0.1)):
-        np.testing.assert_allclose(back[name], module.state_dict()[name], atol=tolerance)
+        np.testing.assert_allclose(back[name], job.model.state_dict()[name], atol=tolerance)
     assert back["norm.num_batches_tracked"] == 10
 
 
 def test_the_page_shows_a_flatten():
-    programs = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names = {}
-    exec(compile(programs[-1], PAGE.name, "exec"), names)
+    exec(program(-1), names)
     said, pooled = (names[n]["fc"]["kernel"] for n in ("said", "pooled"))
     np.testing.assert_array_equal(pooled, names["model"]["fc.weight"].T)
     moved = names["model"]["fc.weight"].reshape(10, 8, 4, 4).transpose(2, 3, 1, 0)

@@ -59,23 +59,6 @@ def test_bad_files(tmp_path, monkeypatch, table):
     assert not wrong
 
 
-OTHER_TENSORS = {
-    "to_dense": lambda: torch.eye(3).to_sparse(),
-    "dequantize": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-    "unbind": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.filterwarnings("ignore:.*quant")
-@pytest.mark.parametrize("advice", OTHER_TENSORS)
-def test_other_kinds_of_tensors_are_named_with_the_way_out(tmp_path, advice):
-    path = tmp_path / "f.pt"
-    torch.save({"w": OTHER_TENSORS[advice]()}, path)
-    with pytest.raises(UnsafeCheckpoint, match=f"asks for torch._utils._rebuild_.*{advice}"):
-        load(path)
-
-
 # --- what is no file, too large, or gone ------------------------------------------------------
 
 

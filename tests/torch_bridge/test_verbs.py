@@ -1,6 +1,7 @@
 """`to_flax` and `to_torch`: a whole run in one call each way, paired once."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -62,23 +63,28 @@ def checkpoint(ranks=2):
 
 def test_a_buffer_of_the_models_own_needs_no_more_than_ignore():
     """Nothing marks buffers or buckets in a file of torch.save; the optimizer counts."""
-    model = torch.nn.Module()
-    model.fc1, model.fc2 = torch.nn.Linear(24, 32), torch.nn.Linear(32, 16)
-    model.register_buffer("mask", torch.ones(8, 8))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    sum(p.sum() for p in model.parameters()).backward()
-    optimizer.step()
-    arrays = arrays_of(model)
-    layout = BucketLayout.from_order([["fc2.bias", "fc2.weight", "fc1.bias", "fc1.weight"]], arrays)
+    module = torch.nn.Sequential(torch.nn.Linear(24, 32), torch.nn.Linear(32, 16))
+    module.register_buffer("mask", torch.ones(8, 8))
+    arrays = arrays_of(module)
+    layout = BucketLayout.from_order([["1.bias", "1.weight", "0.bias", "0.weight"]], arrays)
+    optimizer = stepped(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
     source = dataclasses.replace(compressed_step(layout, arrays), optimizer=optimizer.state_dict())
-    like = linears(fc1=(24, 32), fc2=(32, 16))
+    like = linears(layers_0=(24, 32), layers_1=(32, 16))
     params, _, opt_state, _ = torch_bridge.to_flax(source, like, ignore="mask")
-    momentum = optax.tree_utils.tree_get(opt_state, "trace")
-    np.testing.assert_array_equal(momentum["fc2"]["bias"], np.ones(16))
+    momentum = optax.tree.get(opt_state, "trace")
+    np.testing.assert_array_equal(momentum["layers_1"]["bias"], np.ones(16))
     document = torch_bridge.to_torch(params, opt_state, source, ignore="mask")
     assert BucketLayout.from_json(document["layout"]) == layout
     assert document["optimizer"]["state"].keys() == {0, 1, 2, 3}
     np.testing.assert_array_equal(document["state_dict"]["mask"], np.ones((8, 8)))
+
+
+def stepped(optimizer):
+    """Makes a step with gradients of ones."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
 
 
 def test_an_unused_layer_starts_afresh_and_is_named():
@@ -105,15 +111,15 @@ def test_pairs_and_options_exclude_each_other_and_pairs_must_fit():
 @pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
 def test_states_of_the_trained_parameters_alone():
     source = checkpoint()
-    run = torch_bridge.to_flax(source, variables())
-    trained = {name: leaf for name, leaf in run.params["params"].items() if name != "frozen"}
-    pairs = torch_bridge.pair(source.model, run.params)
+    params = torch_bridge.to_flax(source, variables()).params
+    trained = {name: leaf for name, leaf in params["params"].items() if name != "frozen"}
+    pairs = torch_bridge.pair(source.model, params)
     reducer = torch_bridge.powersgd_from_torch(source, trained, pairs=pairs)
     assert set(reducer.q) == set(trained)
-    with pytest.raises(CheckpointMismatch, match=r"must hold one jaxcomp\.PowerSGDState"):
-        torch_bridge.to_torch(run.params, run.opt_state[1], source)
     sgd = optax.sgd(0.1, momentum=0.9).init(trained)
-    document = torch_bridge.to_torch(run.params, (reducer, sgd), source, pairs=pairs)
+    with pytest.raises(CheckpointMismatch, match=r"must hold one jaxcomp\.PowerSGDState"):
+        torch_bridge.to_torch(params, sgd, source)
+    document = torch_bridge.to_torch(params, (reducer, sgd), source, pairs=pairs)
     old = source.powersgd[0].q_memory_dict[1]
     kept = np.isfinite(old)
     np.testing.assert_array_equal(document["powersgd"]["q_memory_dict"][1][kept], old[kept])
@@ -159,18 +165,18 @@ def test_what_the_torch_file_has_no_place_for_is_named():
     assert document.get("optimizer") is None
 
 
-def frozen_beside(make, steps=2, **fields):
+def frozen_beside(make, steps=2, hook=(), **options):
     """One Linear of two is frozen, and the optimizer was given both; the buckets have one."""
     torch.manual_seed(0)
     module = torch.nn.ModuleDict({"stem": torch.nn.Linear(4, 3), "head": torch.nn.Linear(4, 3)})
-    optimizer = make(module.parameters())
+    optimizer = make(module.parameters(), lr=0.1, **options)
     for _ in range(steps):
         module["head"](torch.randn(2, 4)).square().sum().backward()
         optimizer.step()
     arrays = arrays_of(module)
     layout = BucketLayout.from_order([["head.bias", "head.weight"]], arrays)
-    fields = {"optimizer": optimizer.state_dict(), "layout": layout, **fields}
-    return Checkpoint(arrays, **fields), linears(stem=(4, 3), head=(4, 3))
+    source = Checkpoint(arrays, hook, optimizer.state_dict(), layout)
+    return source, linears(stem=(4, 3), head=(4, 3))
 
 
 def one_update(run):
@@ -180,16 +186,9 @@ def one_update(run):
     return first(updates), state
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: torch.optim.AdamW(p, lr=0.1),
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
-    ],
-)
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
 def test_what_is_in_no_bucket_is_frozen_whatever_the_optimizer_was_given(make):
-    source, like = frozen_beside(make)
+    source, like = frozen_beside(make, weight_decay=0.1)
     updates, state = one_update(torch_bridge.to_flax(source, like))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates["stem"]))
     assert all(np.all(leaf) for leaf in jax.tree.leaves(updates["head"]))
@@ -208,7 +207,7 @@ def schedule_counts(state):
 def test_a_schedule_goes_on_at_the_steps_of_the_optimizer():
     rate = optax.linear_schedule(1.0, 0.0, 100)
     hook = (PowerSGDRecord(1, 12, {}, {}, {}),)  # six steps would be two reductions each
-    source, like = frozen_beside(lambda p: torch.optim.AdamW(p, lr=0.1), 6, powersgd=hook)
+    source, like = frozen_beside(torch.optim.AdamW, 6, hook)
     with pytest.warns(UserWarning, match="Adam has counted 6 steps and the hook 12"):
         run = torch_bridge.to_flax(source, like, learning_rate=rate)
     assert (schedule_counts(run.opt_state), run.step, int(run.opt_state[0].count)) == ({6}, 12, 12)
@@ -216,13 +215,13 @@ def test_a_schedule_goes_on_at_the_steps_of_the_optimizer():
     assert (schedule_counts(run.opt_state), run.step) == ({7}, 7)
     equal = dataclasses.replace(source, powersgd=(PowerSGDRecord(1, 6, {}, {}, {}),))
     assert torch_bridge.to_flax(equal, like, learning_rate=rate).step == 6
-    source, _ = frozen_beside(lambda p: torch.optim.SGD(p, lr=0.1), powersgd=hook)
+    source, _ = frozen_beside(torch.optim.SGD, hook=hook)
     run = torch_bridge.to_flax(source, like, learning_rate=rate)
     assert (schedule_counts(run.opt_state), run.step) == ({12}, 12)
 
 
 def test_what_was_frozen_late_keeps_its_state():
-    source, like = frozen_beside(lambda p: torch.optim.Adam(p, lr=0.1))
+    source, like = frozen_beside(torch.optim.Adam)
     kept = {"step": np.float32(1), "exp_avg": np.ones(3, "f4"), "exp_avg_sq": np.ones(3, "f4")}
     source.optimizer["state"][1] = kept
     with pytest.warns(UserWarning, match="stem/bias: the optimizer has them and DDP's buckets do"):
@@ -238,7 +237,8 @@ def test_what_was_frozen_late_keeps_its_state():
 
 def test_frozen_or_never_used_is_asked_about_where_no_layout_says_it():
     for nothing in (None, BucketLayout(())):  # as to_torch writes it before compression began
-        source, like = frozen_beside(lambda p: torch.optim.AdamW(p, lr=0.1), layout=nothing)
+        source, like = frozen_beside(torch.optim.AdamW)
+        source = dataclasses.replace(source, layout=nothing)
         with pytest.warns(UserWarning, match="stem/bias, stem/kernel: never used, or frozen"):
             updates, _ = one_update(torch_bridge.to_flax(source, like))
         assert np.all(updates["stem"]["kernel"])
@@ -247,35 +247,21 @@ def test_frozen_or_never_used_is_asked_about_where_no_layout_says_it():
     assert not np.any(updates["stem"]["kernel"])
 
 
-def test_tied_weights_stay_one_tensor():
-    weight = np.random.default_rng(0).standard_normal((48, 24)).astype("f4")
-    like = Checkpoint({"embed.weight": weight, "head.weight": weight})
-    params = {"embed": {"embedding": np.zeros((48, 24), np.float32)}}
-    document = torch_bridge.to_torch(params, (), like)
-    one, other = document["state_dict"].values()
-    assert one.data_ptr() == other.data_ptr()
-    assert not one.any()
-
-
 def test_an_nnx_model_with_statistics():
     class Model(nnx.Module):
         def __init__(self, rngs):
             self.fc = nnx.Linear(32, 24, rngs=rngs)
             self.norm = nnx.BatchNorm(24, rngs=rngs)
 
-    layers = {"fc": torch.nn.Linear(32, 24), "norm": torch.nn.BatchNorm1d(24)}
-    module = torch.nn.ModuleDict(layers)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    sum(p.square().sum() for p in module.parameters()).backward()
-    optimizer.step()
-    hook = (PowerSGDRecord(1, 3, {}, {}, {}),)
-    source = Checkpoint(arrays_of(module), hook, optimizer.state_dict())
+    module = torch.nn.ModuleDict({"fc": torch.nn.Linear(32, 24), "norm": torch.nn.BatchNorm1d(24)})
+    optimizer = stepped(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)).state_dict()
+    source = Checkpoint(arrays_of(module), (PowerSGDRecord(1, 3, {}, {}, {}),), optimizer)
     run = torch_bridge.to_flax(source, nnx.state(Model(nnx.Rngs(0))))
     fresh = run.transformation.init(nnx.filter_state(run.params, nnx.Param))
     assert jax.tree.structure(run.opt_state) == jax.tree.structure(fresh)
     document = torch_bridge.to_torch(run.params, run.opt_state, source)
     np.testing.assert_array_equal(document["state_dict"]["fc.weight"], source.model["fc.weight"])
-    kept = optimizer.state_dict()["state"]
+    kept = optimizer["state"]
     torch.testing.assert_close(document["optimizer"]["state"], kept, rtol=0, atol=0)
 
 
@@ -368,7 +354,7 @@ def test_parameters_of_16_bits_are_named_where_like_has_more():
     assert there.params["fc"]["kernel"].dtype == np.float16
 
 
-@pytest.mark.parametrize("name", ["opt", "optimizers", "optimizer_states"])
+@pytest.mark.parametrize("name", ["opt", "optimizers"])
 def test_an_optimizer_elsewhere_in_the_file_is_named(name):
     found = run()
     extra = {name: found.optimizer if name == "opt" else [found.optimizer], "epoch": 3}
@@ -382,57 +368,56 @@ def test_an_optimizer_elsewhere_in_the_file_is_named(name):
 
 
 @pytest.mark.filterwarnings("ignore:Moments of another dtype")  # of this made-up file
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    ("dtype", "bits"), [(np.float32, 24), (ml_dtypes.bfloat16, 8), (np.float16, 11)]
+    ("dtype", "ranks"),
+    [(np.float32, 1), (np.float16, 1), (ml_dtypes.bfloat16, 1), (ml_dtypes.bfloat16, 2)],
 )
-def test_what_a_dtype_keeps_of_a_run_with_several_buckets(dtype, bits, ranks):
+def test_what_a_dtype_keeps_of_a_run_with_several_buckets(dtype, ranks):
     source = run(ranks, dtype)
     like = jax.tree.map(lambda leaf: leaf.astype(dtype), LIKE)
     params, _, opt_state, _ = torch_bridge.to_flax(source, like)
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(dtype)}
+    assert params["fc"]["kernel"].dtype == np.dtype(dtype)
     assert opt_state[0].q["fc"]["kernel"].dtype == jnp.float32
     document = torch_bridge.to_torch(params, opt_state, source)
     for name, weight in source.model.items():
-        kept = document["state_dict"][name].float()
-        np.testing.assert_array_equal(kept, weight.astype(np.float32))
+        same(document["state_dict"][name], weight)
     for bucket in (0, 1):
         for name in ("p_memory_dict", "q_memory_dict"):
-            old, new = getattr(source.powersgd[0], name), document["powersgd"][name]
-            assert str(new[bucket].dtype).removeprefix("torch.") == np.dtype(dtype).name
-            np.testing.assert_array_equal(new[bucket].float(), old[bucket].astype(np.float32))
-        mean, back = source.mean.error_dict[bucket], document["errors"][0][bucket]
+            same(document["powersgd"][name][bucket], getattr(source.powersgd[0], name)[bucket])
+        back = document["errors"][0][bucket]
+        # One rank's error comes back bit for bit, a mean is rounded once.
+        same(back, source.mean.error_dict[bucket].astype(dtype))
         assert back.dtype == document["powersgd"]["q_memory_dict"][bucket].dtype
-        if ranks == 1:  # one rank's error comes back bit for bit, a mean is rounded once
-            np.testing.assert_array_equal(back.float(), mean)
-        assert np.max(np.abs(back.float().numpy() - mean) / np.abs(mean)) <= 2.0**-bits
+
+
+def same(tensor, array):
+    """Asserts that a tensor of torch has these values and this dtype."""
+    assert str(tensor.dtype) == f"torch.{array.dtype}"
+    np.testing.assert_array_equal(tensor.float(), array.astype(np.float32))
 
 
 def test_the_way_back_is_proved_by_the_torch_module():
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6))
-    x = np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32)
-    with torch.no_grad():
-        outputs = module(torch.from_numpy(x)).numpy()
-    source = Checkpoint(arrays_of(module), example=((x,), outputs))
+    x = torch.randn(3, 6)
+    source = Checkpoint(arrays_of(module), example=((x.numpy(),), module(x).detach().numpy()))
 
-    def apply(params, inputs):
+    def apply(params, x):
         one, two = params["one"], params["two"]
-        hidden = jnp.tanh(inputs @ one["kernel"] + one["bias"])
-        return hidden @ two["kernel"] + two["bias"]
+        return jnp.tanh(x @ one["kernel"] + one["bias"]) @ two["kernel"] + two["bias"]
 
     run = torch_bridge.to_flax(source, linears(one=(6, 6), two=(6, 6)), apply=apply)
     moved = jax.tree.map(lambda leaf: leaf + 0.1, run.params)
     before = module[0].weight.clone()
-    proof = {"pairs": run.pairs, "module": module}
-    document = torch_bridge.to_torch(moved, (), source, apply=apply, **proof)
+    back = functools.partial(torch_bridge.to_torch, moved, (), source, pairs=run.pairs)
+    document = back(apply=apply, module=module)
     assert torch.equal(module[0].weight, before)
     assert not torch.equal(document["state_dict"]["0.weight"], before)
     other = torch.nn.Sequential(module[0], torch.nn.ReLU(), module[2])
     with pytest.raises(CheckpointMismatch, match="gives other outputs than the Flax model"):
-        torch_bridge.to_torch(moved, (), source, apply=apply, pairs=run.pairs, module=other)
+        back(apply=apply, module=other)
     with pytest.raises(ValueError, match="save_checkpoint"):
-        torch_bridge.to_torch(moved, (), source, **proof)
+        back(module=module)
 
 
 def test_separate_kernels_for_a_packed_one_are_told_the_way():

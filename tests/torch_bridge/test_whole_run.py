@@ -161,22 +161,19 @@ def complete(runs):
     return checkpoint, params["params"], {"pairs": pairs}
 
 
-def test_there_and_back_is_the_identity(complete):
+def test_what_only_torch_uses_comes_back(complete):
     checkpoint, params, paired = complete
     old, layout = checkpoint.powersgd[0], checkpoint.layout
     state = torch_bridge.powersgd_from_torch(checkpoint, params, **paired)
     new = torch_bridge.powersgd_to_torch(state, params, layout=layout, like=checkpoint, **paired)
-    for name in ("p_memory_dict", "q_memory_dict"):
-        np.testing.assert_array_equal(getattr(new, name)[0], getattr(old, name)[0])
     mean = np.mean([r.error_dict[0].astype("f8") for r in checkpoint.powersgd], axis=0)
     # Uncompressed segments are zero, which they are up to rounding in the mean as well.
     np.testing.assert_allclose(new.error_dict[0], mean, atol=3e-6 * np.abs(mean).max())
     for part in layout.parts(new).values():
         assert bool(part.rank) == bool(part.error.any())
-    kept = {**old.hyperparameters, "start_powerSGD_iter": old.iter + 2}
+    assert new.start_powerSGD_iter == old.iter + 2
     for name in ("iter", "total_numel_before_compression", "next_stats_report"):
-        kept[name] = getattr(old, name)
-    assert {name: getattr(new, name) for name in kept} == kept
+        assert getattr(new, name) == getattr(old, name)
     assert new.rng.randint(10**9) == old.rng.randint(10**9)
 
 
@@ -188,26 +185,23 @@ def test_the_complete_file_holds_what_all_ranks_have_and_torch_reads_it(runs, co
         np.testing.assert_array_equal(one.error_dict[0], other.error_dict[0])
         np.testing.assert_array_equal(one.rng.get_state()[1], other.rng.get_state()[1])
     assert checkpoint.extra == single.extra == {"epoch": 3}
-    (group,) = checkpoint.optimizer["param_groups"]
-    assert group["momentum"] == 0.9
-    assert set(group["param_names"]) == set(checkpoint.layout.names)
     assert list(checkpoint.model) == list(single.model)
+    (group,) = checkpoint.optimizer["param_groups"]
+    assert set(group["param_names"]) == set(checkpoint.layout.names)
 
 
 def test_one_rank_alone_needs_a_choice(runs, complete):
     (both, params, paired), alone = complete, torch_bridge.load(runs[0] / "static.0.pt")
-    paired = {"layout": both.layout, **paired}
+    state_of = functools.partial(
+        torch_bridge.powersgd_from_torch, alone, params, layout=both.layout, **paired
+    )
     with pytest.raises(torch_bridge.CheckpointMismatch) as error:
-        torch_bridge.powersgd_from_torch(alone, params, **paired)
+        state_of()
     for part in ("1 rank(s)", 'missing_ranks="zero"', 'missing_ranks="replicate"', "spurious"):
         assert part in str(error.value)
     with pytest.raises(ValueError, match="missing_ranks"):
-        torch_bridge.powersgd_from_torch(alone, params, missing_ranks="guess", **paired)
-    zero, replicated = (
-        torch_bridge.powersgd_from_torch(alone, params, missing_ranks=choice, **paired)
-        for choice in ("zero", "replicate")
-    )
+        state_of(missing_ranks="guess")
+    zero, replicated = (state_of(missing_ranks=choice) for choice in ("zero", "replicate"))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(zero.residual))
     own = both.layout.parts(alone.powersgd[0])["fc.weight"].error
     np.testing.assert_array_equal(replicated.residual["fc"]["kernel"], own.T)
-    np.testing.assert_array_equal(zero.q["fc"]["kernel"], replicated.q["fc"]["kernel"])
