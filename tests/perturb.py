@@ -10,7 +10,6 @@ those that use more than a third: another processor may turn them red.
 
 import argparse
 import collections
-import concurrent.futures
 import functools
 import inspect
 import multiprocessing
@@ -41,10 +40,13 @@ class Perturbed:
         np.testing.assert_allclose = self.recorded(np.testing.assert_allclose)
         control.record = self.record
         if self.seed:
-            np.random.default_rng = self.moved_draws()
             step = reference.Reference.step
             reference.Reference.step = self.moved_argument(step, "gradients")
             local_runs.in_numpy = self.moved_argument(local_runs.in_numpy, "targets")
+            names = {name: self.moved_result(getattr(np.random.Generator, name)) for name in DRAWN}
+            generator = type("Generator", (np.random.Generator,), names)
+            make = np.random.default_rng
+            np.random.default_rng = lambda seed=None: generator(make(seed).bit_generator)
 
     def pytest_runtest_logstart(self, nodeid):
         self.test = nodeid
@@ -66,7 +68,6 @@ class Perturbed:
         """Returns the function, called with one of its arguments moved."""
         signature = inspect.signature(function)
 
-        @functools.wraps(function)
         def call(*arguments, **named):
             bound = signature.bind(*arguments, **named)
             bound.arguments[name] = self.moved(bound.arguments[name])
@@ -74,20 +75,9 @@ class Perturbed:
 
         return call
 
-    def moved_draws(self):
-        """Returns a `numpy.random.default_rng` whose generators move what they draw."""
-
-        class Generator(np.random.Generator):
-            pass
-
-        def drawing(name):
-            draw = getattr(np.random.Generator, name)
-            return lambda *arguments, **named: self.moved(draw(*arguments, **named))
-
-        for name in DRAWN:
-            setattr(Generator, name, drawing(name))
-        make = np.random.default_rng
-        return lambda seed=None: Generator(make(seed).bit_generator)
+    def moved_result(self, function):
+        """Returns the function, whose result is moved."""
+        return lambda *arguments, **named: self.moved(function(*arguments, **named))
 
     def record(self, difference, allowed):
         """Notes the largest share of a tolerance that this test used."""
@@ -100,16 +90,14 @@ class Perturbed:
     def recorded(self, check):
         """Returns `numpy.testing.assert_allclose` that records."""
 
-        @functools.wraps(check)
         def assert_allclose(actual, desired, rtol=1e-7, atol=0, *rest, **named):
             check(actual, desired, rtol, atol, *rest, **named)
-            values = np.asarray(actual)
-            expected = np.asarray(desired)
-            if values.dtype.kind == "f" or expected.dtype.kind == "f":
+            values, expected = np.asarray(actual), np.asarray(desired)
+            if "f" in (values.dtype.kind, expected.dtype.kind):
+                values, expected = values.astype(np.float64), expected.astype(np.float64)
                 with np.errstate(invalid="ignore"):  # of infinite values
-                    difference = np.abs(values.astype(np.float64) - expected.astype(np.float64))
-                allowed = atol + rtol * np.abs(expected.astype(np.float64))
-                self.record(np.nan_to_num(difference, posinf=0), allowed)
+                    difference = np.nan_to_num(np.abs(values - expected), posinf=0)
+                self.record(difference, atol + rtol * np.abs(expected))
 
         return assert_allclose
 
@@ -130,11 +118,9 @@ def main():
     options = parser.parse_args()
     used = collections.defaultdict(float)
     failed = collections.defaultdict(list)
-    executor = concurrent.futures.ProcessPoolExecutor(
-        options.workers, multiprocessing.get_context("spawn"), max_tasks_per_child=1
-    )
-    with executor:
-        runs = executor.map(functools.partial(run, options.tests), range(options.seeds + 1))
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(options.workers, maxtasksperchild=1) as pool:
+        runs = pool.imap(functools.partial(run, options.tests), range(options.seeds + 1))
         for seed, (code, shares, red) in enumerate(runs):
             if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
                 sys.exit(f"pytest did not run {' '.join(options.tests)}: {code!r}")

@@ -2,11 +2,10 @@
 
 import collections
 import io
+import itertools
 import pickle
 import pickletools
 import zipfile
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -22,8 +21,6 @@ from tests.fuzz.unpickler_inputs import (
 )
 from tests.helpers import torch_files as files
 
-Change: TypeAlias = Callable[[Dice, list[bytes]], list[bytes]]
-
 
 def documents():
     adam = torch.optim.Adam([torch.ones(3, requires_grad=True)]).state_dict()
@@ -38,26 +35,45 @@ def documents():
     ]
 
 
-class Good(NamedTuple):
-    """A good file: the opcodes of its pickle, arguments included, and what is beside it."""
+def taken_apart(document, protocol):
+    """Returns the opcodes of a file's pickle, arguments included, and what is beside it."""
+    raw = files.saved(document, pickle_protocol=protocol)
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        entries = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+    pickled = entries["data.pkl"]
+    starts = [position for _, _, position in pickletools.genops(pickled)]
+    opcodes = [pickled[a:b] for a, b in itertools.pairwise([*starts, len(pickled)])]
+    return opcodes, {name: raw for name, raw in entries.items() if name.startswith("data/")}
 
-    opcodes: list[bytes]
-    data: dict[str, bytes]
 
-    @classmethod
-    def of(cls, document, protocol):
-        raw = files.saved(document, pickle_protocol=protocol)
-        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
-            entries = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
-        pickled = entries["data.pkl"]
-        starts = [position for _, _, position in pickletools.genops(pickled)]
-        ops = [pickled[a:b] for a, b in zip(starts, [*starts[1:], len(pickled)], strict=True)]
-        return cls(ops, {name: raw for name, raw in entries.items() if name.startswith("data/")})
+def changed(dice, opcodes, kind):
+    """Changes a pickle, so that reading goes on behind the change."""
+    ops = list(opcodes)
+    where, other = (dice.randrange(1, len(ops) - 1) for _ in range(2))
+    match kind:
+        case "opcode inserted":
+            ops.insert(where, any_value(dice))
+        case "opcode replaced":
+            ops[where] = any_value(dice)
+        case "opcodes deleted":
+            del ops[where : where + dice.randrange(1, 4)]
+        case "opcodes swapped":
+            ops[where], ops[other] = ops[other], ops[where]
+        case "opcodes repeated":
+            ops[where : where + 3] *= dice.choice([2, 50, 3000])
+        case "other globals":
+            for index, op in enumerate(ops):
+                if op[:1] == b"c" and dice.random() < 0.1:
+                    ops[index] = named(dice)
+        case "bytes of a pickle":
+            return _bytes(dice, b"".join(ops))
+    return b"".join(ops)
 
-    def changed(self, dice, change):
-        """Makes the same around another pickle, so that reading goes on behind it."""
-        pickled = b"".join(change(dice, self.opcodes))
-        return files.archive(pickled, self.data, dice.choice(files.METHODS))
+
+CHANGES = (
+    *("opcode inserted", "opcodes deleted", "opcode replaced", "opcodes swapped"),
+    *("opcodes repeated", "other globals", "bytes of a pickle"),
+)
 
 
 def _bytes(dice, given):
@@ -67,29 +83,6 @@ def _bytes(dice, given):
     return bytes(raw)
 
 
-def _swapped(dice, ops):
-    one, other = (dice.randrange(1, len(ops) - 1) for _ in range(2))
-    return [ops[{one: other, other: one}.get(k, k)] for k in range(len(ops))]
-
-
-def _spliced(dice, ops, cut, times, new):
-    """Other opcodes, or the same again, in the place of `cut` opcodes."""
-    where = dice.randrange(1, len(ops) - 1)
-    again = ops[where : where + cut] * dice.choice(times)
-    return [*ops[:where], *again, *([any_value(dice)] if new else []), *ops[where + cut :]]
-
-
-CHANGES = {
-    "opcode inserted": lambda dice, ops: _spliced(dice, ops, 0, [0], new=True),
-    "opcodes deleted": lambda dice, ops: _spliced(dice, ops, dice.randrange(1, 4), [0], new=False),
-    "opcode replaced": lambda dice, ops: _spliced(dice, ops, 1, [0], new=True),
-    "opcodes swapped": _swapped,
-    "opcodes repeated": lambda dice, ops: _spliced(dice, ops, 3, [2, 50, 3000], new=False),
-    "other globals": lambda dice, ops: [
-        named(dice) if op[:1] == b"c" and dice.random() < 0.1 else op for op in ops
-    ],
-    "bytes of a pickle": lambda dice, ops: [_bytes(dice, b"".join(ops))],
-}
 ODD = [
     None, True, 0, -1, 10**30, float("nan"), float("inf"), "text", "\ud800", b"bytes", (), [], {},
     [[1]], {1: 2, "1": 3}, {"a": {}}, {1, 2}, 2 + 1j, torch.ones(2), torch.ones(()),
@@ -121,9 +114,8 @@ def _odd_entry(dice, document):
 
 
 def _odd_layout(dice):
-    layout = torch_bridge.BucketLayout.from_order(
-        [["w", "v"]], {"w": np.zeros(3), "v": np.zeros((2, 4))}
-    ).to_json()
+    model = {"w": np.zeros(3), "v": np.zeros((2, 4))}
+    layout = torch_bridge.BucketLayout.from_order([["w", "v"]], model).to_json()
     layout = layout.replace('"v"', dice.choice(['"v"', '"v"', r'"\u0077"', r'"\u0076"']))
     text = list(layout)
     for _ in range(dice.randrange(1, 5)):
@@ -148,13 +140,15 @@ def _odd_directory(dice, good):
 def inputs(seed):
     """Files without end, each with its class."""
     dice, known = Dice(seed), documents()
-    zips = [Good.of(document, protocol) for document in known for protocol in (2, 4, 5)]
+    zips = list(itertools.starmap(taken_apart, itertools.product(known, (2, 4, 5))))
     good = files.saved(known[0])
     old = files.saved(known[0], _use_new_zipfile_serialization=False)
     plain = [{"a": [1, "b"]}, [2.5, None], "text", 7, {"state_dict": {}}, (1, {2})]
     while True:
-        for name, change in CHANGES.items():
-            yield name, dice.choice(zips).changed(dice, change)
+        for kind in CHANGES:
+            opcodes, data = dice.choice(zips)
+            pickled = changed(dice, opcodes, kind)
+            yield kind, files.archive(pickled, data, dice.choice(files.METHODS))
         for kind in BODIES:
             yield kind, unpickler_input(dice, kind)
         yield "before torch 1.6", _bytes(dice, old)

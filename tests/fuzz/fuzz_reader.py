@@ -11,13 +11,13 @@ import argparse
 import codecs
 import collections
 import contextlib
+import dataclasses
 import io
 import logging
 import pathlib
 import resource
 import sys
 import tempfile
-from typing import NamedTuple
 
 import torch_bridge
 from tests.fuzz.fuzz_inputs import documents, inputs
@@ -29,14 +29,15 @@ NAMED = (torch_bridge.CheckpointMismatch, torch_bridge.UnsafeCheckpoint)
 SECONDS, OVERHEAD = 5.0, 100 << 20
 
 
-class Result(NamedTuple):
-    inputs: dict[str, int]  # files of each class
-    read: int  # files without an error
-    executed: list[str]  # audit events that no file may cause
-    unnamed: list[str]  # errors that are not the reader's own, each a line
-    slowest: tuple[float, str]  # seconds, and the file's class
-    largest: tuple[int, str]  # bytes above three times the file, and its class
-    grown: int  # bytes of resident memory above those at the start, at most
+@dataclasses.dataclass
+class Result:
+    inputs: collections.Counter[str]  # files of each class
+    read: int = 0  # files without an error
+    executed: list[str] = dataclasses.field(default_factory=list)  # what no file may cause
+    unnamed: list[str] = dataclasses.field(default_factory=list)  # errors that are not our own
+    slowest: tuple[float, str] = (0.0, "")  # seconds, and the file's class
+    largest: tuple[int, str] = (0, "")  # bytes above three times the file, and its class
+    grown: int = 0  # bytes of resident memory above those at the start, at most
 
 
 def read(path):
@@ -57,8 +58,7 @@ def _peak():
 def fuzz(count, *, seed=0, memory=True):
     """Read `count` inputs; tracing their memory takes twice as long."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # its note about process groups
-    executed, unnamed, done = list[str](), list[str](), collections.Counter[str]()
-    slowest, largest, good = (0.0, ""), (0, ""), 0
+    found = Result(collections.Counter())
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "f.pt"
         path.write_bytes(files.saved(documents()[0]))
@@ -67,19 +67,20 @@ def fuzz(count, *, seed=0, memory=True):
         before = _peak()
         for index, (kind, raw) in zip(range(count), inputs(seed), strict=False):
             path.write_bytes(raw)
-            done[kind] += 1
+            found.inputs[kind] += 1
             name, cost = f"{index} {kind}", watched(lambda: read(path), memory=memory)
-            executed += cost.executed
-            good += cost.error is None
+            found.executed += cost.executed
+            found.read += cost.error is None
             if isinstance(cost.error, NAMED):
                 str(cost.error).encode()  # no half characters
             elif cost.error is not None:
-                unnamed.append(f"{name}: {type(cost.error).__name__}: {cost.error!s:.200}")
-            largest = max(largest, (cost.peak - 3 * len(raw), name))
-            slow = memory and cost.seconds > 1  # tracing takes most of it
-            cost = watched(lambda: read(path), memory=False) if slow else cost
-            slowest = max(slowest, (cost.seconds, name))
-    return Result(dict(done), good, executed, unnamed, slowest, largest, _peak() - before)
+                found.unnamed.append(f"{name}: {type(cost.error).__name__}: {cost.error!s:.200}")
+            found.largest = max(found.largest, (cost.peak - 3 * len(raw), name))
+            if memory and cost.seconds > 1:  # tracing takes most of it
+                cost = watched(lambda: read(path), memory=False)
+            found.slowest = max(found.slowest, (cost.seconds, name))
+        found.grown = _peak() - before
+    return found
 
 
 def run():
@@ -89,14 +90,8 @@ def run():
     parser.add_argument("--untraced", action="store_true", help="the process's memory alone")
     options = parser.parse_args()
     found = fuzz(options.inputs, seed=options.seed, memory=not options.untraced)
-    print(f"{sum(found.inputs.values())} inputs of {len(found.inputs)} classes, {found.read} read")
-    print(", ".join(f"{name} {count}" for name, count in found.inputs.items()))
-    print(f"executed {len(found.executed)}, unnamed errors {len(found.unnamed)}")
-    for line in (*found.executed[:20], *found.unnamed[:20]):
-        print(line)
-    print(f"slowest {found.slowest[0]:.2f} s ({found.slowest[1]})")
-    print(f"largest {found.largest[0] / 2**20:.1f} MiB above 3 x the file ({found.largest[1]})")
-    print(f"the process grew by {found.grown / 2**20:.1f} MiB at most")
+    for name, value in vars(found).items():
+        print(f"{name}: {value!s:.2000}")
     good = not found.executed and not found.unnamed
     return 0 if good and found.slowest[0] < SECONDS and found.largest[0] < OVERHEAD else 1
 
