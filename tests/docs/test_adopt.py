@@ -113,21 +113,18 @@ def test_how_much_is_carried_goes_into_every_log(capsys):
     """Runs the recipes behind the loop; the page shows the table that they print."""
     section = SECTIONS["How much is carried"]
     asked, recipe = re.findall(r"```python\n(.*?)```", section, re.S)
-    log = io.StringIO()
-    points = []
-    others = {"json": json, "log": log, "wandb": mock.Mock(), "writer": mock.Mock()}
-    others["writer"].add_scalar = lambda name, value, step: points.append((name, value, step))
+    others = {"json": json, "log": io.StringIO(), "wandb": mock.Mock(), "writer": mock.Mock()}
     run(f"{program('jit')}\n{asked}\n{recipe}", 4, range(STEPS), others=others)
-    printed = capsys.readouterr().out
-    logged = json.loads(log.getvalue())
+    logged = json.loads(others["log"].getvalue())
     assert logged.pop("step") == STEPS - 1
-    assert points == [(name, value, STEPS - 1) for name, value in logged.items()]
+    points = [mock.call(name, value, STEPS - 1) for name, value in logged.items()]
+    assert others["writer"].add_scalar.call_args_list == points
     assert others["wandb"].log.call_args.args == (logged,)
-    shares = r"^(\S+) +([\d.]+)%"
+    shares = re.compile(r"^(\S+) +([\d.]+)%", re.M)
     (shown,) = re.findall(r"```text\n(.*?)```", section, re.S)
-    assert [name for name, _ in re.findall(shares, shown, re.M)] == ["['in']", "['out']", "all"]
-    there = dict(re.findall(shares, shown, re.M))
-    for name, share in re.findall(shares, printed, re.M):
+    there, printed = dict(shares.findall(shown)), dict(shares.findall(capsys.readouterr().out))
+    assert list(there) == list(printed) == ["['in']", "['out']", "all"]
+    for name, share in printed.items():
         # Training amplifies rounding: two right runs are some points apart.
         assert float(there[name]) == pytest.approx(float(share), abs=15)
 

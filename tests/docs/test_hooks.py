@@ -66,7 +66,7 @@ def test_the_call_in_the_table_runs(name):
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adam(0.01)])
 def test_zero_as_in_the_page(optimizer):
     """Only a part of the moments on every device, and the numbers of the whole."""
-    (program,) = re.findall(r"```python\n((?:(?!```).)*split.*?)```", TEXT, re.DOTALL)
+    (text,) = re.findall(r"```python\n((?:(?!```).)*split.*?)```", TEXT, re.DOTALL)
     rng = np.random.default_rng(0)
     shapes = {"w": (16, 12), "odd": (7, 12), "scale": ()}  # two that do not divide over four
     params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
@@ -75,37 +75,29 @@ def test_zero_as_in_the_page(optimizer):
     def loss_fn(params, x):
         return jnp.mean((params["scale"] * (x @ params["w"])) ** 2) + jnp.sum(params["odd"] ** 2)
 
-    page = {
-        "jax": jax,
-        "jaxcomp": jaxcomp,
-        "optax": optax,
-        "mesh": mesh_of(4),
-        "params": params,
-        "reducer": jaxcomp.powersgd(rank=2, axis_name="data", start_step=0),
-        "optimizer": optimizer,
-        "loss_fn": loss_fn,
-    }
-    exec(program, page)
+    page = {"jax": jax, "jaxcomp": jaxcomp, "optax": optax, "mesh": mesh_of(4)}
+    page |= {"params": params, "optimizer": optimizer, "loss_fn": loss_fn}
+    page["reducer"] = jaxcomp.powersgd(rank=2, axis_name="data", start_step=0)
+    exec(text, page)
     run = page["value_and_grad"]
 
-    def trained_whole(params):
+    def trained(params, moments, step):
         state = run.init(params)
-        moments = optimizer.init(params)
         for _ in range(3):
-            (_, grads), state = run(state, params, batch)
-            updates, moments = optimizer.update(grads, moments)
-            params = optax.apply_updates(params, updates)
-        return params
+            params, state, moments = step(params, state, moments, batch)
+        return params, moments
+
+    def whole_step(params, state, moments, batch):
+        (_, grads), state = run(state, params, batch)
+        updates, moments = optimizer.update(grads, moments)
+        return optax.apply_updates(params, updates), state, moments
 
     with jax.numpy_dtype_promotion("standard"):  # what a user has
-        whole = trained_whole(params)
-        control = trained_whole(apart(params))
-        state = run.init(params)
-        opt_state = page["opt_state"]
-        for _ in range(3):
-            params, state, opt_state = page["train_step"](params, state, opt_state, batch)
-    assert_no_further(params, whole, control)
-    moment = optax.tree.get(opt_state, "mu", optax.tree.get(opt_state, "trace"))
+        whole, _ = trained(params, optimizer.init(params), whole_step)
+        control, _ = trained(apart(params), optimizer.init(params), whole_step)
+        split, moments = trained(params, page["opt_state"], page["train_step"])
+    assert_no_further(split, whole, control)
+    moment = optax.tree.get(moments, "mu", optax.tree.get(moments, "trace"))
     assert moment["w"].addressable_shards[0].data.shape == (4, 12)
     assert moment["odd"].addressable_shards[0].data.shape == (7, 3)
 

@@ -219,13 +219,12 @@ def test_demo_writes_its_table_picture_and_json(tmp_path, monkeypatch):
     assert last.endswith("demo.png")
     assert (tmp_path / "new/out/demo.png").read_bytes().startswith(b"\x89PNG")
     results = json.loads((tmp_path / "new/out/demo.json").read_text())["results"]
-    exact, compressed, narrow, by_spectrum = results
-    assert exact["ratio"] == 1
-    assert compressed["name"] == "PowerSGD rank 2"
-    assert compressed["ratio"] > 5
-    assert narrow["name"] == "PowerSGD rank 10, int6"
-    assert narrow["ratio"] > 5
-    assert by_spectrum["ratio"] == pytest.approx(narrow["ratio"], rel=0.1)
+    names = [result["name"] for result in results]
+    assert names[1:3] == ["PowerSGD rank 2", "PowerSGD rank 10, int6"]
+    exact, compressed, narrow, by_spectrum = (result["ratio"] for result in results)
+    assert exact == 1
+    assert min(compressed, narrow) > 5
+    assert by_spectrum == pytest.approx(narrow, rel=0.1)
     for result in results:
         assert len(result["steps"]) == len(result["held_out"]) == len(result["bytes_sent"])
 

@@ -33,51 +33,52 @@ def damaged():
     positions = []
     with zipfile.ZipFile(io.BytesIO(good)) as file:
         for info in file.infolist():
-            name, extra = struct.unpack_from("<HH", good, info.header_offset + 26)
-            start = info.header_offset + 30 + name + extra
             if "/data" in info.filename:
-                positions += range(start, start + info.file_size)
+                raw = file.read(info)
+                start = good.index(raw, info.header_offset)
+                positions += range(start, start + len(raw))
     for index, position in enumerate(random.choice(positions, 100, replace=False)):
         found[f"bit flip at {position}"] = flipped(good, int(position), index % 8)
     return {name: (raw, "xpected") for name, raw in found.items()}
 
 
+WORDS = torch.zeros(624, dtype=torch.int64)
+WRONG_GENERATORS = {  # in our own format
+    "a position behind the last word": {"pos": 5_000},
+    "a position one behind the last": {"pos": 625},
+    "a negative position": {"pos": -1},
+    "a position of 2**70": {"pos": 2**70},
+    "a position in text": {"pos": "x"},
+    "a position that is no count": {"pos": 3.5},
+    "a position in a tensor": {"pos": torch.tensor([3])},
+    "two words": {"key": WORDS[:2]},
+    "words in a list": {"key": [0] * 624},
+    "words that are no numbers": {"key": WORDS.float()},
+    "two samples kept back": {"has_gauss": 2},
+    "a sample in text": {"cached_gaussian": "x"},
+}
+
+
 def _generators():
     """Random states that no generator of NumPy's is in, in our own format and as NumPy pickles."""
-    words = torch.zeros(624, dtype=torch.int64)
-    good = {"key": words, "pos": 624, "has_gauss": 0, "cached_gaussian": 0.0}
-    wrong = {
-        "a position behind the last word": {"pos": 5_000},
-        "a position one behind the last": {"pos": 625},
-        "a negative position": {"pos": -1},
-        "a position of 2**70": {"pos": 2**70},
-        "a position in text": {"pos": "x"},
-        "a position that is no count": {"pos": 3.5},
-        "a position in a tensor": {"pos": torch.tensor([3])},
-        "two words": {"key": words[:2]},
-        "words in a list": {"key": [0] * 624},
-        "words that are no numbers": {"key": words.float()},
-        "two samples kept back": {"has_gauss": 2},
-        "a sample in text": {"cached_gaussian": "x"},
+    lacking = {"key": WORDS, "pos": 3, "has_gauss": 0}
+    good = lacking | {"cached_gaussian": 0.0}
+    found = {
+        "a generator of a number": (_with_generator(5), "`rng` must hold"),
+        "a generator that lacks a field": (_with_generator(lacking), "`rng` must hold"),
     }
-    found = {"a generator of a number": (_with_generator(5), "`rng` must hold")}
-    lacking = {"key": words, "pos": 3, "has_gauss": 0}
-    found["a generator that lacks a field"] = (_with_generator(lacking), "`rng` must hold")
-    for name, change in wrong.items():
+    for name, change in WRONG_GENERATORS.items():
         found[name] = (_with_generator(good | change), "`rng` must h")
     for position in (-1, 625, 5_000):
         generator = np.random.RandomState(0)
-        words = generator.get_state()[1]
-        generator.set_state(("MT19937", words, position))
+        generator.set_state(("MT19937", WORDS.numpy(), position))
         state = files.slots(rng=generator)
         found[f"NumPy's generator at {position}"] = (state, "`rng` must have its position")
     return found
 
 
 def _with_generator(rng):
-    hook = files.slots(iter=3)
-    hook["rng"] = rng
-    return files.own_format(powersgd=hook)
+    return files.own_format(powersgd=files.slots(iter=3) | {"rng": rng})
 
 
 def foreign():
@@ -88,7 +89,8 @@ def foreign():
         file.addfile(tarfile.TarInfo("storages"))
     with zipfile.ZipFile(other, "w") as file:
         file.writestr("readme.txt", "hello")
-    hook = files.slots()
+    without_q = files.slots()
+    del without_q["q_memory_dict"]
     old = files.saved(files.documented(), _use_new_zipfile_serialization=False)
     empty = archive(whole(b"}"))
     big = archive(files.pickle_of_tensor(), {"byteorder": b"big", **STORAGES})
@@ -98,13 +100,10 @@ def foreign():
         "text": ("state_dict", "a str"),
         "numbers": ({"epoch": 3, "loss": 0.5}, "no state_dict"),
         "a hook state that is none": ({"w": MODEL, "comm_hook_state": [3]}, "no PowerSGDState"),
-        "a hook state without Q": (
-            {"comm_hook_state": {k: v for k, v in hook.items() if k != "q_memory_dict"}},
-            "no PowerSGDState",
-        ),
-        "text for iter": ({"comm_hook_state": {**hook, "iter": "twelve"}}, "`iter`"),
-        "rank zero": ({"comm_hook_state": {**hook, "matrix_approximation_rank": 0}}, "rank"),
-        "errors of numbers": ({"comm_hook_state": {**hook, "error_dict": {0: 1.5}}}, "error_dict"),
+        "a hook state without Q": ({"comm_hook_state": without_q}, "no PowerSGDState"),
+        "text for iter": (files.slots(iter="twelve"), "`iter`"),
+        "rank zero": (files.slots(matrix_approximation_rank=0), "rank"),
+        "errors of numbers": (files.slots(error_dict={0: 1.5}), "error_dict"),
         "an error that is expanded": (
             files.slots(error_dict={0: torch.zeros(1).expand(1 << 20)}), "flat tensors",
         ),

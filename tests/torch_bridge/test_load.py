@@ -54,7 +54,7 @@ def test_slots_of_older_releases(put):
 
 
 def test_strides_and_ties_are_kept(put):
-    """What is read is what torch has written; see fuzz/legitimate.py."""
+    """Besides the values, which fuzz/legitimate.py compares with torch's."""
     conv = torch.arange(72.0).reshape(2, 3, 3, 4).to(memory_format=torch.channels_last)
     weight = torch.nn.Parameter(torch.ones(3, 2))
     model = {"conv": conv, "embed.weight": weight, "head.weight": weight}

@@ -201,7 +201,7 @@ def dcgan(n, z):
 
 
 def conditional(n, x, label):
-    """The picture's values beside those of its label."""
+    """Reads the picture's values beside those of its label."""
     label = n.embed(label, "label_embedding", 11, 10)[:, 0]
     x = n.concatenate([n.flatten(x), label], -1)
     for name in ("model.0", "model.2"):
@@ -210,7 +210,7 @@ def conditional(n, x, label):
 
 
 def projection(n, x, label):
-    """The flattened map meets a table of as many columns, and a matrix."""
+    """Has a flattened map meet a table of as many columns, and a matrix."""
     x = n.flatten(n.leaky_relu(n.conv(x, "c1", 8, 3, 2, 1), 0.2))
     row = n.embed(label, "l_y", 11, 72)[:, 0]
     return n.dense(x, "l5", 1)[:, 0] + (row * x).sum(-1)

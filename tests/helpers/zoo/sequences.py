@@ -274,7 +274,7 @@ def highway(n, x):
 
 
 def graph(n, x, edges):
-    """A matrix of neighbours, and two matrices a layer."""
+    """Takes a matrix of neighbours; each layer has two matrices."""
     for k in range(2):
         own = n.dense(x, f"convs.{k}.lin_root", 8, False)
         x = n.relu(own + n.dense(edges @ x, f"convs.{k}.lin_rel", 8))
