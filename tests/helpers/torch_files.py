@@ -112,10 +112,6 @@ def call(function, *args):
     return function + tup(*args) + b"R"
 
 
-def dictionary(**items):
-    return b"}(" + b"".join(text(key) + value for key, value in items.items()) + b"u"
-
-
 def sized(opcode, raw):
     """Returns an opcode whose argument has its length before it, in four bytes."""
     return OPCODES[opcode] + struct.pack("<I", len(raw)) + raw
@@ -180,11 +176,14 @@ PARTS = {
 }
 
 
+MODEL = "EMPTY_DICT 'state_dict' EMPTY_DICT 'w' tensor SETITEM SETITEM"
+
+
 def pickle_of_tensor(**options):
-    return whole(dictionary(state_dict=dictionary(w=tensor_call(**options))))
+    return whole(assemble(MODEL, tensor=tensor_call(**options)))
 
 
 def beside(body, name="extra", protocol=4, compression=zipfile.ZIP_STORED):
     """Makes a file with one tensor, and `body` as another entry."""
-    document = dictionary(**{"state_dict": dictionary(w=tensor_call()), name: body})
+    document = assemble(f"{MODEL} '{name}' body SETITEM", body=body)
     return archive(whole(document, protocol), STORAGES, compression)
