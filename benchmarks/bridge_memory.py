@@ -17,11 +17,11 @@ import time
 
 from benchmarks.common.arguments import call
 
-_WIDTH = 2048
+WIDTH = 2048
 _RANK = 4
 # Each weight is there three times: itself, its momentum, its error.
-_BYTES_PER_LAYER = 3 * 4 * _WIDTH * _WIDTH
-_PARAMS = """\
+_BYTES_PER_LAYER = 3 * 4 * WIDTH * WIDTH
+PARAMS = """\
 import jax, jax.numpy as jnp
 leaf = jax.ShapeDtypeStruct(({width}, {width}), jnp.float32)
 params = {{f"fc{{i}}": {{"kernel": leaf}} for i in range({layers})}}
@@ -42,7 +42,7 @@ def write_checkpoint(path: pathlib.Path, layers: int) -> None:
 
     import torch_bridge
 
-    model = {f"fc{i}.weight": torch.randn(_WIDTH, _WIDTH) for i in range(layers)}
+    model = {f"fc{i}.weight": torch.randn(WIDTH, WIDTH) for i in range(layers)}
     parameters = [torch.nn.Parameter(weight) for weight in model.values()]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     for parameter in parameters:
@@ -52,7 +52,7 @@ def write_checkpoint(path: pathlib.Path, layers: int) -> None:
     state = PowerSGDState(None, _RANK, start_powerSGD_iter=10)
     state.iter = 20
     state.error_dict = {0: torch.randn(layout.sizes[0])}
-    factors = torch.randn(layers * _WIDTH * _RANK)
+    factors = torch.randn(layers * WIDTH * _RANK)
     state.p_memory_dict = {0: factors}
     state.q_memory_dict = {0: factors.clone()}
     document = {
@@ -86,9 +86,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         write_checkpoint(folder / "big.pt", layers)
-        (folder / "big_model.py").write_text(_PARAMS.format(width=_WIDTH, layers=layers))
+        (folder / "big_model.py").write_text(PARAMS.format(width=WIDTH, layers=layers))
         size = (folder / "big.pt").stat().st_size
-        print(f"checkpoint: {size / 2**20:.0f} MiB, {layers} layers of {_WIDTH} x {_WIDTH}")
+        print(f"checkpoint: {size / 2**20:.0f} MiB, {layers} layers of {WIDTH} x {WIDTH}")
         directions = {
             "to-flax (orbax)": "to-flax big.pt --params big_model:params --conv1d= --out run",
             "to-torch": "to-torch run --like big.pt --conv1d= --out back.pt",

@@ -172,7 +172,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("kind", [Terminal, io.StringIO])
 def test_a_terminal_sees_what_a_long_conversion_is_at_and_a_file_does_not(monkeypatch, kind):
-    monkeypatch.setattr(progress, "_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "SECONDS", 0.0)
     monkeypatch.setenv("TERM", "xterm")
     stderr = kind()
     monkeypatch.setattr(sys, "stderr", stderr)
@@ -208,7 +208,7 @@ print("used", peak() - before)
 def test_a_conversion_stays_below_three_times_the_size(tmp_path):
     layers = 2  # 96 MB; `python -m benchmarks.bridge_memory` does the same with 1 GB
     bridge_memory.write_checkpoint(tmp_path / "big.pt", layers)
-    params = bridge_memory._PARAMS.format(width=bridge_memory._WIDTH, layers=layers)
+    params = bridge_memory.PARAMS.format(width=bridge_memory.WIDTH, layers=layers)
     (tmp_path / "big_model.py").write_text(params)
     said = python("-c", MEMORY, "big.pt", "run", cwd=tmp_path)
     size = (tmp_path / "big.pt").stat().st_size

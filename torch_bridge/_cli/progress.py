@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-_SECONDS = 3.0  # what is done sooner needs no line
+SECONDS = 3.0  # what is done sooner needs no line
 
 
 @contextlib.contextmanager
@@ -29,7 +29,7 @@ def steps(total: int) -> Iterator[Callable[[str], None]]:
     def begin(text: str) -> None:
         bar.update(task, description=text, advance=1)
 
-    timer = threading.Timer(_SECONDS, bar.start)
+    timer = threading.Timer(SECONDS, bar.start)
     timer.daemon = True
     timer.start()
     try:
