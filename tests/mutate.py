@@ -48,7 +48,10 @@ TESTS = {
     "jaxcomp/_base": ["tests/jaxcomp/reducers", "tests/jaxcomp/bytes"],
     "torch_bridge/__main__.py": ["tests/torch_bridge/test_cli.py", "tests/test_without_torch.py"],
     "torch_bridge/_base": ["tests/torch_bridge", "tests/fuzz"],
-    "torch_bridge/_read": ["tests/torch_bridge/test_load.py", "tests/torch_bridge/test_refused.py"],
+    "torch_bridge/_read": [
+        *("tests/torch_bridge/test_load.py", "tests/torch_bridge/test_refused.py"),
+        "tests/fuzz/test_fuzz.py::test_what_torch_writes_is_read_as_torch_reads_it_or_refused",
+    ],
     "torch_bridge/_cli": ["tests/torch_bridge/test_cli.py", "tests/torch_bridge/test_cli_files.py"],
 }
 PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]

@@ -18,7 +18,7 @@ def test_a_short_run_of_the_fuzzer():
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_torch_writes_is_read_as_torch_reads_it_or_refused_by_name(tmp_path):
+def test_what_torch_writes_is_read_as_torch_reads_it_or_refused(tmp_path):
     verdicts = {name: legitimate.compare(path) for name, path in legitimate.corpus(tmp_path)}
     counts = collections.Counter(verdict.partition(":")[0] for verdict in verdicts.values())
     assert counts.total() > 210
