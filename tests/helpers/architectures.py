@@ -182,16 +182,12 @@ class Built(NamedTuple):
         outputs = self.module(*map(torch.from_numpy, self.inputs))
         return tuple(self.inputs), outputs.detach().numpy()
 
-    def outputs(self, variables):
-        """Returns the outputs of both, in Flax's layout."""
+    def difference(self, variables):
+        """Returns how far the outputs are apart, as a share of the largest."""
         ours = np.asarray(jax.jit(self.flax.apply)(variables, *self.flax_inputs))
         _, theirs = self.example()
         if theirs.shape != ours.shape:
             theirs = np.moveaxis(theirs, 1, -1)
-        return theirs, ours
-
-    def difference(self, variables):
-        theirs, ours = self.outputs(variables)
         return np.abs(ours - theirs).max() / np.abs(theirs).max()
 
 
@@ -234,15 +230,8 @@ class Training:
         return steps_in_torch(self.loss, self.optimizer, [self.inputs] * count)
 
 
-class Losses(NamedTuple):
-    """The losses after the first move."""
-
-    moved: np.ndarray
-    stayed: np.ndarray
-    controls: list[np.ndarray]  # of runs that stay, whose weights are moved before each step
-
-
 def run_that_stays(name, steps, seed):
+    """Returns the losses of a control, whose weights are moved before each step."""
     training = Training(build(name))
     training.steps(steps[0])
     losses = []
@@ -253,7 +242,7 @@ def run_that_stays(name, steps, seed):
 
 
 def there_and_back(name, steps=(2, 10, 4)):
-    """Returns the losses of a run that moves to JAX and back, and of those that stay."""
+    """Returns losses after the first move: of a run that moves, one that stays, and controls."""
     built = build(name)
     training = Training(built)
     training.steps(steps[0])
@@ -281,7 +270,7 @@ def there_and_back(name, steps=(2, 10, 4)):
     returned.optimizer.load_state_dict(back["optimizer"])
     moved += returned.steps(steps[2])
     controls = [run_that_stays(name, steps, seed) for seed in range(3)]
-    return Losses(np.array(moved), np.array(stayed), controls)
+    return np.array(moved), np.array(stayed), controls
 
 
 def without_an_example(built):

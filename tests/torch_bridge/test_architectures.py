@@ -66,5 +66,5 @@ def test_without_an_example_nothing_is_wrong_without_a_word(name):
 
 
 def test_the_losses_are_those_of_the_run_that_stayed():
-    losses = architectures.there_and_back("GPT-2", steps=(2, 4, 2))
-    assert_no_further(losses.moved, losses.stayed, *losses.controls, terms=1_000)
+    moved, stayed, controls = architectures.there_and_back("GPT-2", steps=(2, 4, 2))
+    assert_no_further(moved, stayed, *controls, terms=200)
