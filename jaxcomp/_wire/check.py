@@ -73,13 +73,13 @@ def check(
       True
     """
     networks = _networks(reducer, params, steps)
-    mesh = mesh_of(compiled) if mesh is None else mesh
+    mesh = mesh or mesh_of(compiled)
     program = read_program(compiled)
     listed = collectives(compiled, mesh=mesh)
-    expected = [_expected(network, program, mesh, allow) for network in networks]
-
+    expected = []
     axes: dict[str, None] = {}
     for network in networks:
+        expected.append(_expected(network, program, listed, mesh, allow))
         axes.update(dict.fromkeys(axis_tuple(network.reducer.axis_name)))
     crossing = _crossing(listed, axes)
     # Beside other axes every device of a replica may send a share of what it has.
@@ -171,7 +171,13 @@ def _crossing(listed: Iterable[Collective], axes: Iterable[str]) -> list[Collect
     return [collective for collective in listed if set(axes) & set(collective.axes)]
 
 
-def _expected(network: _Network, program: Program, mesh: Any, allow: int | None) -> _Expected:
+def _expected(
+    network: _Network,
+    program: Program,
+    listed: Sequence[Collective],
+    mesh: Any,
+    allow: int | None,
+) -> _Expected:
     """Finds out what the reducer of a network sends, by compiling it alone."""
     alone = _crossing(
         collectives(_alone(network, mesh), mesh=mesh), axis_tuple(network.reducer.axis_name)
@@ -183,8 +189,7 @@ def _expected(network: _Network, program: Program, mesh: Any, allow: int | None)
     steps = network.steps or 1
     if network.steps is None and alone:
         largest = max(alone, key=lambda collective: collective.bytes)
-        array = max(largest.arrays, key=lambda array: array[1])
-        steps = count_steps(program, largest.kind, array)
+        steps = count_steps(program, listed, largest)
     return _Expected(steps, steps * sent, steps * len(alone), steps * allow)
 
 

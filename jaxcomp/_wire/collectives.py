@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -79,11 +79,7 @@ def collectives(compiled: Any, *, mesh: Any = None) -> tuple[Collective, ...]:
       >>> found.kind, found.arrays, found.bytes, found.axes
       ('all-reduce', (('f32', 100),), 400, ('data',))
     """
-    program = read_program(compiled)
-    uses = list(uses_of_collectives(program))
-    if uses and mesh is None:
-        mesh = mesh_of(compiled)
-    return tuple(use.on(mesh) for use in uses)
+    return collectives_of(read_program(compiled), lambda: mesh or mesh_of(compiled))
 
 
 def mesh_of(compiled: Any) -> Any:
@@ -101,55 +97,56 @@ def mesh_of(compiled: Any) -> Any:
     return max(meshes, key=lambda mesh: mesh.size)
 
 
-class Use(NamedTuple):
-    """A collective in its place in a program."""
+def collectives_of(program: Program, mesh_of_program: Callable[[], Any]) -> tuple[Collective, ...]:
+    """Lists the collectives that a program runs, in its order; those of every branch.
 
-    instruction: Instruction
-    loops: tuple[int, ...]  # how often those around it turn
-    in_branch: bool  # of a conditional
+    Args:
+      program: The program.
+      mesh_of_program: Returns the mesh that names their axes; called for a collective only.
+    """
+    listed = []
 
-    def on(self, mesh: Any) -> Collective:
-        """Says what users want to know."""
-        instruction = self.instruction
-        kind = str(instruction.kind)
-        arrays = instruction.arrays
-        if instruction.opcode != kind != "all-reduce":
-            # What starts yields operands, results, here and there a context.
-            data = tuple(array for array in arrays if array.element != "u32") or arrays
-            arrays = data[len(data) // 2 :]
-        size = sum(array.bytes for array in arrays)
-        groups = instruction.groups
-        if groups is None:
-            groups = np.arange(mesh.size)[None]
-        if kind == "reduce-scatter":
-            size *= groups.shape[1]  # what goes in is as large as what comes out on all devices
-        # Of each device its place along every axis.
-        places = np.stack(np.unravel_index(groups, tuple(mesh.shape.values())))
-        differ = np.ptp(places, axis=2).any(axis=1)
-        return Collective(
-            kind,
-            arrays=tuple(array[:2] for array in arrays),
-            bytes=size,
-            axes=tuple(itertools.compress(mesh.shape, differ)),
-            in_loop=bool(self.loops),
-            times=math.prod(self.loops),
-            in_branch=self.in_branch,
-            operation=instruction.operation,
-        )
-
-
-def uses_of_collectives(program: Program) -> Iterator[Use]:
-    """Yields the collectives that a program runs, in its order; those of every branch."""
-
-    def visit(computation: int, loops: tuple[int, ...], in_branch: bool) -> Iterator[Use]:
+    def visit(computation: int, loops: tuple[int, ...], in_branch: bool) -> None:
         for instruction in program.computations[computation].instructions.values():
             if instruction.kind is not None:
-                yield Use(instruction, loops, in_branch)
+                listed.append(_collective(instruction, loops, in_branch, mesh_of_program()))
             around = loops
             if instruction.opcode == "while":
                 around = (*loops, instruction.times)
             chosen = in_branch or instruction.opcode == "conditional"
             for called in instruction.called:
-                yield from visit(called, around, chosen)
+                visit(called, around, chosen)
 
-    return visit(program.entry, (), False)
+    visit(program.entry, (), False)
+    return tuple(listed)
+
+
+def _collective(
+    instruction: Instruction, loops: tuple[int, ...], in_branch: bool, mesh: Any
+) -> Collective:
+    """Says what users want to know of an instruction, in loops that turn so often."""
+    kind = str(instruction.kind)
+    arrays = instruction.arrays
+    if instruction.opcode != kind != "all-reduce":
+        # What starts yields operands, results, here and there a context.
+        data = tuple(array for array in arrays if array.element != "u32") or arrays
+        arrays = data[len(data) // 2 :]
+    size = sum(array.bytes for array in arrays)
+    groups = instruction.groups
+    if groups is None:
+        groups = np.arange(mesh.size)[None]
+    if kind == "reduce-scatter":
+        size *= groups.shape[1]  # what goes in is as large as what comes out on all devices
+    # Of each device its place along every axis.
+    places = np.stack(np.unravel_index(groups, tuple(mesh.shape.values())))
+    differ = np.ptp(places, axis=2).any(axis=1)
+    return Collective(
+        kind,
+        arrays=tuple(array[:2] for array in arrays),
+        bytes=size,
+        axes=tuple(itertools.compress(mesh.shape, differ)),
+        in_loop=bool(loops),
+        times=math.prod(loops),
+        in_branch=in_branch,
+        operation=instruction.operation,
+    )

@@ -2,54 +2,21 @@
 
 jaxlib lists a program's instructions, but not which devices one of them joins. The text says that
 in several ways that change from version to version; the message (a protocol buffer) says it in
-numbers, and a number keeps its meaning. Fields that are not named here are skipped.
+numbers, and a number keeps its meaning: those of the fields below are of XLA's ``hlo.proto``.
 """
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import re
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
 # XLA's collectives, without the -start and -done of asynchronous ones.
 KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-
-# By message: the fields that are read, by their numbers, each with a name and what it holds: an
-# integer, a list of integers, a text, or messages of other fields.
-Fields: TypeAlias = dict[int, tuple[str, Any]]
-
-_ORDER: Fields = {1: ("shape", list), 2: ("order", list)}
-_MESH: Fields = {1: ("axes", {2: ("size", int)}), 3: ("order", _ORDER)}
-_PART: Fields = {1: ("before", int), 2: ("joined", int)}
-_GROUP: Fields = {1: ("devices", list)}
-_SHAPE: Fields = {2: ("element", int), 3: ("dimensions", list)}
-_SHAPE[4] = ("parts", _SHAPE)
-_INSTRUCTION: Fields = {
-    2: ("opcode", str),
-    3: ("shape", _SHAPE),
-    7: ("metadata", {2: ("operation", str)}),
-    9: ("parameter", int),
-    13: ("tuple_index", int),
-    35: ("id", int),
-    36: ("operands", list),
-    38: ("called", list),
-    43: ("backend_config", str),
-    49: ("groups", _GROUP),
-    52: ("pairs", {1: ("source", int), 2: ("target", int)}),
-    87: ("device_list", {1: ("groups", _GROUP)}),
-    92: (
-        "counted",
-        {1: ("groups", int), 2: ("width", int), 3: ("shape", list), 4: ("order", list)},
-    ),
-    93: ("along", {1: ("mesh", _MESH), 2: ("axes", {1: ("axis", int), 2: ("parts", _PART)})}),
-}
-_MODULE: Fields = {
-    3: ("computations", {2: ("instructions", _INSTRUCTION), 5: ("id", int), 6: ("root", int)}),
-    6: ("entry", int),
-}
 
 # Element types by XLA's numbers. The first number in a name is that of its bits.
 _NAMES = (
@@ -58,6 +25,8 @@ _NAMES = (
     "f8e8m0fnu"
 )
 _ELEMENTS = _NAMES.split(" ")
+# Bytes of a field of a fixed length, by its kind.
+_FIXED_BYTES = {1: 8, 5: 4}
 
 
 class ArrayType(NamedTuple):
@@ -122,152 +91,56 @@ def read_program(compiled: Any) -> Program:
     return read_message(module.as_serialized_hlo_module_proto())
 
 
-def read_message(message: bytes) -> Program:
-    """Reads a program from XLA's message, an ``HloModuleProto``."""
-    module = _decoded(memoryview(message), _MODULE)
-    computations = {}
-    for computation in module["computations"]:
-        instructions = {}
-        for fields in computation["instructions"]:
-            instructions[fields["id"]] = _instruction(fields)
-        computations[computation["id"]] = Computation(computation["root"], instructions)
-    return Program(module["entry"], computations)
+class _Message:
+    """A message, taken apart: the values of each field, by its number."""
+
+    def __init__(self, encoded: memoryview):
+        """Reads integers, and cuts out what else there is, be it text or messages, unread."""
+        self._values: dict[int, list[Any]] = collections.defaultdict(list)
+        position = 0
+        while position < len(encoded):
+            key, position = _varint(encoded, position)
+            kind = key & 7
+            value: Any = _FIXED_BYTES.get(kind)
+            if value is None:
+                value, position = _varint(encoded, position)
+            if kind != 0:  # that was a number of bytes
+                end = position + value
+                value = encoded[position:end]
+                position = end
+            self._values[key >> 3].append(value)
+
+    def numbers(self, field: int) -> list[int]:
+        """Returns the integers of a field, which may be packed one behind the other."""
+        numbers = []
+        for value in self._values[field]:
+            if isinstance(value, int):
+                numbers.append(value)
+                continue
+            position = 0
+            while position < len(value):
+                number, position = _varint(value, position)
+                numbers.append(number)
+        return numbers
+
+    def number(self, field: int) -> int:
+        """Returns the integer of a field; 0 if it is not there."""
+        return sum(self.numbers(field))
+
+    def text(self, field: int) -> str:
+        """Returns the text of a field; an empty one if it is not there."""
+        return b"".join(self._values[field]).decode()
+
+    def messages(self, field: int) -> list[_Message]:
+        """Returns the messages of a field."""
+        return [_Message(value) for value in self._values[field]]
 
 
-def _instruction(fields: dict[str, Any]) -> Instruction:
-    """Returns an instruction of which the fields are known."""
-    opcode = fields["opcode"]
-    called = fields["called"]
-    if opcode.endswith(("-update", "-done")):
-        called = ()  # they name what the -start runs
-    arrays: list[ArrayType] = []
-    for shape in fields["shape"]:
-        arrays += _arrays(shape)
-    config = fields["backend_config"]
-    times = 1
-    if opcode == "while" and config.startswith("{"):
-        times = int(json.loads(config).get("known_trip_count", {}).get("n", 1))
-    groups = None
-    if opcode.removesuffix("-start") in KINDS:
-        groups = _device_groups(fields)
-    return Instruction(
-        opcode,
-        arrays=tuple(arrays),
-        operands=tuple(fields["operands"]),
-        called=tuple(called),
-        position=fields["tuple_index"] or fields["parameter"],
-        operation="".join(metadata["operation"] for metadata in fields["metadata"]),
-        times=times,
-        groups=groups,
-    )
-
-
-def _arrays(shape: dict[str, Any]) -> list[ArrayType]:
-    """Lists the arrays of a shape; those of a tuple one after the other."""
-    if shape["element"] >= len(_ELEMENTS):
-        raise ValueError(
-            f"XLA's element type {shape['element']} is not known here, so its bytes cannot be "
-            "counted. Take an older jaxlib, or a newer jaxcomp."
-        )
-    element = _ELEMENTS[shape["element"]]
-    if element in ("tuple", "opaque", "token"):
-        arrays = []
-        for part in shape["parts"]:
-            arrays += _arrays(part)
-        return arrays
-    bits = re.search(r"\d+", element)
-    size = int(bits[0]) if bits else 8  # a truth value takes a byte
-    values = math.prod(shape["dimensions"])
-    return [ArrayType(element, values, bytes=math.ceil(values * size / 8))]
-
-
-def _device_groups(fields: dict[str, Any]) -> np.ndarray | None:
-    """Returns which devices a collective joins, by their number in the mesh; None for all of them.
-
-    Raises:
-      ValueError: If they are in a form that is not known.
-    """
-    for counted in fields["counted"]:
-        return _in_order(counted).reshape(counted["groups"], counted["width"])
-    for along in fields["along"]:
-        return _groups_along_axes(along)
-    groups = [(pair["source"], pair["target"]) for pair in fields["pairs"]]
-    listed = fields["groups"]
-    for device_list in fields["device_list"]:
-        listed = device_list["groups"]
-    groups += [group["devices"] for group in listed]
-    if groups:
-        return np.array(groups)
-    if fields["device_list"]:
-        return None
-    raise ValueError(
-        f"XLA says in a form unknown here which devices an {fields['opcode']} joins. Take an older "
-        "jaxlib, or a newer jaxcomp."
-    )
-
-
-def _groups_along_axes(along: dict[str, Any]) -> np.ndarray:
-    """Returns groups of devices along axes of a mesh, or along parts of axes."""
-    (mesh,) = along["mesh"]
-    sizes = [axis["size"] for axis in mesh["axes"]]
-    devices = np.arange(math.prod(sizes))
-    for order in mesh["order"]:
-        devices = _in_order(order)
-    # Every axis is cut in three: what is before the part that is joined, the part, the rest.
-    cuts = [(1, 1, size) for size in sizes]
-    for axis in along["axes"]:
-        size = sizes[axis["axis"]]
-        cuts[axis["axis"]] = (1, size, 1)
-        for part in axis["parts"]:
-            before = part["before"]
-            joined = part["joined"]
-            cuts[axis["axis"]] = (before, joined, size // (before * joined))
-    devices = devices.reshape(np.ravel(cuts))
-    parts = range(1, devices.ndim, 3)
-    devices = np.moveaxis(devices, parts, range(-len(parts), 0))
-    return devices.reshape(-1, math.prod(joined for _, joined, _ in cuts))
-
-
-def _in_order(counted: dict[str, Any]) -> np.ndarray:
-    """Counts devices in a shape and puts its axes in another order, if there is one."""
-    devices = np.arange(math.prod(counted["shape"])).reshape(counted["shape"])
-    return devices.transpose(counted["order"] or None)
-
-
-def _decoded(message: memoryview, fields: Fields) -> dict[str, Any]:
-    """Takes a message apart; a field that is not there is 0, or empty."""
-    values: dict[str, Any] = {}
-    for name, kind in fields.values():
-        values[name] = kind() if isinstance(kind, type) else []
-    position = 0
-    while position < len(message):
-        key, position = _varint(message, position)
-        value: Any = None
-        if key & 7 == 0:
-            value, position = _varint(message, position)
-        else:
-            size = 8 if key & 7 == 1 else 4
-            if key & 7 == 2:
-                size, position = _varint(message, position)
-            value = message[position : position + size]
-            position += size
-        name, kind = fields.get(key >> 3, ("", None))
-        if kind is int:
-            values[name] = value
-        elif kind is str:
-            values[name] = bytes(value).decode()
-        elif kind is list:
-            values[name] += [value] if isinstance(value, int) else _varints(value)
-        elif kind is not None:
-            values[name].append(_decoded(value, kind))
-    return values
-
-
-def _varint(message: memoryview, position: int) -> tuple[int, int]:
+def _varint(encoded: memoryview, position: int) -> tuple[int, int]:
     """Reads an integer in pieces of seven bits, the last without its eighth; and where it ends."""
     value = shift = 0
     while True:
-        piece = message[position]
+        piece = encoded[position]
         position += 1
         value |= (piece & 127) << shift
         shift += 7
@@ -275,11 +148,114 @@ def _varint(message: memoryview, position: int) -> tuple[int, int]:
             return value, position
 
 
-def _varints(message: memoryview) -> list[int]:
-    """Reads integers that are packed one behind the other."""
-    values = []
-    position = 0
-    while position < len(message):
-        value, position = _varint(message, position)
-        values.append(value)
-    return values
+def read_message(message: bytes) -> Program:
+    """Reads a program from XLA's message, an ``HloModuleProto``."""
+    module = _Message(memoryview(message))
+    computations = {}
+    for computation in module.messages(3):
+        instructions = {}
+        for instruction in computation.messages(2):
+            instructions[instruction.number(35)] = _instruction(instruction)
+        computations[computation.number(5)] = Computation(computation.number(6), instructions)
+    return Program(module.number(6), computations)
+
+
+def _instruction(message: _Message) -> Instruction:
+    """Returns the instruction of an ``HloInstructionProto``."""
+    opcode = message.text(2)
+    called = message.numbers(38)
+    if opcode.endswith(("-update", "-done")):
+        called = []  # they name what the -start runs
+    times = 1
+    backend_config = message.text(43)
+    if opcode == "while" and backend_config.startswith("{"):
+        times = int(json.loads(backend_config).get("known_trip_count", {}).get("n", 1))
+    groups = None
+    if opcode.removesuffix("-start") in KINDS:
+        groups = _device_groups(message)
+    return Instruction(
+        opcode,
+        arrays=_arrays(message.messages(3)),
+        operands=tuple(message.numbers(36)),
+        called=tuple(called),
+        position=message.number(13) or message.number(9),
+        operation="".join(metadata.text(2) for metadata in message.messages(7)),
+        times=times,
+        groups=groups,
+    )
+
+
+def _arrays(shapes: list[_Message]) -> tuple[ArrayType, ...]:
+    """Lists the arrays of shapes; those of a tuple one after the other."""
+    arrays: list[ArrayType] = []
+    for shape in shapes:
+        number = shape.number(2)
+        if number >= len(_ELEMENTS):
+            raise ValueError(
+                f"XLA's element type {number} is not known here, so its bytes cannot be counted. "
+                "Take an older jaxlib, or a newer jaxcomp."
+            )
+        element = _ELEMENTS[number]
+        if element in ("tuple", "opaque", "token"):
+            arrays += _arrays(shape.messages(4))
+            continue
+        bits = re.search(r"\d+", element)
+        size = int(bits[0]) if bits else 8  # a truth value takes a byte
+        values = math.prod(shape.numbers(3))
+        arrays.append(ArrayType(element, values, bytes=math.ceil(values * size / 8)))
+    return tuple(arrays)
+
+
+def _device_groups(instruction: _Message) -> np.ndarray | None:
+    """Returns which devices a collective joins, by their number in the mesh; None for all of them.
+
+    Raises:
+      ValueError: If they are in a form that is not known.
+    """
+    for counted in instruction.messages(92):
+        return _in_order(counted, 3).reshape(counted.number(1), counted.number(2))
+    for along in instruction.messages(93):
+        return _groups_along_axes(along)
+    groups = [(pair.number(1), pair.number(2)) for pair in instruction.messages(52)]
+    listed = instruction.messages(49)
+    device_lists = instruction.messages(87)
+    for device_list in device_lists:
+        listed = device_list.messages(1)
+    groups += [group.numbers(1) for group in listed]
+    if groups:
+        return np.array(groups)
+    if device_lists:
+        return None
+    raise ValueError(
+        "XLA says in a form unknown here which devices a collective joins. Take an older jaxlib, "
+        "or a newer jaxcomp."
+    )
+
+
+def _groups_along_axes(along: _Message) -> np.ndarray:
+    """Returns groups of devices along axes of a mesh, or along parts of axes."""
+    (mesh,) = along.messages(1)
+    sizes = [axis.number(2) for axis in mesh.messages(1)]
+    devices = np.arange(math.prod(sizes))
+    for order in mesh.messages(3):
+        devices = _in_order(order, 1)
+    # Every axis is cut in three: what is before the part that is joined, the part, the rest.
+    cuts = [(1, 1, size) for size in sizes]
+    for axis in along.messages(2):
+        place = axis.number(1)
+        cuts[place] = (1, sizes[place], 1)
+        for part in axis.messages(2):
+            before = part.number(1)
+            joined = part.number(2)
+            cuts[place] = (before, joined, sizes[place] // (before * joined))
+    cut = devices.reshape(np.ravel(cuts))
+    joined_axes = range(1, cut.ndim, 3)
+    last = range(-len(cuts), 0)
+    return np.moveaxis(cut, joined_axes, last).reshape(-1, math.prod(part[1] for part in cuts))
+
+
+def _in_order(counted: _Message, field: int) -> np.ndarray:
+    """Counts devices in the shape in a field, its axes in the order in the next one, if any."""
+    shape = counted.numbers(field)
+    devices = np.arange(math.prod(shape)).reshape(shape)
+    return devices.transpose(counted.numbers(field + 1) or None)

@@ -9,12 +9,13 @@ twice in a row, sends something that was sent before, but there is no new loss i
 
 from __future__ import annotations
 
-import math
+import dataclasses
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import jax
 
-from jaxcomp._wire.collectives import uses_of_collectives
+from jaxcomp._wire.collectives import Collective
 from jaxcomp._wire.program import Instruction, Program
 
 # Half-steps on the longest path to a value: even before its gradients are sent, odd behind. A tuple
@@ -27,7 +28,7 @@ _RUN_ONCE = ("fusion", "call", "async-start")
 _UNCHANGED = ("opt-barrier", "copy", "copy-start", "copy-done", "async-done")
 
 
-def count_steps(program: Program, kind: str, array: tuple[str, int]) -> int:
+def count_steps(program: Program, listed: Sequence[Collective], sent: Collective) -> int:
     """Counts the steps of a program, 1 at least.
 
     Gradients that are written by hand are not told from anything else: in a program without any
@@ -35,30 +36,33 @@ def count_steps(program: Program, kind: str, array: tuple[str, int]) -> int:
 
     Args:
       program: The program.
-      kind: The kind of the reducer's collectives.
-      array: XLA's element type and the number of values that one of them has, and others have not.
+      listed: Its collectives.
+      sent: The largest collective of the reducer, as others are not.
     """
-    paths = _Paths(program, kind, array)
+    largest = max(sent.arrays, key=lambda array: array[1])
     for computation in program.computations.values():
         if any(map(_is_differentiated, computation.instructions.values())):
+            paths = _Paths(program, sent.kind, largest)
             return (_highest(paths.through(program.entry, [])) + 1) // 2 or 1
-    uses = uses_of_collectives(program)
-    turns = [math.prod(use.loops) for use in uses if paths.sends(use.instruction)]
-    return max(turns, default=1)
+    same = [other for other in listed if other.kind == sent.kind and largest in other.arrays]
+    return max((other.times for other in same), default=1)
 
 
+@dataclasses.dataclass
 class _Paths:
-    """Follows the values of a program."""
+    """Follows the values of a program.
 
-    def __init__(self, program: Program, kind: str, array: tuple[str, int]):
-        """Takes the arguments of `count_steps`."""
-        self._program = program
-        self._kind = kind
-        self._array = array
+    The collectives of the reducer are of one kind and have an array of one type and size, which
+    those of metrics, and of the loss itself, have not.
+    """
+
+    program: Program
+    kind: str
+    array: tuple[str, int]
 
     def through(self, computation: int, arguments: list[_Depth]) -> _Depth:
         """Returns the depth of a computation's result."""
-        body = self._program.computations[computation]
+        body = self.program.computations[computation]
         depths: dict[int, _Depth] = {}
         for name, instruction in body.instructions.items():
             operands = [depths[operand] for operand in instruction.operands]
@@ -88,7 +92,8 @@ class _Paths:
             if opcode == "parameter" or opcode in _UNCHANGED:
                 return whole
         depth = _highest(operands)
-        if self.sends(instruction):
+        arrays = [array[:2] for array in instruction.arrays]
+        if instruction.kind == self.kind and self.array in arrays:
             return depth + 1 - depth % 2
         if _is_differentiated(instruction):
             return depth + depth % 2
@@ -106,11 +111,6 @@ class _Paths:
             return carried
         left = loop.times - turns
         return jax.tree.map(lambda old, new: new + left * (new - old), before, carried)
-
-    def sends(self, instruction: Instruction) -> bool:
-        """Tells the reducer's collectives from those of metrics, and of the loss itself."""
-        arrays = [array[:2] for array in instruction.arrays]
-        return instruction.kind == self._kind and self._array in arrays
 
 
 def _is_differentiated(instruction: Instruction) -> bool:

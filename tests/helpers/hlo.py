@@ -9,7 +9,7 @@ import re
 import jax
 from jaxlib import _hlo
 
-from jaxcomp._wire.collectives import uses_of_collectives
+from jaxcomp._wire.collectives import collectives_of
 from jaxcomp._wire.program import read_message
 
 BYTES = {"f32": 4, "u32": 4, "f16": 2, "bf16": 2, "s8": 1, "u8": 1, "pred": 1}
@@ -48,7 +48,7 @@ def read(compiled, mesh=None):
     """
     mesh = mesh or jax.sharding.AbstractMesh((8,), ("devices",))
     message = _hlo.hlo_module_from_text(compiled).as_serialized_hlo_module_proto()
-    return tuple(use.on(mesh) for use in uses_of_collectives(read_message(message)))
+    return collectives_of(read_message(message), lambda: mesh)
 
 
 def results(collective):
