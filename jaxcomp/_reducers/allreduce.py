@@ -11,9 +11,7 @@ from jaxcomp._base.leaves import checked_dtype, floating_leaves, with_leaves
 from jaxcomp._base.stats import CompressionStats, dense_leaves
 from jaxcomp._base.typing import AxisName, DType, PyTree
 from jaxcomp._mesh.collectives import mean_each
-from jaxcomp._mesh.per_replica import is_reducer_state
 from jaxcomp._reducers.reducer import Reducer, Reduction
-from jaxcomp._reducers.refusals import other_state
 from jaxcomp._reducers.transformation import call_text
 
 
@@ -67,8 +65,6 @@ def allreduce(
         **extra_args: Any,
     ) -> Reduction:
         del params, extra_args
-        if is_reducer_state(state):  # handed on, a residual would never be sent
-            raise other_state("allreduce", "optax.EmptyState", state)
         # Weighted gradients are float32, but go out in the dtypes that they had.
         dtypes = [wire or x.dtype for x in floating_leaves(updates if like is None else like)]
         reduced = mean_each(floating_leaves(updates), axis_name, dtypes)

@@ -17,7 +17,6 @@ from jaxcomp._base.leaves import (
     compute_dtype,
     floating_leaves,
     in_compute_dtype,
-    is_floating,
     leaf_dtype,
     saturated,
     with_leaves,
@@ -27,7 +26,6 @@ from jaxcomp._base.typing import Array, DType, PyTree, Schedule
 from jaxcomp._mesh.collectives import as_local, local_if_bound, owner_id
 from jaxcomp._mesh.per_replica import is_reducer_state, no_owner
 from jaxcomp._reducers.reducer import Reducer, Reduction
-from jaxcomp._reducers.refusals import fitted
 from jaxcomp._reducers.transformation import call_text, shown
 
 
@@ -134,7 +132,7 @@ def error_feedback(
         like: PyTree | None = None,
         **extra_args: Any,
     ) -> Reduction:
-        residual = as_local(_fitted_residual(updates, state), axis_name)
+        residual = as_local(jax.tree.leaves(state.residual), axis_name)
         scale: Any = decay(state.count) if callable(decay) else decay
         due = (state.count + 1) % every == 0
         if every > 1:
@@ -207,10 +205,3 @@ def _add(gradient: Array, residual: Array, scale: Any) -> Array:
     if not (isinstance(scale, (int, float)) and scale == 1):
         residual = residual * jnp.asarray(scale, residual.dtype)
     return gradient.astype(dtype) + residual.astype(dtype)
-
-
-def _fitted_residual(updates: PyTree, state: Any) -> list[Array]:
-    """Returns the residuals of the floating leaves; refuses those that do not fit."""
-    shapes = [np.shape(x) if is_floating(x) else None for x in jax.tree.leaves(updates)]
-    fitted(ErrorFeedbackState, state, updates, {"residual": shapes})
-    return jax.tree.leaves(state.residual)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +21,6 @@ from jaxcomp._base.checks import (
 )
 from jaxcomp._base.leaves import FACTOR_DTYPES, RESIDUAL_DTYPES, checked_dtype
 from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn
-from jaxcomp._lowrank.matrices import LeafPlan
 from jaxcomp._mesh.collectives import owner_id
 from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.factor_wire import count_bytes
@@ -30,7 +28,6 @@ from jaxcomp._reducers.groups import Groups, apart, grouped, together
 from jaxcomp._reducers.low_rank import low_rank_step
 from jaxcomp._reducers.options import LowRank
 from jaxcomp._reducers.reducer import Reducer, Reduction
-from jaxcomp._reducers.refusals import fitted
 from jaxcomp._reducers.transformation import call_text
 
 
@@ -187,7 +184,8 @@ def powersgd_step(
     del params, extra_args
     leaves, treedef = jax.tree.flatten(updates)
     plans = options.plan(updates if like is None else like)
-    residual, q = _checked_leaves(options, plans, updates, state)
+    residual = treedef.flatten_up_to(state.residual)
+    q = treedef.flatten_up_to(state.q)
     groups = grouped(plans)
     step = low_rank_step(
         options,
@@ -209,19 +207,6 @@ def powersgd_step(
     means = apart(groups, average.means, leaves)
     sent = apart(groups, average.sent, leaves)
     return Reduction(treedef.unflatten(means), state, treedef.unflatten(sent), average.finite)
-
-
-def _checked_leaves(
-    options: LowRank, plans: Sequence[LeafPlan], updates: PyTree, state: PowerSGDState
-) -> list[list[Any]]:
-    """Returns the leaves of residual and right factor; refuses a state of other gradients."""
-    residual: list[tuple[int, ...] | None] = []
-    q: list[tuple[int, ...] | None] = []
-    for plan in plans:
-        compressed = plan.view is not None
-        residual.append(plan.shape if compressed and options.error_feedback else None)
-        q.append(plan.q_shape if compressed and options.warm_start else None)
-    return fitted(PowerSGDState, state, updates, {"residual": residual, "q": q})
 
 
 def _random_factors(options: LowRank, groups: Groups, count: Array) -> list[Array]:

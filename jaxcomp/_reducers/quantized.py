@@ -17,10 +17,8 @@ from jaxcomp._base.leaves import floating_leaves, nan_unless, with_leaves
 from jaxcomp._base.stats import CompressionStats, dense_leaves, needed_replicas
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_size
-from jaxcomp._mesh.per_replica import is_reducer_state
 from jaxcomp._mesh.shares import BlockLayout, mean_by_shares
 from jaxcomp._reducers.reducer import Reducer, Reduction
-from jaxcomp._reducers.refusals import other_state
 from jaxcomp._reducers.transformation import call_text
 
 
@@ -87,8 +85,6 @@ def quantized_allreduce(
         updates: PyTree, state: optax.EmptyState, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
         del params, extra_args
-        if is_reducer_state(state):  # handed on, a residual would never be sent
-            raise other_state("quantized_allreduce", "optax.EmptyState", state)
         replicas = axis_size(axis_name)
         arrays = [x.astype(jnp.float32) for x in floating_leaves(updates)]
         layouts = [BlockLayout.of(x.size, replicas, block_size) for x in arrays]

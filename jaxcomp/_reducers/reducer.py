@@ -20,7 +20,7 @@ from jaxcomp._mesh.collectives import mesh_axes
 from jaxcomp._mesh.explicit import call_on_automatic_axes, typed_specs
 from jaxcomp._mesh.per_replica import off_rows
 from jaxcomp._mesh.weights import refuse_misspelt_weight, weighted_gradients
-from jaxcomp._reducers.refusals import check_gradients, check_shapes
+from jaxcomp._reducers.refusals import check_gradients, check_state
 from jaxcomp._reducers.transformation import CountBytes, Transformation
 
 
@@ -139,8 +139,10 @@ def enter(
       **extra_args: For `reduce`.
     """
     refuse_misspelt_weight(extra_args)
-    state, as_it_was = off_rows(state, lambda: init(updates if params is None else params))
     gradients = unboxed(updates)
+    check_gradients(gradients, axis_name)
+    state, as_it_was = off_rows(state, functools.partial(init, gradients))
+    check_state(state, jax.eval_shape(init, gradients))
     average = functools.partial(_average, reduce, axis_name)
     if mesh_axes(AxisType.Explicit):
         # Beside these every operation must say how its result is sharded, which the arithmetic of a
@@ -168,9 +170,7 @@ def _average(
     weight: Any,
     extra_args: dict[str, Any],
 ) -> Reduction:
-    """Checks and weighs the gradients, reduces them, and returns averages in their dtypes."""
-    check_gradients(gradients, axis_name)
-    check_shapes(gradients, params)
+    """Weighs the gradients, reduces them, and returns averages in their dtypes."""
     averaged = gradients
     if weight is not None:
         averaged = weighted_gradients(gradients, weight, axis_name)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp._base.leaves import is_masked, leaf_name
+from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import varying, vma_axes
 
@@ -54,99 +51,48 @@ def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
             )
 
 
-def check_shapes(gradients: PyTree, params: PyTree) -> None:
-    """Refuses gradients of other shapes than the parameters of their names.
+def check_state(state: PyTree, fresh: PyTree) -> None:
+    """Refuses a state that is not of the kind and the shapes of a fresh one for these gradients.
 
     Raises:
-      ValueError: With the first of them.
-    """
-    shapes = {leaf_name(path): np.shape(x) for path, x in jax.tree.leaves_with_path(params)}
-    for path, gradient in jax.tree.leaves_with_path(gradients):
-        name = leaf_name(path)
-        shape = shapes.get(name, gradient.shape)
-        if shape != gradient.shape:
-            raise ValueError(
-                f"The gradient of {name} has shape {gradient.shape}, the parameter has {shape}. "
-                "Gradients must be those of the parameters, averaged over this replica's examples."
-            )
-
-
-def fitted(
-    kind: type,
-    state: Any,
-    updates: PyTree,
-    shapes: Mapping[str, Sequence[tuple[int, ...] | None]],
-) -> list[list[Any]]:
-    """Returns the leaves of fields of a state, in the order of the gradients.
-
-    Args:
-      kind: The state's class.
-      state: What the user passed.
-      updates: The gradients.
-      shapes: The shapes of the leaves of each field that is a tree like the gradients; None where a
-        leaf has nothing and the field has an `optax.MaskedNode`.
-
-    Raises:
-      ValueError: If it is another class; listing every leaf that only one of the trees has, or
+      ValueError: If it is another reducer's; listing every leaf that only one of the two has, or
         whose shape is off.
     """
-    if not isinstance(state, kind):
-        raise other_state("The reducer", kind.__name__, state)
-    paths, treedef = jax.tree_util.tree_flatten_with_path(updates)
-    fields = []
-    wrong = []
-    for field, expected in shapes.items():
-        try:
-            leaves = treedef.flatten_up_to(getattr(state, field))
-        except ValueError as error:
-            raise _other_leaves(kind, field, updates, state) from error
-        fields.append(leaves)
-        for (path, _), leaf, shape in zip(paths, leaves, expected, strict=True):
-            actual = None if is_masked(leaf) else np.shape(leaf)
-            if actual != shape:
-                line = f"{field}{leaf_name(path)}: expected {shape}, got {actual}"
-                wrong.append(line.replace("None", "none"))
-    if not wrong:
-        return fields
-    hint = "Make a new state"
-    if hasattr(kind, "q"):
-        hint = (
-            "Use the rank, matrix_dims, error_feedback and warm_start that it was made with, or "
-            "jaxcomp.adapt_state"
+    if type(state) is not type(fresh):
+        raise ValueError(
+            f"The reducer's update needs its own {type(fresh).__name__}, got "
+            f"{type(state).__name__}. Inside an optax.chain the chain's update takes the chain's "
+            "state; jaxcomp.adapt_state turns another reducer's into this one's."
         )
-    if any(line.startswith("residual") for line in wrong):
+    shapes = _shapes(state)
+    expected = _shapes(fresh)
+    wrong = []
+    for name in dict.fromkeys([*expected, *shapes]):
+        shape = shapes.get(name)
+        if shape != expected.get(name):
+            line = f"{name}: expected {expected.get(name)}, got {shape}"
+            wrong.append(line.replace("None", "none"))
+    if not wrong and jax.tree.structure(state) != jax.tree.structure(fresh):
+        wrong.append("its trees are made of other containers than those of the gradients")
+    if not wrong:
+        return
+    hint = (
+        "Make the state with init() of a tree like the gradients and use the arguments that it was "
+        "made with, or bring it to others with jaxcomp.adapt_state"
+    )
+    if any("residual" in line for line in wrong):
         hint += (
             "; if a residual has an axis of replicas too many or lacks one, place the state with "
             "jaxcomp.shard_state and map it with jaxcomp.state_specs"
         )
     listed = "\n  ".join(wrong)
     raise ValueError(
-        f"The {kind.__name__} does not fit these gradients and arguments:\n  {listed}\n{hint}."
+        f"The {type(fresh).__name__} does not fit these gradients and arguments:\n  {listed}\n"
+        f"{hint}."
     )
 
 
-def _other_leaves(kind: type, field: str, updates: PyTree, state: Any) -> ValueError:
-    """Makes the refusal of a tree that has not the gradients' leaves, which it names."""
-    of_gradients = _leaf_names(updates)
-    of_state = _leaf_names(getattr(state, field))
-    only = [f"only among the gradients {name}" for name in of_gradients if name not in of_state]
-    only += [f"only in the state {name}" for name in of_state if name not in of_gradients]
-    return ValueError(
-        f"The gradients and the {kind.__name__}'s {field} have different tree structures: "
-        f"{', '.join(only) or 'the same leaves in other containers'}. Make the state with init() "
-        "of a tree like the gradients."
-    )
-
-
-def _leaf_names(tree: PyTree) -> list[str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
-    return [leaf_name(path) for path, _ in leaves]
-
-
-def other_state(reducer: str, kind: str, state: PyTree) -> ValueError:
-    """Makes the refusal of a state that is not this reducer's own."""
-    return ValueError(
-        f"{reducer}'s update needs its own {kind}, got {type(state).__name__}. Inside an "
-        "optax.chain the chain's update takes the chain's state; jaxcomp.adapt_state turns another "
-        "reducer's into this one's."
-    )
+def _shapes(state: PyTree) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the leaves by their paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {leaf_name(path).removeprefix("."): np.shape(leaf) for path, leaf in leaves}
