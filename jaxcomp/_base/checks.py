@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def check_axis_name(axis_name: Any) -> Any:
@@ -92,43 +86,6 @@ def _static_hint(name: str, value: Any) -> str:
         f" It decides the shape of the program: with optax.inject_hyperparams pass it as a static "
         f"argument, static_args=({name!r}, ...)."
     )
-
-
-# What arguments are called in torch's PowerSGDState, and here.
-_TORCH_NAMES = {
-    "matrix_approximation_rank": "it is `rank` here",
-    "start_powerSGD_iter": "it is `start_step` here",
-    "use_error_feedback": "it is `error_feedback` here",
-    "orthogonalization_epsilon": "it is `eps` here",
-    "random_seed": "it is `seed` here",
-    "process_group": "`axis_name` says here which replicas take part",
-    "batch_tensors_with_same_shape": "small leaves of one shape are always taken together here",
-    "compression_stats_logging_frequency": "call its bytes(params) for the figures",
-}
-
-
-def names_checked(function: F) -> F:
-    """Makes `function` answer misspelt arguments and torch's names with what they are here."""
-    known = list(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        for name in kwargs:
-            if name not in known:
-                hint = _hint_for(name, known)
-                raise TypeError(f"{function.__name__} has no argument {name}: {hint}")
-        return function(*args, **kwargs)
-
-    return cast(F, checked)
-
-
-def _hint_for(name: str, known: list[str]) -> str:
-    if name in _TORCH_NAMES:
-        return f"{_TORCH_NAMES[name]}."
-    close = difflib.get_close_matches(name, known, n=1)
-    if close:
-        return f"did you mean `{close[0]}`?"
-    return f"it has {', '.join(known)}."
 
 
 def check_transformation(name: str, value: Any, otherwise: str = "") -> None:

@@ -12,9 +12,10 @@ from jaxcomp._base.stats import CompressionStats, dense_leaves
 from jaxcomp._base.typing import AxisName, DType, PyTree
 from jaxcomp._mesh.collectives import mean_each
 from jaxcomp._reducers.reducer import Reducer, Reduction
-from jaxcomp._reducers.transformation import call_text
+from jaxcomp._reducers.transformation import shows_its_call
 
 
+@shows_its_call
 def allreduce(
     *,
     axis_name: AxisName,
@@ -48,7 +49,6 @@ def allreduce(
       >>> jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)["w"].tolist()
       [[2.0, 3.0], [2.0, 3.0]]
     """
-    made_by = call_text("allreduce", {"axis_name": axis_name, "comm_dtype": comm_dtype})
     check_axis_name(axis_name)
     wire = checked_dtype("comm_dtype", comm_dtype)
 
@@ -80,4 +80,4 @@ def allreduce(
         del replicas, step
         return CompressionStats.of(dense_leaves(params, wire))
 
-    return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=count_bytes)
+    return Reducer(init, reduce, axis_name, count_bytes=count_bytes)

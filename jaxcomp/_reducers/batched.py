@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
-from jaxcomp._base.checks import check_int, names_checked
+from jaxcomp._base.checks import check_int
 from jaxcomp._base.leaves import (
     checked_dtype,
-    clipped,
     floating_leaves,
     leaf_dtype,
     widest,
@@ -24,12 +23,12 @@ from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, DType, KeyPath, MatrixDims, PyTree
 from jaxcomp._reducers.powersgd import powersgd
 from jaxcomp._reducers.reducer import Reducer, Reduction
-from jaxcomp._reducers.transformation import call_text
+from jaxcomp._reducers.transformation import shows_its_call
 
 _ALL = "(all leaves)"
 
 
-@names_checked
+@shows_its_call
 def batched_powersgd(
     rank: int = 1,
     *,
@@ -82,22 +81,18 @@ def batched_powersgd(
       >>> bool(jnp.allclose(means["w"], 1, atol=1e-5))  # ones everywhere: rank 1
       True
     """
-    options: dict[str, Any] = {
-        "start_step": start_step,
-        "error_feedback": error_feedback,
-        "warm_start": warm_start,
-        "eps": eps,
-        "seed": seed,
-        "comm_dtype": checked_dtype("comm_dtype", comm_dtype),
-        "residual_dtype": residual_dtype,
-    }
-    rank = check_int("rank", rank, 1)
     square = powersgd(
-        rank,
+        check_int("rank", rank, 1),
         axis_name=axis_name,
+        start_step=start_step,
         min_compression_rate=0.0,  # compress whatever the size, as torch does
+        error_feedback=error_feedback,
+        warm_start=warm_start,
+        eps=eps,
+        seed=seed,
+        comm_dtype=checked_dtype("comm_dtype", comm_dtype),
+        residual_dtype=residual_dtype,
         matrix_dims=_rows_and_cols,
-        **options,
     )
 
     def init(params: PyTree) -> PyTree:
@@ -113,37 +108,33 @@ def batched_powersgd(
     ) -> Reduction:
         del params, extra_args
         arrays = floating_leaves(updates)
-        shape = _square_of(updates)
-        flat, leaves_of = ravel_pytree([x.astype(shape.dtype) for x in arrays])
+        square_like = _square_of(updates)
+        flat, leaves_of = ravel_pytree([x.astype(square_like.dtype) for x in arrays])
+        padded = jnp.pad(flat, (0, square_like.size - flat.size))
+        dtypes = {x.dtype for x in floating_leaves(updates if like is None else like)}
+        if dtypes == {jnp.dtype(jnp.float16)}:
+            # What of a mean they cannot hold stays in the residual.
+            square_like = square_like.update(dtype=jnp.float16)
+        result = square.reduce(padded.reshape(square_like.shape), state, like=square_like)
 
-        def square_of(flat: Array) -> Array:
-            return jnp.pad(flat, (0, math.prod(shape.shape) - flat.size)).reshape(shape.shape)
+        def unflattened(square: Array) -> PyTree:
+            return with_leaves(updates, leaves_of(square.reshape(-1)[: flat.size]))
 
-        result = square.reduce(square_of(flat), state)
-        means = leaves_of(result.updates.reshape(-1)[: flat.size])
-        sent = leaves_of(result.sent.reshape(-1)[: flat.size])
-        state = result.state
-        halves = [
-            x.dtype == jnp.float16 for x in floating_leaves(updates if like is None else like)
-        ]
-        if error_feedback and any(halves):
-            # What of a mean a leaf of float16 cannot hold was sent and reached nobody.
-            excess = []
-            for mean, half in zip(means, halves, strict=True):
-                excess.append(mean - clipped(mean, jnp.float16) if half else jnp.zeros_like(mean))
-            unsent = jnp.where(result.finite, square_of(ravel_pytree(excess)[0]), 0)
-            residual = state.residual
-            state = state._replace(residual=(residual + unsent).astype(residual.dtype))
         return Reduction(
-            with_leaves(updates, means), state, with_leaves(updates, sent), result.finite
+            unflattened(result.updates), result.state, unflattened(result.sent), result.finite
         )
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         (leaf,) = square.bytes(_square_of(params), replicas=replicas, step=step).leaves
         return CompressionStats.of([dataclasses.replace(leaf, path=_ALL)]).instead_of(params)
 
-    made_by = call_text("batched_powersgd", {"rank": rank, "axis_name": axis_name, **options})
-    return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=count_bytes)
+    return Reducer(
+        init,
+        reduce,
+        axis_name,
+        count_bytes=count_bytes,
+        keeps_residual=square.keeps_residual,
+    )
 
 
 def _rows_and_cols(path: KeyPath, leaf: Any) -> MatrixDims:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._base.checks import check_int, check_number, names_checked
+from jaxcomp._base.checks import check_int, check_number
 from jaxcomp._base.leaves import (
     RESIDUAL_DTYPES,
     checked_dtype,
@@ -18,15 +18,15 @@ from jaxcomp._base.leaves import (
     floating_leaves,
     in_compute_dtype,
     leaf_dtype,
-    saturated,
+    nan_unless,
     with_leaves,
 )
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree, Schedule
 from jaxcomp._mesh.collectives import as_local, local_if_bound, owner_id
-from jaxcomp._mesh.per_replica import is_reducer_state, no_owner
+from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.reducer import Reducer, Reduction
-from jaxcomp._reducers.transformation import call_text, shown
+from jaxcomp._reducers.transformation import shown, shows_its_call
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -42,7 +42,7 @@ class ErrorFeedbackState(NamedTuple):
     per_replica = ("residual", "owner")
 
 
-@names_checked
+@shows_its_call
 def error_feedback(
     reducer: Reducer,
     *,
@@ -78,8 +78,8 @@ def error_feedback(
       A reducer. Its state is an `ErrorFeedbackState`.
 
     Raises:
-      ValueError: If an argument is unusable; from ``init``, if the reducer keeps a residual of its
-        own, as `powersgd` does by default; at tracing time, if the state belongs to other leaves.
+      ValueError: If an argument is unusable, or the reducer keeps a residual of its own, as
+        `powersgd` does by default; at tracing time, if the state belongs to other leaves.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -98,10 +98,6 @@ def error_feedback(
       Karimireddy et al.: Error Feedback Fixes SignSGD and other Gradient Compression Schemes.
       ICML 2019.
     """
-    made_by = call_text(
-        "error_feedback",
-        {"reducer": reducer, "every": every, "decay": decay, "residual_dtype": residual_dtype},
-    )
     _check_reducer(reducer)
     axis_name = reducer.axis_name
     every = check_int("every", every, 1)
@@ -115,11 +111,9 @@ def error_feedback(
                 return optax.MaskedNode()
             return jnp.zeros_like(leaf, dtype=dtype or compute_dtype(leaf_dtype(leaf)))
 
-        inner = reducer.init(params)
-        _refuse_second_residual(reducer, inner)
         return ErrorFeedbackState(
             residual=local_if_bound(jax.tree.map(zeros, params), axis_name),
-            inner=inner,
+            inner=reducer.init(params),
             count=jnp.zeros([], jnp.int32),
             owner=no_owner(axis_name),
         )
@@ -140,20 +134,17 @@ def error_feedback(
         gradients = floating_leaves(updates)
         totals = [_add(g, e, scale) for g, e in zip(gradients, residual, strict=True)]
         result = reducer.reduce(with_leaves(updates, totals), state.inner, params, **extra_args)
-        means = floating_leaves(result.updates)
+        # `allreduce` keeps what is finite; beside a residual nobody shall take half a step.
+        means = nan_unless(result.finite, floating_leaves(result.updates))
         sent = floating_leaves(result.sent)
-        outputs = []
         unsent = []
         for i, output in enumerate(floating_leaves(updates if like is None else like)):
-            # `allreduce` keeps what is finite; beside a residual nobody shall take half a step.
-            mean = jnp.where(result.finite, means[i], jnp.nan)
-            outputs.append(saturated(mean, output.dtype))
             remaining = totals[i] - sent[i]
             if output.dtype == jnp.float16:  # what was sent and does not fit the output
-                remaining += mean - clipped(mean, output.dtype)
-            if every > 1:  # what was not added is still to come
-                remaining += jnp.where(due, 0, residual[i].astype(remaining.dtype))
+                remaining += means[i] - clipped(means[i], output.dtype)
             old = residual[i]
+            if every > 1:  # what was not added is still to come
+                remaining += jnp.where(due, 0, old.astype(remaining.dtype))
             unsent.append(jnp.where(result.finite, remaining.astype(old.dtype), old))
         new = ErrorFeedbackState(
             residual=jax.tree.structure(state.residual).unflatten(unsent),
@@ -161,42 +152,33 @@ def error_feedback(
             count=jnp.where(result.finite, optax.safe_increment(state.count), state.count),
             owner=jnp.where(result.finite, owner_id(axis_name), state.owner),
         )
-        return result._replace(updates=with_leaves(updates, outputs), state=new)
+        return result._replace(updates=with_leaves(updates, means), state=new)
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         # The inner reducer gets float32, whatever the gradients are.
         counted = reducer.bytes(in_compute_dtype(params), replicas=replicas, step=step)
         return counted.instead_of(params)
 
-    return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=count_bytes)
+    return Reducer(init, reduce, axis_name, count_bytes=count_bytes, keeps_residual=True)
 
 
 def _check_reducer(reducer: Any) -> None:
-    """Refuses what does not say what a replica sent."""
-    if isinstance(reducer, Reducer):
-        return
-    fix = "Call one first: jaxcomp.error_feedback(jaxcomp.allreduce(axis_name='data'))."
-    if isinstance(reducer, optax.GradientTransformation):
-        fix = "Put it around the reducer of a chain; wrap an average of yours in jaxcomp.Reducer."
-    raise ValueError(
-        f"error_feedback needs a reducer, which says what a replica sent, got {shown(reducer)}. "
-        f"{fix}"
-    )
-
-
-def _refuse_second_residual(reducer: Any, state: PyTree) -> None:
-    """Refuses a reducer that keeps what it does not send already: two would grow without bound."""
-
-    def with_residual(node: Any) -> bool:
-        return is_reducer_state(node) and hasattr(node, "residual")
-
-    for node in jax.tree.leaves(state, is_leaf=with_residual):
-        if with_residual(node) and jax.tree.leaves(node.residual):
-            raise ValueError(
-                f"{shown(reducer)} keeps a residual of its own, and error_feedback around it would "
-                "add what was not sent a second time. Use it as it is, or give powersgd "
-                "error_feedback=False."
+    """Refuses what does not say what a replica sent, or keeps what it does not send already."""
+    if not isinstance(reducer, Reducer):
+        fix = "Call one first: jaxcomp.error_feedback(jaxcomp.allreduce(axis_name='data'))."
+        if isinstance(reducer, optax.GradientTransformation):
+            fix = (
+                "Put it around the reducer of a chain; wrap an average of yours in jaxcomp.Reducer."
             )
+        raise ValueError(
+            "error_feedback needs a reducer, which says what a replica sent, got "
+            f"{shown(reducer)}. {fix}"
+        )
+    if reducer.keeps_residual:
+        raise ValueError(
+            f"{reducer!r} keeps a residual of its own, and error_feedback around it would add what "
+            "was not sent a second time. Use it as it is, or give powersgd error_feedback=False."
+        )
 
 
 def _add(gradient: Array, residual: Array, scale: Any) -> Array:

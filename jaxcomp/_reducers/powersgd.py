@@ -17,7 +17,6 @@ from jaxcomp._base.checks import (
     check_int,
     check_number,
     check_static_number,
-    names_checked,
 )
 from jaxcomp._base.leaves import FACTOR_DTYPES, RESIDUAL_DTYPES, checked_dtype
 from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn
@@ -28,7 +27,7 @@ from jaxcomp._reducers.groups import Groups, apart, grouped, together
 from jaxcomp._reducers.low_rank import low_rank_step
 from jaxcomp._reducers.options import LowRank
 from jaxcomp._reducers.reducer import Reducer, Reduction
-from jaxcomp._reducers.transformation import call_text
+from jaxcomp._reducers.transformation import shows_its_call
 
 
 class PowerSGDState(NamedTuple):
@@ -45,7 +44,7 @@ class PowerSGDState(NamedTuple):
     per_replica = ("residual", "owner")
 
 
-@names_checked
+@shows_its_call
 def powersgd(
     rank: int | RankFn = 1,
     *,
@@ -157,8 +156,8 @@ def powersgd(
         init,
         functools.partial(powersgd_step, options),
         axis_name,
-        made_by=call_text("powersgd", vars(options)),
         count_bytes=functools.partial(count_bytes, options),
+        keeps_residual=options.error_feedback,
     )
 
 

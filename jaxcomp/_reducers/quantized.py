@@ -19,9 +19,10 @@ from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_size
 from jaxcomp._mesh.shares import BlockLayout, mean_by_shares
 from jaxcomp._reducers.reducer import Reducer, Reduction
-from jaxcomp._reducers.transformation import call_text
+from jaxcomp._reducers.transformation import shows_its_call
 
 
+@shows_its_call
 def quantized_allreduce(
     *,
     axis_name: AxisName,
@@ -105,5 +106,4 @@ def quantized_allreduce(
             leaves.append(dataclasses.replace(leaf, bytes_after=layout.wire_bytes))
         return CompressionStats.of(leaves)
 
-    made_by = call_text("quantized_allreduce", {"axis_name": axis_name, "block_size": block_size})
-    return Reducer(init, reduce, axis_name, made_by=made_by, count_bytes=count_bytes)
+    return Reducer(init, reduce, axis_name, count_bytes=count_bytes)

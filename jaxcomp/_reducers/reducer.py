@@ -61,6 +61,7 @@ class Reducer(Transformation):
       count_bytes: A function of (params, replicas, step), the last two possibly None, that returns
         `CompressionStats`: the answer of ``bytes``. A step must not send again
         what an earlier phase sent: ``bytes(steps=)`` looks for the edges of phases by bisection.
+      keeps_residual: Whether its state keeps what is not sent, so that `error_feedback` refuses it.
 
     Example:
       A reducer that averages signs, and keeps the rest for the next step:
@@ -83,6 +84,7 @@ class Reducer(Transformation):
 
     reduce: Callable[..., Reduction]
     axis_name: AxisName
+    keeps_residual: bool
     in_phases = True  # exact steps, if any, and after them compressed ones
 
     def __new__(
@@ -93,6 +95,7 @@ class Reducer(Transformation):
         *,
         made_by: str = "",
         count_bytes: CountBytes | None = None,
+        keeps_residual: bool = False,
     ) -> Self:
         """Puts `reduce` behind the door, and makes an ``update`` of it."""
         check_axis_name(axis_name)
@@ -112,6 +115,7 @@ class Reducer(Transformation):
         self = super().__new__(cls, unboxed_init, update, made_by=made_by, count_bytes=count_bytes)
         self.reduce = entered
         self.axis_name = axis_name
+        self.keeps_residual = keeps_residual
         return self
 
 

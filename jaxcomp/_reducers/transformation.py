@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+import inspect
+from collections.abc import Callable
+from typing import Any, Self, TypeVar, cast
 
 import jax
-import numpy as np
 import optax
 
 from jaxcomp._base.checks import check_int
-from jaxcomp._base.leaves import Integers, unboxed
+from jaxcomp._base.leaves import unboxed
 from jaxcomp._base.stats import CompressionStats, whole_run
 from jaxcomp._base.typing import PyTree
 
+F = TypeVar("F", bound=Callable[..., Any])
 # (parameters, replicas or None, step or None) -> what one replica hands to the collectives
 CountBytes = Callable[[PyTree, int | None, int | None], CompressionStats]
 
@@ -130,21 +132,55 @@ def bytes_of(tx: Any, params: PyTree, replicas: int | None, step: int | None) ->
     return tx.bytes(params, replicas=replicas, step=step)
 
 
-def call_text(name: str, arguments: Mapping[str, Any]) -> str:
-    """Writes a call as one would: ``powersgd(rank=4, axis_name='data', ...)``."""
-    listed = [f"{key}={shown(value)}" for key, value in arguments.items()]
-    return f"{name}({', '.join(listed)})"
+# What arguments are called in torch's PowerSGDState, and here.
+_TORCH_NAMES = {
+    "matrix_approximation_rank": "it is `rank` here",
+    "start_powerSGD_iter": "it is `start_step` here",
+    "use_error_feedback": "it is `error_feedback` here",
+    "orthogonalization_epsilon": "it is `eps` here",
+    "random_seed": "it is `seed` here",
+    "process_group": "`axis_name` says here which replicas take part",
+    "batch_tensors_with_same_shape": "small leaves of one shape are always taken together here",
+    "compression_stats_logging_frequency": "call its bytes(params) for the figures",
+}
+
+
+def shows_its_call(make: F) -> F:
+    """Makes what a function returns show its call: ``powersgd(rank=4, axis_name='data', ...)``.
+
+    Misspelt arguments, and torch's names, are answered with what they are here.
+    """
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in signature.parameters:
+                raise TypeError(f"{make.__name__} has no argument {name}: {_hint(name, signature)}")
+        made = make(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        listed = [f"{name}={shown(value)}" for name, value in call.arguments.items()]
+        made.made_by = f"{make.__name__}({', '.join(listed)})"
+        return made
+
+    return cast(F, checked)
+
+
+def _hint(name: str, signature: inspect.Signature) -> str:
+    if name in _TORCH_NAMES:
+        return f"{_TORCH_NAMES[name]}."
+    for close in difflib.get_close_matches(name, signature.parameters, n=1):
+        return f"did you mean `{close}`?"
+    return f"it has {', '.join(signature.parameters)}."
 
 
 def shown(value: Any) -> str:
     """Writes an argument as one would; functions and dtypes by their names."""
-    if isinstance(value, optax.GradientTransformation) and not isinstance(value, Transformation):
+    if isinstance(value, Transformation):
+        return repr(value)
+    if isinstance(value, optax.GradientTransformation):
         return "optax.GradientTransformation(...)"
-    if isinstance(value, (np.dtype, Integers)):
-        return repr(value.name)
-    if type(value) in (list, tuple):
-        parts = ", ".join(map(shown, value))
-        return f"[{parts}]" if type(value) is list else f"({parts}{',' * (len(value) == 1)})"
-    if callable(value) and not isinstance(value, Transformation):
+    if callable(value):
         return getattr(value, "__qualname__", type(value).__name__)
     return repr(value)
