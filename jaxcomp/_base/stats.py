@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,51 +47,47 @@ class CompressionStats:
     """Payload of the collectives, as each replica passes it to them, of a step or a whole run."""
 
     leaves: tuple[LeafStats, ...]
-    bytes_before: int
-    bytes_after: int
 
-    @classmethod
-    def of(cls, leaves: Iterable[LeafStats]) -> CompressionStats:
-        """With the sums of the leaves as totals."""
-        leaves = tuple(leaves)
-        before = sum(leaf.bytes_before for leaf in leaves)
-        return cls(leaves, before, sum(leaf.bytes_after for leaf in leaves))
+    @property
+    def bytes_before(self) -> int:
+        """Adds up the bytes of a plain all-reduce."""
+        return sum(leaf.bytes_before for leaf in self.leaves)
+
+    @property
+    def bytes_after(self) -> int:
+        """Adds up the bytes after compression."""
+        return sum(leaf.bytes_after for leaf in self.leaves)
 
     def scaled(self, after: float, before: int = 1) -> CompressionStats:
-        """Returns so many times the bytes after and before compression; rounded to a byte."""
+        """Returns so many times the bytes of each leaf, rounded to a byte."""
         leaves = []
         for leaf in self.leaves:
-            leaves.append(
-                dataclasses.replace(
-                    leaf,
-                    bytes_before=before * leaf.bytes_before,
-                    bytes_after=round(after * leaf.bytes_after),
-                )
-            )
-        total = round(after * self.bytes_after)
-        return CompressionStats(tuple(leaves), before * self.bytes_before, total)
+            sent = round(after * leaf.bytes_after)
+            dense = before * leaf.bytes_before
+            leaves.append(dataclasses.replace(leaf, bytes_before=dense, bytes_after=sent))
+        return CompressionStats(tuple(leaves))
 
     def plus(self, other: CompressionStats) -> CompressionStats:
         """Returns the bytes of both together; a leaf has the rank that it has in `other`."""
         leaves = {leaf.path: leaf for leaf in self.leaves}
         for leaf in other.leaves:
-            before = leaf.bytes_before
-            after = leaf.bytes_after
-            if leaf.path in leaves:
-                before += leaves[leaf.path].bytes_before
-                after += leaves[leaf.path].bytes_after
-            leaves[leaf.path] = dataclasses.replace(leaf, bytes_before=before, bytes_after=after)
-        return CompressionStats.of(leaves.values())
+            same = leaves.get(leaf.path, dataclasses.replace(leaf, bytes_before=0, bytes_after=0))
+            leaves[leaf.path] = dataclasses.replace(
+                leaf,
+                bytes_before=same.bytes_before + leaf.bytes_before,
+                bytes_after=same.bytes_after + leaf.bytes_after,
+            )
+        return CompressionStats(tuple(leaves.values()))
 
     def instead_of(self, tree: PyTree) -> CompressionStats:
         """Compares the same payload with that of an all-reduce of another tree of these leaves."""
-        before = {leaf.path: leaf.bytes_before for leaf in dense_leaves(tree)}
-        total = sum(before.values())
-        leaves = tuple(
-            dataclasses.replace(leaf, bytes_before=before.get(leaf.path, total))
-            for leaf in self.leaves
-        )
-        return CompressionStats(leaves, total, self.bytes_after)
+        dense = CompressionStats(dense_leaves(tree))
+        before = {leaf.path: leaf.bytes_before for leaf in dense.leaves}
+        leaves = []
+        for leaf in self.leaves:  # or of one leaf, in which all of them are
+            instead = before.get(leaf.path, dense.bytes_before)
+            leaves.append(dataclasses.replace(leaf, bytes_before=instead))
+        return CompressionStats(tuple(leaves))
 
     @property
     def ratio(self) -> float:
@@ -99,18 +95,16 @@ class CompressionStats:
         return _ratio(self.bytes_before, self.bytes_after)
 
     def __str__(self) -> str:
-        totals = LeafStats("total", (), 0, self.bytes_before, self.bytes_after)
-        width = max(len(leaf.path) for leaf in (*self.leaves, totals))
+        width = max(len("total"), *(len(leaf.path) for leaf in self.leaves))
+        row = f"{{:<{width}}}  {{:>18}}  {{:>4}}  {{:>13,}}  {{:>13,}}  {{:>6.1f}}".format
         lines = [f"{'leaf':<{width}}  {'shape':>18}  rank         before          after   ratio"]
-        for leaf in (*self.leaves, totals):
-            shape = str(leaf.shape)
-            rank = str(leaf.rank or "-")
-            if leaf is totals:
-                shape = rank = ""
+        for leaf in self.leaves:
+            rank = leaf.rank or "-"
+            before = leaf.bytes_before
             lines.append(
-                f"{leaf.path:<{width}}  {shape:>18}  {rank:>4}  {leaf.bytes_before:>13,}  "
-                f"{leaf.bytes_after:>13,}  {leaf.ratio:>6.1f}"
+                row(leaf.path, str(leaf.shape), rank, before, leaf.bytes_after, leaf.ratio)
             )
+        lines.append(row("total", "", "", self.bytes_before, self.bytes_after, self.ratio))
         return "\n".join(lines)
 
 
@@ -125,7 +119,7 @@ def whole_run(
       in_phases: Whether what has once changed never comes back, as exact steps do not. Then only
         the edges of such phases are looked for, and a million steps take no longer than thousand.
     """
-    total = CompressionStats.of([])
+    total = CompressionStats(())
     step = 0
     while step < steps:
         stats = count(step)
@@ -144,7 +138,7 @@ def _next_phase(
     return later.start + bisect.bisect_left(later, True, key=lambda step: count(step) != stats)
 
 
-def dense_leaves(tree: PyTree, wire: Any = None) -> list[LeafStats]:
+def dense_leaves(tree: PyTree, wire: Any = None) -> tuple[LeafStats, ...]:
     """Lists every floating leaf uncompressed, in its own dtype on the wire or in `wire`."""
     leaves = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -155,7 +149,7 @@ def dense_leaves(tree: PyTree, wire: Any = None) -> list[LeafStats]:
         before = math.prod(shape) * dtype.itemsize
         after = math.prod(shape) * (wire or dtype).itemsize
         leaves.append(LeafStats(leaf_name(path), shape, 0, before, after))
-    return leaves
+    return tuple(leaves)
 
 
 def needed_replicas(replicas: int | None) -> int:

@@ -277,7 +277,7 @@ class _LocalSGD:
             *earlier, level = periods.between(start, step + 1)
             return total(params, [averages(level, earlier.count(level))])
         if self.sync.exact:
-            parts = [dense_leaves(params)]
+            parts = [list(dense_leaves(params))]
         else:
             parts = [list(bytes_of(self.sync.reducer, params, replicas, step).leaves)]
         if step == start - 1 and not self.sync.plain:

@@ -234,9 +234,9 @@ def wide_leaves(tree: PyTree, prefix: str = "") -> list[LeafStats]:
 
 def total(params: PyTree, parts: Iterable[list[LeafStats]]) -> CompressionStats:
     """Adds several payloads up, beside an all-reduce of the gradients."""
-    stats = CompressionStats.of(dense_leaves(params)).scaled(0)
+    stats = CompressionStats(dense_leaves(params)).scaled(0)
     for part in parts:
-        stats = stats.plus(CompressionStats.of(part).scaled(1, before=0))
+        stats = stats.plus(CompressionStats(tuple(part)).scaled(1, before=0))
     return stats
 
 

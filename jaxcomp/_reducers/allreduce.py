@@ -78,6 +78,6 @@ def allreduce(
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         del replicas, step
-        return CompressionStats.of(dense_leaves(params, wire))
+        return CompressionStats(dense_leaves(params, wire))
 
     return Reducer(init, reduce, axis_name, count_bytes=count_bytes)

@@ -126,7 +126,7 @@ def batched_powersgd(
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         (leaf,) = square.bytes(_square_of(params), replicas=replicas, step=step).leaves
-        return CompressionStats.of([dataclasses.replace(leaf, path=_ALL)]).instead_of(params)
+        return CompressionStats((dataclasses.replace(leaf, path=_ALL),)).instead_of(params)
 
     return Reducer(
         init,

@@ -118,7 +118,7 @@ def count_bytes(
     plans = [plan for plan in options.plan(params) if jnp.issubdtype(plan.dtype, jnp.floating)]
     wire = _all_reduce_dtype(options, plans)
     if step is not None and step < options.start_step:
-        return CompressionStats.of(dense_leaves(params, wire))
+        return CompressionStats(dense_leaves(params, wire))
     if isinstance(options.comm_dtype, Integers):
         wire = options.comm_dtype
         replicas = needed_replicas(replicas)
@@ -126,7 +126,7 @@ def count_bytes(
     for plan, leaf in zip(plans, dense_leaves(params), strict=True):
         after = leaf_bytes(plan, wire, replicas)
         leaves.append(dataclasses.replace(leaf, rank=plan.rank, bytes_after=after))
-    return CompressionStats.of(leaves)
+    return CompressionStats(tuple(leaves))
 
 
 def leaf_bytes(plan: LeafPlan, wire: Any, replicas: int | None) -> int:

@@ -104,6 +104,6 @@ def quantized_allreduce(
         for leaf in dense_leaves(params):
             layout = BlockLayout.of(leaf.size, replicas, block_size)
             leaves.append(dataclasses.replace(leaf, bytes_after=layout.wire_bytes))
-        return CompressionStats.of(leaves)
+        return CompressionStats(tuple(leaves))
 
     return Reducer(init, reduce, axis_name, count_bytes=count_bytes)

@@ -133,7 +133,10 @@ RESIDUAL = FED_BACK.init(zeros({"w": (4, 3)}))
             r"(?s)does not fit(?!.*axis of replicas).*q\['a'\]: expected \(16, 1\), got \(16, 2\)"
             r".*q\['b'\]",
         ),
-        (TX, OTHER, TWO, r"(?s)q\[.a.\]: expected \(16, 2\), got none.*q\[.c.\]: expected none, got"),
+        (
+            TX, OTHER, TWO,
+            r"(?s)q\['a'\]: expected \(16, 2\), got none.*q\['c'\]: expected none, got \(16, 2\)",
+        ),
         (
             TX, STATE._replace(q={"a": STATE.q["a"]}), TWO,
             r"q\['b'\]: expected \(20, 2\), got none",
