@@ -94,23 +94,31 @@ def orthonormal_bases(
     # XLA's form for eps = 0 is another one: a number that is traced may be anything.
     torchs_eps = None if isinstance(eps, (int, float)) and eps == 0 else eps
 
-    def on_cpu(factors: Sequence[Array]) -> list[Array]:
-        return _map_by(lambda x: (x.shape, x.dtype), of_shape, factors)
+    def on_cpu(stacks: Sequence[Array]) -> list[Array]:
+        return [_column_by_column(stack, torchs_eps) for stack in stacks]
 
-    def elsewhere(factors: Sequence[Array]) -> list[Array]:
-        return _map_by(lambda x: (x.shape[-1], x.dtype), of_rank, factors)
+    def elsewhere(stacks: Sequence[Array]) -> list[Array]:
+        bases = list(stacks)
+        for positions in _alike(stacks, lambda x: (x.shape[-1], x.dtype)):
+            of_rank = [stacks[i] for i in positions]
+            if torchs_eps is None or of_rank[0].shape[-1] > _GRAM_SCHMIDT_RANK:
+                of_rank = cholesky_bases(of_rank, rounds)
+            else:
+                # torch's eps is defined by columns that are taken one after the other. Without the
+                # barrier jaxlib 0.10 fails for GPUs: "'scf.if' op along control flow edge".
+                of_rank = on_cpu(lax.optimization_barrier(of_rank))
+            for i, basis in zip(positions, of_rank, strict=True):
+                bases[i] = basis
+        return bases
 
-    def of_shape(factors: Sequence[Array]) -> Array:
-        return _column_by_column(jnp.stack(factors), torchs_eps)
-
-    def of_rank(factors: Sequence[Array]) -> list[Array]:
-        if torchs_eps is None or factors[0].shape[-1] > _GRAM_SCHMIDT_RANK:
-            return cholesky_bases(list(factors), rounds)
-        # torch's eps is defined by columns that are taken one after the other. Without the barrier
-        # jaxlib 0.10 fails for GPUs: "'scf.if' op along control flow edge" (see commit 4b578c6).
-        return on_cpu([lax.optimization_barrier(x) for x in factors])
-
-    return lax.platform_dependent(list(factors), cpu=on_cpu, default=elsewhere)
+    groups = _alike(factors, lambda x: (x.shape, x.dtype))
+    stacks = [jnp.stack([factors[i] for i in positions]) for positions in groups]
+    stacks = lax.platform_dependent(stacks, cpu=on_cpu, default=elsewhere)
+    bases = list(factors)
+    for positions, stack in zip(groups, stacks, strict=True):
+        for i, basis in zip(positions, stack, strict=True):
+            bases[i] = basis
+    return bases
 
 
 def _alike(arrays: Sequence[Array], kind_of: Callable[[Array], Any]) -> list[list[int]]:
@@ -119,20 +127,6 @@ def _alike(arrays: Sequence[Array], kind_of: Callable[[Array], Any]) -> list[lis
     for i, x in enumerate(arrays):
         kinds.setdefault(kind_of(x), []).append(i)
     return list(kinds.values())
-
-
-def _map_by(
-    kind_of: Callable[[Array], Any],
-    function: Callable[[list[Array]], Sequence[Array] | Array],
-    arrays: Sequence[Array],
-) -> list[Array]:
-    """Applies `function` to the arrays of each kind; results in the order of all of them."""
-    results = list(arrays)
-    for positions in _alike(arrays, kind_of):
-        of_kind = function([arrays[i] for i in positions])
-        for i, result in zip(positions, of_kind, strict=True):
-            results[i] = result
-    return results
 
 
 def _column_by_column(matrix: Array, eps: float | Array | None) -> Array:
@@ -196,11 +190,10 @@ def cholesky_bases(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array
     the first left columns of any matrix far from orthonormal. Replicas have the same factors, so
     all of them decide alike.
     """
-    groups = _alike(factors, np.shape)
     stacks = []
     spares = []
-    for group in groups:
-        blocks, spare = _scaled_blocks(jnp.stack([factors[i] for i in group]))
+    for x in factors:
+        blocks, spare = _scaled_blocks(x)
         stacks.append(blocks)
         spares.append(spare)
     stacks, _, _ = _round(stacks)
@@ -211,13 +204,11 @@ def cholesky_bases(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array
         far = jnp.max(jnp.sum(deviation * deviation, axis=(-2, -1)))
         further = functools.partial(_further_rounds, spares=spares, rounds=rounds)
         stacks = lax.cond(far <= _FAR**2, lambda x: x, further, stacks)
-    bases = list(factors)
-    for group, blocks in zip(groups, stacks, strict=True):
-        shape = bases[group[0]].shape
+    bases = []
+    for x, blocks in zip(factors, stacks, strict=True):
         # With an axis of matrices where there is one, too: else XLA copies a large leaf on GPUs.
-        matrices = blocks.reshape(len(group), *shape[:-2], -1, shape[-1])
-        for place, i in enumerate(group):
-            bases[i] = matrices[place, ..., : shape[-2], :]
+        matrices = blocks.reshape(*x.shape[:-2], -1, x.shape[-1])
+        bases.append(matrices[..., : x.shape[-2], :])
     return bases
 
 
