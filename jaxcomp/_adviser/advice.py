@@ -6,6 +6,7 @@ import dataclasses
 import math
 import textwrap
 from collections.abc import Callable
+from typing import NamedTuple
 
 from jaxcomp._adviser.model import Calibration, Link
 from jaxcomp._base.stats import CompressionStats
@@ -18,6 +19,14 @@ from jaxcomp._reducers.transformation import Transformation
 CLOSE = 1.1
 _HEADER = ("reducer", "step", "bytes a step", "speedup", "pays below", "loss")
 _WIDTH = 96
+
+
+class Loss(NamedTuple):
+    """What is known of the loss with a reducer."""
+
+    gap: float | None  # how far above the exact run it is expected to end; None: not known
+    half_width: float | None  # of its 95% interval
+    doubt: str = ""  # why it is not known well enough
 
 
 @dataclasses.dataclass(frozen=True)

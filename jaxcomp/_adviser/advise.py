@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxcomp._adviser.advice import CLOSE, Advice, Prediction
-from jaxcomp._adviser.model import ASSUMED, Calibration, Link, break_even
+from jaxcomp._adviser.advice import CLOSE, Advice, Loss, Prediction
+from jaxcomp._adviser.model import ASSUMED, Calibration, Link, ReducerCosts, break_even
 from jaxcomp._adviser.shapes import shapes_of, typical_width
 from jaxcomp._base.checks import check_int
 from jaxcomp._base.typing import AxisName, MatrixDimsFn, PyTree
-from jaxcomp._bytes.gap import LAWS, Gap, ranks_of, read_momentum
+from jaxcomp._bytes.gap import LAWS, ranks_of, read_momentum
 from jaxcomp._bytes.units import parse
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.error_feedback import error_feedback
@@ -26,9 +26,9 @@ from jaxcomp._reducers.transformation import Transformation
 _LEAST_RATE = 1.0
 # An interval of more budgets than this leaves the question open.
 _BUDGETS = 3
-_EXACT = Gap(0.0, 0.0, 0.0)
+_EXACT = Loss(0.0, 0.0)
 # Of the int8 all-reduce with a residual, five runs: python -m benchmarks.optimizers --law
-_INT8 = Gap(gap=0.0, half_width=0.004, tail=0.0)
+_INT8 = Loss(gap=0.0, half_width=0.004)
 
 
 def advise(
@@ -98,9 +98,7 @@ def advise(
       'Do not compress.'
     """
     workers = check_int("workers", workers, 1)
-    senders = workers
-    if hosts is not None:
-        senders = check_int("hosts", hosts, 1)
+    senders = workers if hosts is None else check_int("hosts", hosts, 1)
     if workers % senders:
         raise ValueError(
             f"`hosts` must divide the workers, got hosts={hosts} for workers={workers}."
@@ -130,25 +128,24 @@ def advise(
         )
 
     if opt_state is not None:
-        known = _known_from_run(opt_state, budget, matrix_dims)
+        losses, evidence = _losses_of_run(opt_state, budget, matrix_dims)
     else:
-        estimate = None
+        guess = ""
         if tokens is None:
             values = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(params))
             # Forward and backward pass take six operations for each parameter and token.
             estimate = workers * compute_time * constants.training_flops / (6 * values)
             tokens = float(f"{max(1.0, estimate):.2g}")
-        width = typical_width(params, matrix_dims)
-        known = _known_from_law(optimizer, width, parse("tokens", tokens), budget)
-        if estimate is not None:
             guess = " (estimated from parameters, step time and device: pass tokens=)"
-            known = known._replace(note=known.note + guess)
-    notes.append(f"loss: {known.note}")
+        width = typical_width(params, matrix_dims)
+        losses, evidence = _losses_by_law(optimizer, width, parse("tokens", tokens), budget)
+        evidence += guess
+    notes.append(f"loss: {evidence}")
 
-    predictions = _predictions(params, link, compute_time, constants, known, matrix_dims)
+    predictions = _predictions(params, link, compute_time, constants, losses, matrix_dims)
     if not any(prediction.rank for prediction in predictions):
         notes.append(
-            f"PowerSGD is left out: at rank {min(known.ranks)}, the lowest that was looked at, it "
+            f"PowerSGD is left out: at rank {min(losses)}, the lowest that was looked at, it "
             f"sends no less than {constants.half}; lower ranks take a larger loss_budget"
         )
     baseline = min(predictions[:2], key=lambda prediction: prediction.step_time)
@@ -165,46 +162,48 @@ def advise(
     )
 
 
-class _Known(NamedTuple):
-    """What is known of the loss with PowerSGD at some ranks."""
+def _losses_of_run(
+    opt_state: PyTree, budget: float, matrix_dims: MatrixDimsFn | None
+) -> tuple[dict[int, Loss], str]:
+    """Reads off a run's own momentum the lowest rank that keeps the budget, and two above it.
 
-    note: str  # where it comes from
-    ranks: dict[int, tuple[Gap | None, str]]  # the gap, and why it is not known well enough
-
-
-def _known_from_run(opt_state: PyTree, budget: float, matrix_dims: MatrixDimsFn | None) -> _Known:
-    """Reads off a run's own momentum the lowest rank that keeps the budget, and two above it."""
+    Returns:
+      What is lost at each rank, and what that rests on.
+    """
     momentum = read_momentum(opt_state, matrix_dims)
     law = momentum.law
-
-    def gap(rank: int) -> Gap:
-        return momentum.gap(ranks_of(momentum.tree, rank, _LEAST_RATE, matrix_dims))
-
-    highest = max(map(len, momentum.spectra.values()))
-    lowest = 8  # and in multiples of it
-    while lowest < highest and gap(lowest).gap > budget:
-        lowest += 8
     least, largest = law.tails
-    ranks: dict[int, tuple[Gap | None, str]] = {}
-    for rank in (lowest, 2 * lowest, 4 * lowest):
-        expected = gap(rank)
-        doubt = _too_wide(expected, budget)
+
+    def loss(rank: int) -> Loss:
+        expected = momentum.gap(ranks_of(momentum.tree, rank, _LEAST_RATE, matrix_dims))
+        doubt = _too_wide(expected.half_width, budget)
         if expected.tail > largest:
             doubt = (
                 f"{expected.tail:.2f} of the momentum's energy lie beyond the rank, and runs with "
                 f"{least:.2f} to {largest:.2f} were made"
             )
-        ranks[rank] = (expected, doubt)
-    note = (
+        return Loss(expected.gap, expected.half_width, doubt)
+
+    highest = max(map(len, momentum.spectra.values()))
+    multiples = range(8, highest + 8, 8)
+    keeping = (rank for rank in multiples if rank >= highest or loss(rank).gap <= budget)
+    lowest = next(keeping)
+    evidence = (
         f"read off the momentum in opt_state, by a law from {law.settings} settings of models of "
         "up to 12.9 million parameters; it holds for a state from an exact run, between a quarter "
         "and a half of its steps"
     )
-    return _Known(note, ranks)
+    return {rank: loss(rank) for rank in (lowest, 2 * lowest, 4 * lowest)}, evidence
 
 
-def _known_from_law(optimizer: str, width: int, tokens: float, budget: float) -> _Known:
-    """Guesses the lowest rank that keeps the budget, and two above; unsure beyond all runs."""
+def _losses_by_law(
+    optimizer: str, width: int, tokens: float, budget: float
+) -> tuple[dict[int, Loss], str]:
+    """Guesses the lowest rank that keeps the budget, and two above; unsure beyond all runs.
+
+    Returns:
+      What is lost at each rank, and what that rests on.
+    """
     if optimizer not in LAWS:
         raise ValueError(
             f"`optimizer` must be one of {', '.join(LAWS)}, got {optimizer!r}. SGD with momentum, "
@@ -212,30 +211,31 @@ def _known_from_law(optimizer: str, width: int, tokens: float, budget: float) ->
         )
     law = LAWS[optimizer]
     covered = law.covers(width, tokens)
+
+    def loss(rank: int) -> Loss:
+        if not covered:
+            doubt = (
+                f"runs were made of widths {law.widths[0]} to {law.widths[1]} with {law.tokens[0]} "
+                f"to {law.tokens[1]:,} tokens a step, and yours has width {width:,} and "
+                f"{tokens:,.0f} tokens"
+            )
+            return Loss(None, None, doubt)
+        half_width = law.half_width(rank, width, tokens)
+        return Loss(law.gap(rank, width, tokens), half_width, _too_wide(half_width, budget))
+
     lowest = law.rank(budget, width, tokens) if covered else 8 * math.ceil(width / 16 / 8)
-    doubt = (
-        f"runs were made of widths {law.widths[0]} to {law.widths[1]} with {law.tokens[0]} to "
-        f"{law.tokens[1]:,} tokens a step, and yours has width {width:,} and {tokens:,.0f} tokens"
-    )
-    ranks: dict[int, tuple[Gap | None, str]] = {}
-    for rank in (lowest, 2 * lowest, 4 * lowest):
-        ranks[rank] = (None, doubt)
-        if covered:
-            at = (rank, width, tokens)
-            expected = Gap(law.gap(*at), law.half_width(*at), math.nan)
-            ranks[rank] = (expected, _too_wide(expected, budget))
-    note = (
+    evidence = (
         f"a law from {law.runs} runs with {optimizer}, of language models, for width {width:,} and "
         f"{tokens:,.0f} tokens a step"
     )
-    return _Known(note, ranks)
+    return {rank: loss(rank) for rank in (lowest, 2 * lowest, 4 * lowest)}, evidence
 
 
-def _too_wide(gap: Gap, budget: float) -> str:
+def _too_wide(half_width: float, budget: float) -> str:
     """Returns why an interval leaves the question open, or nothing."""
-    if 2 * gap.half_width <= _BUDGETS * budget:
+    if 2 * half_width <= _BUDGETS * budget:
         return ""
-    return f"its interval is {200 * gap.half_width:.1f} points wide, for a budget of {budget:.1%}"
+    return f"its interval is {200 * half_width:.1f} points wide, for a budget of {budget:.1%}"
 
 
 def _predictions(
@@ -243,7 +243,7 @@ def _predictions(
     link: Link,
     compute_time: float,
     constants: Calibration,
-    known: _Known,
+    losses: dict[int, Loss],
     matrix_dims: MatrixDimsFn | None,
 ) -> list[Prediction]:
     """Returns what is expected of two exact averages, the int8 all-reduce, and some ranks.
@@ -251,13 +251,13 @@ def _predictions(
     Ranks at which hardly a leaf is compressed are left out.
     """
     half = partial(allreduce, comm_dtype=constants.half)
-    # By name: how to make it, what it takes, its rank, its gap, and why that is doubtful.
-    candidates: dict[str, tuple[Any, ...]] = {
-        "all-reduce float32": (allreduce, constants.allreduce, 0, _EXACT, ""),
-        f"all-reduce {constants.half}": (half, constants.allreduce_16, 0, _EXACT, ""),
-        "int8 all-reduce": (_int8_allreduce, constants.int8, 0, _INT8, ""),
+    # How to make each, what it takes, its rank and what is lost.
+    candidates: dict[str, tuple[Callable[..., Transformation], ReducerCosts, int, Loss]] = {
+        "all-reduce float32": (allreduce, constants.allreduce, 0, _EXACT),
+        f"all-reduce {constants.half}": (half, constants.allreduce_16, 0, _EXACT),
+        "int8 all-reduce": (_int8_allreduce, constants.int8, 0, _INT8),
     }
-    for rank, loss in known.ranks.items():
+    for rank, loss in losses.items():
         make = partial(
             powersgd,
             rank,
@@ -266,34 +266,34 @@ def _predictions(
             min_compression_rate=_LEAST_RATE,
             matrix_dims=matrix_dims,
         )
-        candidates[f"powersgd rank {rank} int6"] = (make, constants.powersgd, rank, *loss)
+        candidates[f"powersgd rank {rank} int6"] = (make, constants.powersgd, rank, loss)
 
     sent = {}
     step_times = {}
-    for name, (make, costs, *_) in candidates.items():
+    for name, (make, costs, _, _) in candidates.items():
         sent[name] = make(axis_name="replicas").bytes(params, replicas=link.senders)
         step_times[name] = partial(costs.step_time, sent[name], compute_time)
     baselines = list(step_times.values())[:2]
     fastest = min(step_time(link) for step_time in baselines)
-    most = sent[f"all-reduce {constants.half}"].bytes_after
+    narrow = sent[f"all-reduce {constants.half}"].bytes_after
     predictions = []
-    for name, (make, _, rank, gap, doubt) in candidates.items():
-        if rank and sent[name].bytes_after >= most:
+    for name, (make, _, rank, loss) in candidates.items():
+        if rank and sent[name].bytes_after >= narrow:
             continue
         step_time = step_times[name](link)
         predictions.append(
             Prediction(
-                name=name,
-                make=make,
-                compressed=gap is not _EXACT,
-                rank=rank,
-                sent=sent[name],
-                step_time=step_time,
+                name,
+                make,
+                loss is not _EXACT,
+                rank,
+                sent[name],
+                step_time,
                 speedup=fastest / step_time,
                 break_even=break_even(step_times[name], baselines, link),
-                gap=getattr(gap, "gap", None),
-                half_width=getattr(gap, "half_width", None),
-                doubt=doubt,
+                gap=loss.gap,
+                half_width=loss.half_width,
+                doubt=loss.doubt,
             )
         )
     return predictions
