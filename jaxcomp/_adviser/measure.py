@@ -16,12 +16,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxcomp._adviser.model import ASSUMED, Calibration, ReducerCosts
 from jaxcomp._adviser.shapes import shapes_of
 from jaxcomp._base.checks import check_int
-from jaxcomp._base.typing import Array, PyTree
-from jaxcomp._mesh.collectives import axis_size, exchange, gather
+from jaxcomp._base.typing import PyTree
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.error_feedback import error_feedback
 from jaxcomp._reducers.powersgd import powersgd
 from jaxcomp._reducers.quantized import quantized_allreduce
+from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import shard_state, state_specs
 
 _Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
@@ -63,10 +63,8 @@ def measure(
       True
     """
     rank = check_int("rank", rank, 1)
-    tree = []
-    for leaf in jax.tree.leaves(shapes_of(params)[0]):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            tree.append(leaf)
+    leaves = jax.tree.leaves(shapes_of(params)[0])
+    tree = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
     low_rank = powersgd(rank, axis_name=_AXIS, start_step=0, comm_dtype="int6")
     if not any(leaf.rank for leaf in low_rank.bytes(tree, replicas=1).leaves):
         raise ValueError(f"At rank {rank} nothing of this model is compressed: no time to measure.")
@@ -74,67 +72,51 @@ def measure(
         devices = jax.devices()
     local = next(device for device in devices if device.process_index == jax.process_index())
     assumed = ASSUMED["cpu" if local.platform == "cpu" else "gpu"]
-    constants: dict[str, Any] = {
-        "allreduce": assumed.allreduce,
-        "allreduce_16": assumed.allreduce_16,
+    integers = quantized_allreduce(axis_name=_AXIS)
+    # What compresses, if anything does, and how its collectives send.
+    reducers: dict[str, tuple[Reducer | None, Reducer]] = {
+        "allreduce": (None, allreduce(axis_name=_AXIS)),
+        "allreduce_16": (None, allreduce(axis_name=_AXIS, comm_dtype=assumed.half)),
+        "int8": (error_feedback(integers), integers),
+        "powersgd": (low_rank, integers),
     }
-    int8 = error_feedback(quantized_allreduce(axis_name=_AXIS))
     alone = _step_time(optax.identity(), tree, [local])
-    for name, reducer in (("int8", int8), ("powersgd", low_rank)):
+    constants: dict[str, Any] = {}
+    for name, (reducer, wire) in reducers.items():
         costs: ReducerCosts = getattr(assumed, name)
-        seconds = _step_time(reducer, tree, [local]) - alone
-        times = seconds / costs.compression_time(reducer.bytes(tree, replicas=1))
-        times = max(times, 0.01)  # noise can make a difference of two times too small
-        per_value = times * costs.per_value
-        per_column = times * costs.per_column
-        constants[name] = costs._replace(per_value=per_value, per_column=per_column)
+        if reducer is not None:
+            seconds = _step_time(reducer, tree, [local]) - alone
+            times = seconds / costs.compression_time(reducer.bytes(tree, replicas=1))
+            times = max(times, 0.01)  # noise can make a difference of two times too small
+            per_value = times * costs.per_value
+            costs = costs._replace(per_value=per_value, per_column=times * costs.per_column)
+        if len(devices) > 1:
+            overhead, bandwidth = _collective(wire, devices, local)
+            costs = costs._replace(overhead=overhead, bandwidth=bandwidth)
+        constants[name] = costs
     device = f"measured: {len(devices)} x {local.device_kind}, jax {jax.__version__}"
     if len(devices) == 1:
         device += "; the time of a collective is assumed"
-        return dataclasses.replace(assumed, device=device, **constants)
-    half = allreduce(axis_name=_AXIS, comm_dtype=assumed.half)
-    integers = _collective(optax.stateless(_exchanged), 1, devices, local)
-    collectives = {
-        "allreduce": _collective(allreduce(axis_name=_AXIS), 4, devices, local),
-        "allreduce_16": _collective(half, 2, devices, local),
-        "int8": integers,
-        "powersgd": integers,
-    }
-    for name, measured in collectives.items():
-        constants[name] = constants[name]._replace(**measured)
     return dataclasses.replace(assumed, device=device, **constants)
 
 
 def _collective(
-    average: Any, width: int, devices: Sequence[_Device], local: _Device
-) -> dict[str, float]:
-    """Times steps that average few and many values of `width` bytes, among all devices and on one.
+    reducer: Reducer, devices: Sequence[_Device], local: _Device
+) -> tuple[float, float]:
+    """Times steps that average few and many values, among all devices and on one.
 
     Returns:
       Overhead in seconds and bandwidth in bytes per second.
     """
     seconds = []
-    payloads = []
+    sent = []
     for values in (_FEW, _MANY):
-        values += -values % len(devices)  # the same number from each replica to each
         vectors = 2 * [jax.ShapeDtypeStruct((values,), jnp.float32)]
-        difference = _step_time(average, vectors, devices) - _step_time(average, vectors, [local])
+        difference = _step_time(reducer, vectors, devices) - _step_time(reducer, vectors, [local])
         seconds.append(max(difference, _SHORTEST))
-        payloads.append(2 * width * values)
-    sent = 2 * (len(devices) - 1) / len(devices) * (payloads[1] - payloads[0])
-    bandwidth = sent / max(seconds[1] - seconds[0], _SHORTEST)
-    return {"overhead": seconds[0], "bandwidth": bandwidth}
-
-
-def _exchanged(vectors: Any, params: PyTree) -> list[Array]:
-    """Puts vectors through the two collectives of an average in integers, without the rounding."""
-    del params
-    averaged = []
-    for vector in vectors:
-        shares = vector.astype(jnp.int8).reshape(axis_size(_AXIS), -1)
-        received = exchange(shares, _AXIS)[0]
-        averaged.append(gather(received, _AXIS).ravel().astype(jnp.float32))
-    return averaged
+        payload = reducer.bytes(vectors, replicas=len(devices)).bytes_after
+        sent.append(2 * (len(devices) - 1) / len(devices) * payload)
+    return seconds[0], (sent[1] - sent[0]) / max(seconds[1] - seconds[0], _SHORTEST)
 
 
 def _step_time(reducer: Any, tree: Sequence[Any], devices: Sequence[_Device]) -> float:
@@ -145,9 +127,11 @@ def _step_time(reducer: Any, tree: Sequence[Any], devices: Sequence[_Device]) ->
     mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
     # Repeated, so that a large tree is quickly made: no time depends on the values.
     noise = np.random.default_rng(0).standard_normal(100_003, np.float32)
-    grads = [np.resize(noise, leaf.shape).astype(leaf.dtype) for leaf in tree]
+    arrays = [np.resize(noise, leaf.shape).astype(leaf.dtype) for leaf in tree]
+    grads = jax.device_put(arrays, NamedSharding(mesh, jax.P()))
+    params = jax.tree.map(jnp.copy, grads)
     optimizer = optax.chain(reducer, optax.sgd(1e-3))
-    state = optimizer.init(grads)
+    state = shard_state(optimizer.init(params), mesh, _AXIS)
     specs = (jax.P(), state_specs(state, _AXIS))
 
     def step(params: PyTree, state: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
@@ -158,10 +142,6 @@ def _step_time(reducer: Any, tree: Sequence[Any], devices: Sequence[_Device]) ->
         step, mesh=mesh, in_specs=(*specs, jax.P()), out_specs=specs, check_vma=False
     )
     compiled = jax.jit(mapped, donate_argnums=(0, 1))  # the state stays where it is in memory
-    replicated = NamedSharding(mesh, jax.P())
-    params = jax.device_put(grads, replicated)
-    grads = jax.device_put(grads, replicated)
-    state = shard_state(state, mesh, _AXIS)
     shortest = float("inf")  # the others waited for other programs, or compiled
     for _ in range(_REPEATS):
         start = time.perf_counter()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,53 +70,54 @@ def _names_in(path: KeyPath) -> list[str | None]:
 
 
 def _check_leaves(names: Sequence[str], leaves: Sequence[tuple[KeyPath, Any]]) -> None:
-    """Refuses names that are none of the tree's, and parts of it that are not stacked layers.
-
-    The leaves of such a part have one leading axis in common, and some leaf has two more. A bias of
-    each layer is a matrix too, so one leaf alone cannot tell.
-    """
-    parts: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+    """Refuses names that are none of the tree's, and parts of it that are not stacked layers."""
     known = set()
+    parts: dict[str, dict[str, tuple[int, ...]]] = {}
     for path, leaf in leaves:
         in_path = _names_in(path)
-        known.update(name for name in in_path if name is not None)
+        known.update(in_path)
         chosen = [i for i, name in enumerate(in_path) if name in names]
         if chosen:
             part = leaf_name(path[: chosen[0] + 1])
-            parts.setdefault(part, []).append((leaf_name(path), np.shape(leaf)))
-    missing = sorted(set(names) - known)
+            parts.setdefault(part, {})[leaf_name(path)] = np.shape(leaf)
+    missing = tuple(name for name in names if name not in known)
     if missing:
         raise ValueError(
-            f"stacked{tuple(missing)} names no part of this tree, whose parts are named "
-            f"{', '.join(sorted(map(str, known)))}."
+            f"stacked{missing} names no part of this tree, whose parts are named "
+            f"{', '.join(sorted(map(str, known - {None})))}."
         )
     for part, shapes in parts.items():
         _check_part(part, shapes)
 
 
-def _check_part(part: str, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-    """Refuses leaves, by name and shape, that do not count the same layers, or no matrices."""
-    lengths = [shape[:1] for _, shape in shapes]
-    layers = max(lengths, key=lengths.count)
-    listed = ", ".join(f"{name} of shape {shape}" for name, shape in shapes[:_SHOWN])
-    if any(length != layers or not length for length in lengths):
+def _check_part(part: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses leaves that do not count the same layers, or of which none has two axes more.
+
+    A bias of each layer is a matrix too, so one leaf alone cannot tell.
+    """
+    lengths = {shape[:1] for shape in shapes.values()}
+    if len(lengths) > 1 or () in lengths:
         raise ValueError(
             f"`stacked` takes the leading axis of every leaf in {part} for that of the layers, and "
-            f"they differ: {listed}. Name only parts whose leaves are stacked layers."
+            f"they differ: {_listed(shapes)}. Name only parts whose leaves are stacked layers."
         )
-    if max(len(shape) for _, shape in shapes) < _LEAST_AXES:
+    if max(map(len, shapes.values())) < _LEAST_AXES:
         raise ValueError(
             f"`stacked` would compress nothing in {part}, where no leaf has an axis of layers and "
-            f"two more: {listed}. Leave its name out, and a matrix is compressed as one."
+            f"two more: {_listed(shapes)}. Leave its name out, and a matrix is compressed as one."
         )
-    thin = [f"{name} of shape {shape}" for name, shape in shapes if _too_thin(shape[1:])]
+    thin = {name: shape for name, shape in shapes.items() if _too_thin(shape[1:])}
     if thin:
         warnings.warn(
-            f"`stacked` compresses nothing of {', '.join(thin[:_SHOWN])} in {part}: one layer is "
-            "no smaller as two factors. Under a name that is not stacked, all its layers are one "
-            "matrix.",
+            f"`stacked` compresses nothing of {_listed(thin)} in {part}: one layer is no smaller "
+            "as two factors. Under a name that is not stacked, all its layers are one matrix.",
             stacklevel=2,
         )
+
+
+def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    first = itertools.islice(shapes.items(), _SHOWN)
+    return ", ".join(f"{name} of shape {shape}" for name, shape in first)
 
 
 def _too_thin(layer: tuple[int, ...]) -> bool:
