@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import numpy as np
-import optax
 
 from jaxcomp._base.checks import check_function, check_static_number
-from jaxcomp._base.leaves import leaf_name
+from jaxcomp._base.leaves import is_masked, leaf_name
 from jaxcomp._base.typing import MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank.matrices import plan_leaves
 
@@ -82,13 +81,13 @@ class Momentum:
 
     def tail(self, ranks: Mapping[str, int]) -> float:
         """Returns the share of the energy beyond the ranks; a leaf without one is sent whole."""
-        beyond = 0.0
-        total = 0.0
-        for name, energy in self.spectra.items():
-            total += energy.sum()
-            if name in ranks:
-                beyond += energy[ranks[name] :].sum()
-        return float(beyond / total)
+        beyond = sum(self.spectra[name][rank:].sum() for name, rank in ranks.items())
+        return float(beyond / self.energy)
+
+    @functools.cached_property
+    def energy(self) -> float:
+        """Adds up the energy of all directions."""
+        return sum(energy.sum() for energy in self.spectra.values())
 
     def gap(self, ranks: Mapping[str, int]) -> Gap:
         """Returns what the ranks are expected to cost."""
@@ -169,17 +168,14 @@ def read_momentum(opt_state: PyTree, matrix_dims: MatrixDimsFn | None = None) ->
       ValueError: If there is nothing of the kind, or it is zero or not finite.
     """
     check_function("matrix_dims", matrix_dims)
-    _check_on_host(opt_state)
     law = "adamw"
     parts = []
-    for node in jax.tree.leaves(opt_state, is_leaf=lambda node: bool(_moments(node))):
-        fields = _moments(node)
-        if not fields:
-            continue
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: bool(_moments(node)))
+    for fields in map(_moments, nodes):
         if _MUON in fields:
             law = "muon"
             parts.append(jax.tree.map(_direction, fields["mu"]))
-        else:
+        elif fields:
             parts.append(jax.tree.map(_step, fields["mu"], fields["nu"]))
     if not parts:
         raise ValueError(
@@ -187,7 +183,7 @@ def read_momentum(opt_state: PyTree, matrix_dims: MatrixDimsFn | None = None) ->
             "like, or of optax.contrib.muon; behind other optimizers no law is known."
         )
     # Of several optimizers each leaf has one, and is masked for the others.
-    tree = jax.tree.map(lambda *leaves: min(leaves, key=_is_masked), *parts, is_leaf=_is_masked)
+    tree = jax.tree.map(lambda *leaves: min(leaves, key=is_masked), *parts, is_leaf=is_masked)
     spectra = spectra_of(tree, matrix_dims)
     if not any(energy.sum() > 0 for energy in spectra.values()):
         raise ValueError(
@@ -222,29 +218,12 @@ def spectra_of(tree: PyTree, matrix_dims: MatrixDimsFn | None) -> dict[str, np.n
 
 def _squared_singular_values(matrices: np.ndarray) -> np.ndarray:
     """Returns them by falling size, each summed over the batch ``(..., rows, cols)``."""
-    rows, cols = matrices.shape[-2:]
-    transposed = np.swapaxes(matrices, -1, -2)
+    if matrices.shape[-2] < matrices.shape[-1]:
+        matrices = np.swapaxes(matrices, -1, -2)
     # The smaller Gram matrix: a vocabulary of 50 000 rows costs no more than its features.
-    gram = matrices @ transposed if rows < cols else transposed @ matrices
-    values = np.linalg.eigvalsh(gram)[..., ::-1]
+    values = np.linalg.eigvalsh(np.swapaxes(matrices, -1, -2) @ matrices)[..., ::-1]
     # Rounding makes some of the smallest negative.
-    values = np.maximum(values, 0)
-    return values.reshape(-1, min(rows, cols)).sum(axis=0)
-
-
-def _check_on_host(opt_state: PyTree) -> None:
-    """Refuses what NumPy cannot read: traced arrays, and parts that lie in other processes."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
-        if isinstance(leaf, jax.core.Tracer):
-            raise ValueError(
-                f"`opt_state` is traced at {leaf_name(path)}: read it outside of jax.jit, between "
-                "two steps."
-            )
-        if not getattr(leaf, "is_fully_addressable", True) and not leaf.is_fully_replicated:
-            raise ValueError(
-                f"`opt_state` has a part of {leaf_name(path)} in another process. Gather it first, "
-                "as with jax.experimental.multihost_utils.process_allgather(opt_state, tiled=True)."
-            )
+    return np.maximum(values, 0).reshape(-1, matrices.shape[-1]).sum(axis=0)
 
 
 def _moments(node: Any) -> Any:
@@ -256,10 +235,6 @@ def _moments(node: Any) -> Any:
     if isinstance(fields, Mapping) and "mu" in fields and ("nu" in fields or _MUON in fields):
         return fields
     return {}
-
-
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
 
 
 def _step(mu: Any, nu: Any) -> np.ndarray:

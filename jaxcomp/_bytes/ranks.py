@@ -143,14 +143,13 @@ def ranks_by_spectrum(
 
     if momentum is not None:
         budget = momentum.law.tail(parse("loss_budget", loss_budget or 0.0))
-        total = sum(energy.sum() for energy in spectra.values())
         first = {path: 1 for path, rank in ranks.items() if rank}
-        beyond = momentum.tail(first) * total
+        beyond = momentum.tail(first)
         for offer in in_order:
-            if beyond <= budget * total:
+            if beyond <= budget:
                 break
             ranks[offer.path] = offer.rank
-            beyond -= offer.energy
+            beyond -= offer.energy / momentum.energy
         return Ranks(ranks)
 
     ratio = check_static_number("ratio", ratio, 1)

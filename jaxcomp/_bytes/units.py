@@ -8,31 +8,22 @@ from collections.abc import Mapping
 from typing import NamedTuple, SupportsFloat
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-# What each unit of a rate is worth in bytes per second; a prefix stands before it.
-_RATE_UNITS = {"bit": 1 / 8, "bps": 1 / 8, "B": 1.0}
+_RATES = {"bit": 1 / 8, "bps": 1 / 8, "B": 1.0}  # in bytes per second
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_NUMBER = re.compile(r"([\d_]*\.?\d+(?:e[+-]?\d+)?)\s*([a-zA-Z%]*)(?:/s)?", re.ASCII)
-
-
-def _rates() -> dict[str, float]:
-    rates = {}
-    for prefix, power in _PREFIXES.items():
-        for unit, size in _RATE_UNITS.items():
-            rates[prefix + unit] = power * size
-    return rates
+_NUMBER = re.compile(r"([\d_]*\.?\d+(?:e[+-]?\d+)?)\s*([kMGT]?)([a-zA-Z%]*)(?:/s)?", re.ASCII)
 
 
 class _Argument(NamedTuple):
-    units: Mapping[str, float]  # from each to what it is worth
+    units: Mapping[str, float]  # from each to what it is worth; a prefix may stand before it
     example: str
     may_be_zero: bool = False
     below: float = math.inf
 
 
 _ARGUMENTS = {
-    "params": _Argument(_PREFIXES | {"B": 1e9}, "124M"),
-    "tokens": _Argument(_PREFIXES, "512k"),
-    "bandwidth": _Argument(_rates(), "10Gbit, 25Gbps or 12.5GB/s"),
+    "params": _Argument({"": 1.0, "B": 1e9}, "124M"),
+    "tokens": _Argument({"": 1.0}, "512k"),
+    "bandwidth": _Argument(_RATES, "10Gbit, 25Gbps or 12.5GB/s"),
     "latency": _Argument(_TIMES, "50us", may_be_zero=True),
     "step_time": _Argument(_TIMES, "120ms"),
     "loss_budget": _Argument({"%": 0.01, "": 1.0}, "0.5%", may_be_zero=True, below=1),
@@ -49,8 +40,8 @@ def parse(name: str, value: str | SupportsFloat) -> float:
     number = math.nan
     if isinstance(value, str):
         match = _NUMBER.fullmatch(value.strip())
-        if match is not None and match[2] in argument.units:
-            number = float(match[1]) * argument.units[match[2]]
+        if match is not None and match[3] in argument.units:
+            number = float(match[1]) * _PREFIXES[match[2]] * argument.units[match[3]]
     else:
         number = float(value)
     # A comparison with NaN is false.

@@ -1,8 +1,4 @@
-"""The arithmetic of a PowerSGD step, on lists of arrays.
-
-`low_rank_step` adds the residual, lets the replicas average (`exact_average` before `start_step`,
-`low_rank_average` from then on), and keeps what was not sent.
-"""
+"""How the replicas of a PowerSGD step average, on lists of arrays: exactly, or at low rank."""
 
 from __future__ import annotations
 
@@ -14,11 +10,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomp._base.leaves import compute_dtype, nan_unless, saturated
+from jaxcomp._base.leaves import nan_unless, saturated
 from jaxcomp._base.typing import Array
-from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, outer, product, unsent
+from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, outer, product
 from jaxcomp._lowrank.orthogonalize import ROUNDS_TO_SPAN, orthonormal_bases
-from jaxcomp._mesh.collectives import axis_size, from_step
+from jaxcomp._mesh.collectives import axis_size
 from jaxcomp._reducers.factor_wire import average_exactly, average_factors
 from jaxcomp._reducers.options import LowRank
 
@@ -32,59 +28,6 @@ class Average(NamedTuple):
     means: list[Array]  # of all gradients, in the dtypes of their plans; NaN unless finite
     sent: list[Array]  # what this replica sent of them
     finite: Array  # bool scalar, equal on every replica
-
-
-class Step(NamedTuple):
-    """An average, and what is kept for the next step."""
-
-    average: Average
-    residual: list[Array]
-    q: list[Array]  # right factors to begin with
-    commit: Array  # bool scalar: whether residual and right factors are new
-
-
-def low_rank_step(
-    options: LowRank,
-    plans: list[LeafPlan],
-    gradients: list[Array],
-    residual: list[Array],
-    starts: list[Array],
-    count: Array,
-) -> Step:
-    """Makes one step of `powersgd`, whose docstring has the equations.
-
-    Whatever comes out of a conditional is copied. So only factors and outputs do; the sums of
-    gradient and residual go into it, and the residual stays outside and is updated in place.
-
-    Args:
-      options: The reducer's arguments.
-      plans: What happens to each gradient; those that are compressed come first.
-      gradients: This replica's.
-      residual: What it has not sent of the compressed ones; empty without error feedback.
-      starts: The right factors that the power iteration begins with, one for each compressed one.
-      count: How many finite updates there were.
-    """
-    started = count >= options.start_step
-    totals = [x.astype(compute_dtype(x.dtype)) for x in gradients[: len(starts)]]
-    starts = [start.astype(total.dtype) for start, total in zip(starts, totals, strict=True)]
-    for i, old in enumerate(residual):
-        old = old.astype(totals[i].dtype)
-        totals[i] += jnp.where(started, old, 0) if options.start_step else old
-    average = from_step(
-        count,
-        options.start_step,
-        functools.partial(exact_average, options, plans, gradients, totals, starts),
-        functools.partial(low_rank_average, options, plans, gradients, totals, starts),
-    )
-    # With `started` in the flag XLA keeps a copy of the gradients: not where every step compresses.
-    commit = average.finite & started if options.start_step else average.finite
-    q = [jnp.where(commit, new, old) for new, old in zip(average.q, starts, strict=True)]
-    kept = []
-    views = _views(plans)
-    for i, old in enumerate(residual):
-        factors = average.p[i], average.q[i], average.q_sent[i]
-        kept.append(unsent(views[i], plans[i].dtype, *factors, totals[i], old, commit))
-    return Step(average, kept, q, commit)
 
 
 def exact_average(
@@ -133,7 +76,7 @@ def low_rank_average(
       starts: The right factors that the iteration begins with.
     """
     number = len(totals)
-    views = _views(plans)
+    views = compressed_views(plans)
     # They only have to span the space: the output depends on it, and not on its basis.
     bases = orthonormal_bases(starts, options.eps, ROUNDS_TO_SPAN)
     left = jax.tree.map(product, views, totals, bases)
@@ -163,7 +106,7 @@ def low_rank_average(
     )
 
 
-def _views(plans: list[LeafPlan]) -> list[MatrixView]:
+def compressed_views(plans: list[LeafPlan]) -> list[MatrixView]:
     """Returns how each of the compressed gradients, which come first, is a batch of matrices."""
     return [plan.view for plan in plans if plan.view is not None]
 

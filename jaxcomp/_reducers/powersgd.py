@@ -18,13 +18,14 @@ from jaxcomp._base.checks import (
     check_number,
     check_static_number,
 )
-from jaxcomp._base.leaves import FACTOR_DTYPES, RESIDUAL_DTYPES, checked_dtype
+from jaxcomp._base.leaves import FACTOR_DTYPES, RESIDUAL_DTYPES, checked_dtype, compute_dtype
 from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn
-from jaxcomp._mesh.collectives import owner_id
+from jaxcomp._lowrank.matrices import unsent
+from jaxcomp._mesh.collectives import from_step, owner_id
 from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.factor_wire import count_bytes
 from jaxcomp._reducers.groups import Groups, apart, grouped, together
-from jaxcomp._reducers.low_rank import low_rank_step
+from jaxcomp._reducers.low_rank import compressed_views, exact_average, low_rank_average
 from jaxcomp._reducers.options import LowRank
 from jaxcomp._reducers.reducer import Reducer, Reduction
 from jaxcomp._reducers.transformation import shows_its_call
@@ -170,7 +171,11 @@ def powersgd_step(
     like: PyTree | None = None,
     **extra_args: Any,
 ) -> Reduction:
-    """Makes one update: takes trees apart into groups of leaves, and puts them together again.
+    """Makes one update, of which the docstring of `powersgd` has the equations.
+
+    Trees are taken apart into groups of leaves, and put together again. Whatever comes out of a
+    conditional is copied: so only factors and outputs do; the sums of gradient and residual go into
+    it, and the residual stays outside and is updated in place.
 
     Args:
       options: The reducer's arguments.
@@ -182,30 +187,45 @@ def powersgd_step(
     """
     del params, extra_args
     leaves, treedef = jax.tree.flatten(updates)
-    plans = options.plan(updates if like is None else like)
-    residual = treedef.flatten_up_to(state.residual)
-    q = treedef.flatten_up_to(state.q)
-    groups = grouped(plans)
-    step = low_rank_step(
-        options,
-        groups.plans,
-        together(groups, leaves),
-        together(groups, residual),
-        together(groups, q) or _random_factors(options, groups, state.count),
-        state.count,
-    )
+    old_residual = treedef.flatten_up_to(state.residual)
+    old_q = treedef.flatten_up_to(state.q)
+    groups = grouped(options.plan(updates if like is None else like))
+    plans = groups.plans
+    gradients = together(groups, leaves)
+    residual = together(groups, old_residual)
+    starts = together(groups, old_q) or _random_factors(options, groups, state.count)
 
-    average = step.average
-    q = treedef.unflatten(apart(groups, step.q, q))
-    state = PowerSGDState(
-        count=jnp.where(average.finite, optax.safe_increment(state.count), state.count),
-        residual=treedef.unflatten(apart(groups, step.residual, residual)),
-        q=optax.tree.cast_like(q, state.q),
-        owner=jnp.where(step.commit, owner_id(options.axis_name), state.owner),
+    started = state.count >= options.start_step
+    totals = [x.astype(compute_dtype(x.dtype)) for x in gradients[: len(starts)]]
+    starts = [start.astype(total.dtype) for start, total in zip(starts, totals, strict=True)]
+    for i, old in enumerate(residual):
+        old = old.astype(totals[i].dtype)
+        totals[i] += jnp.where(started, old, 0) if options.start_step else old
+    arguments = (options, plans, gradients, totals, starts)
+    average = from_step(
+        state.count,
+        options.start_step,
+        functools.partial(exact_average, *arguments),
+        functools.partial(low_rank_average, *arguments),
     )
-    means = apart(groups, average.means, leaves)
-    sent = apart(groups, average.sent, leaves)
-    return Reduction(treedef.unflatten(means), state, treedef.unflatten(sent), average.finite)
+    # With `started` in the flag XLA keeps a copy of the gradients: not where every step compresses.
+    commit = average.finite & started if options.start_step else average.finite
+    q = [jnp.where(commit, new, old) for new, old in zip(average.q, starts, strict=True)]
+    views = compressed_views(plans)
+    for i, old in enumerate(residual):
+        factors = average.p[i], average.q[i], average.q_sent[i]
+        residual[i] = unsent(views[i], plans[i].dtype, *factors, totals[i], old, commit)
+
+    new_q = treedef.unflatten(apart(groups, q, old_q))
+    new = PowerSGDState(
+        count=jnp.where(average.finite, optax.safe_increment(state.count), state.count),
+        residual=treedef.unflatten(apart(groups, residual, old_residual)),
+        q=optax.tree.cast_like(new_q, state.q),
+        owner=jnp.where(commit, owner_id(options.axis_name), state.owner),
+    )
+    means = treedef.unflatten(apart(groups, average.means, leaves))
+    sent = treedef.unflatten(apart(groups, average.sent, leaves))
+    return Reduction(means, new, sent, average.finite)
 
 
 def _random_factors(options: LowRank, groups: Groups, count: Array) -> list[Array]:
