@@ -24,7 +24,7 @@ from jaxcomp._lowrank.matrices import unsent
 from jaxcomp._mesh.collectives import from_step, owner_id
 from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.factor_wire import count_bytes
-from jaxcomp._reducers.groups import Groups, apart, grouped, together
+from jaxcomp._reducers.groups import apart, grouped, together
 from jaxcomp._reducers.low_rank import compressed_views, exact_average, low_rank_average
 from jaxcomp._reducers.options import LowRank
 from jaxcomp._reducers.reducer import Reducer, Reduction
@@ -150,8 +150,15 @@ def powersgd(
     )
 
     def init(params: PyTree) -> PowerSGDState:
-        residual, q = options.first_leaves(params)
-        return PowerSGDState(jnp.zeros([], jnp.int32), residual, q, no_owner(axis_name))
+        q = [optax.MaskedNode()] * len(jax.tree.leaves(params))
+        if options.warm_start:
+            q = options.random_factors(options.plan(params), 0)
+        return PowerSGDState(
+            count=jnp.zeros([], jnp.int32),
+            residual=options.first_residual(params),
+            q=jax.tree.structure(params).unflatten(q),
+            owner=no_owner(axis_name),
+        )
 
     return Reducer(
         init,
@@ -189,11 +196,13 @@ def powersgd_step(
     leaves, treedef = jax.tree.flatten(updates)
     old_residual = treedef.flatten_up_to(state.residual)
     old_q = treedef.flatten_up_to(state.q)
-    groups = grouped(options.plan(updates if like is None else like))
+    of_leaves = options.plan(updates if like is None else like)
+    q = old_q if options.warm_start else options.random_factors(of_leaves, state.count)
+    groups = grouped(of_leaves)
     plans = groups.plans
     gradients = together(groups, leaves)
     residual = together(groups, old_residual)
-    starts = together(groups, old_q) or _random_factors(options, groups, state.count)
+    starts = together(groups, q)
 
     started = state.count >= options.start_step
     totals = [x.astype(compute_dtype(x.dtype)) for x in gradients[: len(starts)]]
@@ -226,15 +235,3 @@ def powersgd_step(
     means = treedef.unflatten(apart(groups, average.means, leaves))
     sent = treedef.unflatten(apart(groups, average.sent, leaves))
     return Reduction(means, new, sent, average.finite)
-
-
-def _random_factors(options: LowRank, groups: Groups, count: Array) -> list[Array]:
-    """Draws right factors to start from, other for every leaf and count."""
-    factors = []
-    for positions, plan in zip(groups.positions, groups.plans, strict=True):
-        if plan.view is not None:
-            shape = plan.q_shape if len(positions) == 1 else plan.q_shape[1:]
-            draw = functools.partial(options.random_factor, shape, plan.dtype)
-            drawn = jax.vmap(draw, in_axes=(0, None))(jnp.array(positions), count)
-            factors.append(drawn.reshape(plan.q_shape))
-    return factors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -156,7 +155,8 @@ def shows_its_call(make: F) -> F:
     def checked(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
             if name not in signature.parameters:
-                raise TypeError(f"{make.__name__} has no argument {name}: {_hint(name, signature)}")
+                hint = _TORCH_NAMES.get(name, f"it has {', '.join(signature.parameters)}")
+                raise TypeError(f"{make.__name__} has no argument {name}: {hint}.")
         made = make(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
@@ -165,14 +165,6 @@ def shows_its_call(make: F) -> F:
         return made
 
     return cast(F, checked)
-
-
-def _hint(name: str, signature: inspect.Signature) -> str:
-    if name in _TORCH_NAMES:
-        return f"{_TORCH_NAMES[name]}."
-    for close in difflib.get_close_matches(name, signature.parameters, n=1):
-        return f"did you mean `{close}`?"
-    return f"it has {', '.join(signature.parameters)}."
 
 
 def shown(value: Any) -> str:

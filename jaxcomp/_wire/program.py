@@ -217,11 +217,9 @@ def _device_groups(instruction: _Message) -> np.ndarray | None:
     for along in instruction.messages(93):
         return _groups_along_axes(along)
     groups = [(pair.number(1), pair.number(2)) for pair in instruction.messages(52)]
-    listed = instruction.messages(49)
     device_lists = instruction.messages(87)
     for device_list in device_lists:
-        listed = device_list.messages(1)
-    groups += [group.numbers(1) for group in listed]
+        groups += [group.numbers(1) for group in device_list.messages(1)]
     if groups:
         return np.array(groups)
     if device_lists:
