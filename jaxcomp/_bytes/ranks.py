@@ -16,7 +16,7 @@ from jaxcomp._base.typing import DType, KeyPath, MatrixDimsFn, PyTree
 from jaxcomp._bytes.gap import read_momentum, spectra_of
 from jaxcomp._bytes.units import parse
 from jaxcomp._lowrank.matrices import LeafPlan, is_compressed, plan_leaves
-from jaxcomp._reducers.factor_wire import leaf_bytes
+from jaxcomp._reducers.low_rank import leaf_bytes
 
 # A squared singular value below this share of the largest is rounding of a float32 gradient.
 _ROUNDING = 1e-12

@@ -33,8 +33,7 @@ from jaxcomp._local.sync import (
 from jaxcomp._mesh.collectives import as_local, axis_tuple, from_step, owner_id, switch
 from jaxcomp._mesh.weights import refuse_misspelt_weight
 from jaxcomp._reducers.allreduce import allreduce
-from jaxcomp._reducers.reducer import takes_rows
-from jaxcomp._reducers.refusals import check_gradients
+from jaxcomp._reducers.reducer import check_gradients, takes_rows
 from jaxcomp._reducers.transformation import Transformation, bytes_of, shown
 
 
