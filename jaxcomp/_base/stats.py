@@ -125,17 +125,11 @@ def whole_run(
         stats = count(step)
         end = step + 1
         if in_phases:
-            end = _next_phase(count, stats, range(end, steps))
+            later = range(end, steps)
+            end += bisect.bisect_left(later, True, key=lambda at: count(at) != stats)
         total = total.plus(stats.scaled(end - step, end - step))
         step = end
     return total
-
-
-def _next_phase(
-    count: Callable[[int], CompressionStats], stats: CompressionStats, later: range
-) -> int:
-    """Finds the first of later steps that does not send `stats`, or their end."""
-    return later.start + bisect.bisect_left(later, True, key=lambda step: count(step) != stats)
 
 
 def dense_leaves(tree: PyTree, wire: Any = None) -> tuple[LeafStats, ...]:

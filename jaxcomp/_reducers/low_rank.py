@@ -106,7 +106,8 @@ def exact_average(
     for i, (total, start) in enumerate(zip(totals, starts, strict=True)):
         arrays[i] = total.astype(gradients[i].dtype)
         p.append(jnp.zeros(plans[i].p_shape, start.dtype))
-    reduced = average_exactly(options, plans, arrays)
+    dtype = _all_reduce_dtype(options, plans)  # never integers
+    reduced = reduce_mean(arrays, options.axis_name, dtype)
     return Average(
         p,
         starts,
@@ -191,13 +192,6 @@ def _nan_if_too_large(
 def _in_dtypes_of(plans: list[LeafPlan], averages: list[Array]) -> list[Array]:
     """Casts averages to the dtypes of the gradients, as far as these reach."""
     return [saturated(x, plan.dtype) for x, plan in zip(averages, plans, strict=True)]
-
-
-def average_exactly(
-    options: LowRank, plans: Sequence[LeafPlan], arrays: Sequence[Array]
-) -> Reduced:
-    """Averages all arrays in one all-reduce, without integers."""
-    return reduce_mean(arrays, options.axis_name, _all_reduce_dtype(options, plans))
 
 
 def average_factors(

@@ -88,10 +88,8 @@ def mesh_of(compiled: Any) -> Any:
     Raises:
       ValueError: If there is none.
     """
-    meshes = []
-    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            meshes.append(sharding.mesh)
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    meshes = [x.mesh for x in shardings if isinstance(x, jax.sharding.NamedSharding)]
     if not meshes:
         raise ValueError("`mesh` is missing: no argument or result of the program names it.")
     return max(meshes, key=lambda mesh: mesh.size)
