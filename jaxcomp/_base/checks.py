@@ -26,10 +26,10 @@ def check_axis_name(axis_name: Any) -> Any:
 def check_int(name: str, value: Any, minimum: int) -> int:
     """Returns `value` as an int of at least `minimum`; refuses the rest, also what is traced."""
     kind = "a positive integer" if minimum == 1 else "a non-negative integer"
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise ValueError(f"`{name}` must be {kind}, got {value!r}.{_static_hint(name, value)}")
-    if value < minimum:
-        raise ValueError(f"`{name}` must be {kind}, got {name}={value}.")
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_integer or value < minimum:
+        hint = _static_hint(name, value)
+        raise ValueError(f"`{name}` must be {kind}, got {name}={value!r}.{hint}")
     return int(value)
 
 
