@@ -41,6 +41,11 @@ def leaf_name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path) or "(root)"
 
 
+def key_names(path: KeyPath) -> list[str | None]:
+    """Returns the name of each key of a path; None for a position in a list."""
+    return [getattr(key, "key", getattr(key, "name", None)) for key in path]
+
+
 def leaf_dtype(leaf: Any) -> Any:
     """Returns the dtype of an array, a shape struct or a Python number."""
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)

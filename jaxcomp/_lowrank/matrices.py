@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp._base.leaves import leaf_dtype, leaf_name
+from jaxcomp._base.leaves import key_names, leaf_dtype, leaf_name
 from jaxcomp._base.typing import Array, KeyPath, MatrixDims, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._mesh.collectives import other_axes, typed_like
 
@@ -34,7 +34,7 @@ _FUSED_RANK = 8
 # Above, a product is taken in blocks of so many bytes, of which two stay in a core's cache.
 _BLOCK_BYTES = 1 << 20
 # Key-path entries under which flax.nnx keeps the array of a variable; they name no parameter.
-_ANONYMOUS = frozenset({"value", "raw_value"})
+_ANONYMOUS = ("value", "raw_value")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -452,8 +452,8 @@ def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
     ndim = len(shape)
     if ndim < 2:
         return None
-    names = [getattr(key, "key", getattr(key, "name", None)) for key in path]
-    named = [name for name in names if isinstance(name, str) and name not in _ANONYMOUS]
+    names = [name for name in key_names(path) if isinstance(name, str)]
+    named = [name for name in names if name not in _ANONYMOUS]
     if ndim == 2 and named[-1:] == ["embedding"]:
         return MatrixDims(rows=(0,), cols=(1,))
     cuts = range(ndim - 1, 0, -1)  # later cuts first: min() keeps the first of equals

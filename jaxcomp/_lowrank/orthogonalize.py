@@ -162,13 +162,11 @@ def _gram_schmidt(matrix: Array, spare: Array, eps: Array | None) -> Array:
         length = _norm(column)
         lost = length <= _COLLINEAR * _norm(before)
         column = jnp.where(lost, spare[..., j], column)
-        if eps is None:
-            column = _project_out(column, columns)
-            columns.append(column / _norm(column))
-        else:
-            fresh = _project_out(column, columns)
-            shrunk = column / (length + eps[..., 0, j, None])
-            columns.append(jnp.where(lost, fresh / _norm(fresh), shrunk))
+        again = _project_out(column, columns)
+        unit = again / _norm(again)
+        if eps is not None:
+            unit = jnp.where(lost, unit, column / (length + eps[..., 0, j, None]))
+        columns.append(unit)
     return jnp.stack(columns, axis=-1)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcomp._base.leaves import leaf_dtype, leaf_name
+from jaxcomp._base.leaves import key_names, leaf_dtype, leaf_name
 from jaxcomp._base.typing import KeyPath, MatrixDims, MatrixDimsFn
 from jaxcomp._lowrank.matrices import default_matrix_dims
 
@@ -50,7 +50,7 @@ def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsF
     rule = default_matrix_dims if matrix_dims is None else matrix_dims
 
     def dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
-        if not set(names) & set(_names_in(path)):
+        if not set(names) & set(key_names(path)):
             return rule(path, leaf)
         layer = jax.ShapeDtypeStruct(np.shape(leaf)[1:], leaf_dtype(leaf))
         layer_dims: Any = rule(path, layer)
@@ -64,17 +64,12 @@ def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsF
     return dims
 
 
-def _names_in(path: KeyPath) -> list[str | None]:
-    """Returns the name of each key of a path; None for a position in a list."""
-    return [getattr(key, "key", getattr(key, "name", None)) for key in path]
-
-
 def _check_leaves(names: Sequence[str], leaves: Sequence[tuple[KeyPath, Any]]) -> None:
     """Refuses names that are none of the tree's, and parts of it that are not stacked layers."""
     known = set()
     parts: dict[str, dict[str, tuple[int, ...]]] = {}
     for path, leaf in leaves:
-        in_path = _names_in(path)
+        in_path = key_names(path)
         known.update(in_path)
         chosen = [i for i, name in enumerate(in_path) if name in names]
         if chosen:
