@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,18 +44,12 @@ def shapes_of(params: PyTree) -> tuple[PyTree, str]:
         width += 4
     layers = _layers(width)
     rows = min(_VOCABULARY, (count - _values(width)) // width)
-    several = {
-        "qkv": (width, 3 * width),
-        "out": (width, width),
-        "up": (width, 4 * width),
-        "down": (4 * width, width),
-        "vectors": (13 * width,),
-    }
-    tree: dict[str, Any] = {"embedding": jax.ShapeDtypeStruct((rows, width), jnp.float32)}
-    for layer in range(layers):
-        for name, shape in several.items():
-            tree[f"layer_{layer}/{name}"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return tree, (
+    sizes = [(1, 3), (1, 1), (1, 4), (4, 1)]  # qkv, out, up, down
+    shapes: list[tuple[int, ...]] = [(a * width, b * width) for a, b in sizes]
+    shapes += [(13 * width,)]  # biases and norms
+    layer = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    embedding = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    return {"embedding": embedding, "layers": layers * [layer]}, (
         f"shapes assumed: a transformer of {layers} layers of width {width:,} and an embedding of "
         f"{rows:,} x {width:,}, {_values(width) + rows * width:,} parameters in float32; better "
         "pass yours to jaxcomp.advise"

@@ -52,10 +52,6 @@ def allreduce(
     check_axis_name(axis_name)
     wire = checked_dtype("comm_dtype", comm_dtype)
 
-    def init(params: PyTree) -> optax.EmptyState:
-        del params
-        return optax.EmptyState()
-
     def reduce(
         updates: PyTree,
         state: optax.EmptyState,
@@ -80,4 +76,4 @@ def allreduce(
         del replicas, step
         return CompressionStats(dense_leaves(params, wire))
 
-    return Reducer(init, reduce, axis_name, count_bytes=count_bytes)
+    return Reducer(optax.init_empty_state, reduce, axis_name, count_bytes=count_bytes)

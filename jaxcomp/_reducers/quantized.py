@@ -78,10 +78,6 @@ def quantized_allreduce(
     if block_size is not None:
         block_size = check_int("block_size", block_size, 1)
 
-    def init(params: PyTree) -> optax.EmptyState:
-        del params
-        return optax.EmptyState()
-
     def reduce(
         updates: PyTree, state: optax.EmptyState, params: PyTree | None = None, **extra_args: Any
     ) -> Reduction:
@@ -106,4 +102,4 @@ def quantized_allreduce(
             leaves.append(dataclasses.replace(leaf, bytes_after=layout.wire_bytes))
         return CompressionStats(tuple(leaves))
 
-    return Reducer(init, reduce, axis_name, count_bytes=count_bytes)
+    return Reducer(optax.init_empty_state, reduce, axis_name, count_bytes=count_bytes)

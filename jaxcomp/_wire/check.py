@@ -141,15 +141,14 @@ def _networks(reducer: Any, params: Any, steps: Any) -> list[_Network]:
         params = [params]
     if not isinstance(steps, (list, tuple)):
         steps = [steps] * len(reducer)
-    same_length = isinstance(params, (list, tuple)) and len(params) == len(steps) == len(reducer)
-    if not same_length:
+    lists = (reducer, params, steps)
+    if not isinstance(params, (list, tuple)) or len(set(map(len, lists))) > 1:
         raise ValueError(
             f"`reducer` is a list of {len(reducer)}, so `params` must be one, and `steps` if it is "
             f"a list; got params of type {type(params).__name__} and steps={steps}. Pass "
             "check(compiled, [first, second], [params, others])."
         )
-    networks = []
-    for each, tree, count in zip(reducer, params, steps, strict=True):
+    for each, count in zip(reducer, steps, strict=True):
         if not isinstance(each, Reducer):
             raise ValueError(
                 f"`reducer` must be a jaxcomp reducer, got {type(each).__name__}. Pass the first "
@@ -157,8 +156,7 @@ def _networks(reducer: Any, params: Any, steps: Any) -> list[_Network]:
             )
         if count is not None:
             check_int("steps", count, 1)
-        networks.append(_Network(each, tree, count))
-    return networks
+    return list(map(_Network, *lists))
 
 
 def _bytes(listed: Iterable[Collective]) -> float:
