@@ -112,7 +112,9 @@ def orthonormal_bases(
         return bases
 
     groups = _alike(factors, lambda x: (x.shape, x.dtype))
-    stacks = [jnp.stack([factors[i] for i in positions]) for positions in groups]
+    stacks = []
+    for positions in groups:
+        stacks.append(jnp.stack([factors[i] for i in positions]))
     stacks = lax.platform_dependent(stacks, cpu=on_cpu, default=elsewhere)
     bases = list(factors)
     for positions, stack in zip(groups, stacks, strict=True):
