@@ -264,7 +264,8 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
       ValueError: If it is another reducer's; listing every leaf that only one of the two has, or
         whose shape is off.
     """
-    if type(state) is not type(fresh):
+    is_array = isinstance(fresh, jax.ShapeDtypeStruct)  # as that of a user's own may be
+    if not is_array and type(state) is not type(fresh):
         raise ValueError(
             f"The reducer's update needs its own {type(fresh).__name__}, got "
             f"{type(state).__name__}. Inside an optax.chain the chain's update takes the chain's "
