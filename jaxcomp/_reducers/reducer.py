@@ -146,6 +146,7 @@ def enter(
     refuse_misspelt_weight(extra_args)
     gradients = unboxed(updates)
     check_gradients(gradients, axis_name)
+    check_shapes(gradients, unboxed(params))
     state, as_it_was = off_rows(state, functools.partial(init, gradients))
     check_state(state, jax.eval_shape(init, gradients))
     average = functools.partial(_average, reduce, axis_name)
@@ -257,6 +258,22 @@ def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
             )
 
 
+def check_shapes(gradients: PyTree, params: PyTree) -> None:
+    """Refuses gradients of other shapes than the parameters of their names.
+
+    Raises:
+      ValueError: With the first of them.
+    """
+    shapes = _shapes(params)
+    for name, shape in _shapes(gradients).items():
+        expected = shapes.get(name, shape)
+        if shape != expected:
+            raise ValueError(
+                f"The gradient of {name} has shape {shape}, the parameter has {expected}. "
+                "Gradients must be those of the parameters, averaged over this replica's examples."
+            )
+
+
 def check_state(state: PyTree, fresh: PyTree) -> None:
     """Refuses a state that is not of the kind and the shapes of a fresh one for these gradients.
 
@@ -294,12 +311,11 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
         )
     listed = "\n  ".join(wrong)
     raise ValueError(
-        f"The {type(fresh).__name__} does not fit these gradients and arguments:\n  {listed}\n"
-        f"{hint}."
+        f"The state does not fit these gradients and this reducer's arguments:\n  {listed}\n{hint}."
     )
 
 
-def _shapes(state: PyTree) -> dict[str, tuple[int, ...]]:
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the leaves by their paths."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {leaf_name(path).removeprefix("."): np.shape(leaf) for path, leaf in leaves}
