@@ -14,7 +14,7 @@ from jaxcomp._adviser.model import ASSUMED, Calibration, Link, ReducerCosts, bre
 from jaxcomp._adviser.shapes import shapes_of, typical_width
 from jaxcomp._base.checks import check_int
 from jaxcomp._base.typing import AxisName, MatrixDimsFn, PyTree
-from jaxcomp._bytes.gap import LAWS, ranks_of, read_momentum
+from jaxcomp._bytes.gap import LAWS, Gap, ranks_of, read_momentum
 from jaxcomp._bytes.units import parse
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.error_feedback import error_feedback
@@ -174,8 +174,11 @@ def _losses_of_run(
     law = momentum.law
     least, largest = law.tails
 
+    def gap(rank: int) -> Gap:
+        return momentum.gap(ranks_of(momentum.tree, rank, _LEAST_RATE, matrix_dims))
+
     def loss(rank: int) -> Loss:
-        expected = momentum.gap(ranks_of(momentum.tree, rank, _LEAST_RATE, matrix_dims))
+        expected = gap(rank)
         doubt = _too_wide(expected.half_width, budget)
         if expected.tail > largest:
             doubt = (
@@ -186,7 +189,7 @@ def _losses_of_run(
 
     highest = max(map(len, momentum.spectra.values()))
     multiples = range(8, highest + 8, 8)
-    keeping = (rank for rank in multiples if rank >= highest or loss(rank).gap <= budget)
+    keeping = (rank for rank in multiples if rank >= highest or gap(rank).gap <= budget)
     lowest = next(keeping)
     evidence = (
         f"read off the momentum in opt_state, by a law from {law.settings} settings of models of "
