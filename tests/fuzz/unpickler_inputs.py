@@ -22,7 +22,8 @@ TEXTS = ["__class__", "__setstate__", "storage", "0", "", "w", "a" * 300, "\ud80
 NUMBERS = [0, -1, 1, 3, 255, 2**31, 2**40, 2**62]
 COUNTS = [0, 1, 7, 255, 300, 65_536, 2**31 - 1, 2**32 - 1, 2**40, 2**63, 2**64 - 1]
 NOT_LAST = [opcode for opcode in pickletools.opcodes if opcode.name != "STOP"]
-PLAIN = "NONE NEWTRUE EMPTY_TUPLE EMPTY_LIST EMPTY_DICT EMPTY_SET"
+PLAIN = ["NONE", "NEWTRUE", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"]
+CALLS = ["EMPTY_TUPLE REDUCE", "EMPTY_TUPLE NEWOBJ"]
 
 
 def named(dice):
@@ -37,7 +38,7 @@ def any_value(dice, depth=0):
     """Makes a function, an instance, a tensor, a storage or something plain, of few opcodes."""
     kind = dice.randrange(6 if depth > 3 else 10)
     if kind == 0:
-        return OPCODES[dice.choice(PLAIN.split())]
+        return OPCODES[dice.choice(PLAIN)]
     if kind == 1:
         return files.integer(dice.choice(NUMBERS))
     if kind == 2:
@@ -53,13 +54,10 @@ def any_value(dice, depth=0):
     if kind == 6:
         return files.call(named(dice), *parts)
     if kind == 7:
-        return any_value(dice, depth + 1) + assemble(f"EMPTY_TUPLE {dice.choice(CALLS)}")
+        return any_value(dice, depth + 1) + assemble(dice.choice(CALLS))
     if kind == 8:
         return files.tup(*parts)
     return state(dice, depth + 1)
-
-
-CALLS = ["REDUCE", "NEWOBJ"]
 
 
 def state(dice, depth):

@@ -47,7 +47,8 @@ def user(body, *inputs, names=None, declared="", channels=4):
 SMALL = {"growth": 8, "config": (2, 2, 2), "first": 16, "bn_size": 2}
 LARGER = {"growth": 32, "config": (2, 3, 4, 3), "first": 64, "bn_size": 4}
 IMAGE, IDS, STEPS, ROW = (2, 8, 8, 3), 6, (2, 5, 6), (2, 6)
-PICTURE, SERIES = (3, 3, 6, 6), (3, 6, 8)
+PICTURE, SERIES, SOUND = (3, 3, 6, 6), (3, 6, 8), (2, 4, 12)
+WAVENET = {"channels": 3, "declared": "start filter_convs gate_convs residual_convs"}
 CASES = {
     "VGG": twin(images.vgg, IMAGE, flatten={"7": (16, 2, 2)}),
     "ResNet-18": twin(partial(images.resnet, bottleneck=False), IMAGE, plain=True),
@@ -132,18 +133,8 @@ CASES = {
     "Swin": user(sequences.swin, (2, 3, 8, 8)),
     "CLIP": user(sequences.clip, (3, 3, 6, 6), IDS, names={"visual.proj": "image_projection"}),
     "Mamba": user(sequences.mamba, SERIES, names={"A_log": "log_a", "D": "skip"}),
-    "WaveNet": user(
-        partial(sequences.wavenet, normed=False),
-        (2, 4, 12),
-        channels=3,
-        declared="start filter_convs gate_convs residual_convs",
-    ),
-    "WaveNet with weight_norm": user(
-        partial(sequences.wavenet, normed=True),
-        (2, 4, 12),
-        channels=3,
-        declared="start filter_convs gate_convs residual_convs",
-    ),
+    "WaveNet": user(partial(sequences.wavenet, normed=False), SOUND, **WAVENET),
+    "WaveNet with weight_norm": user(partial(sequences.wavenet, normed=True), SOUND, **WAVENET),
     "DLRM": user(sequences.dlrm, (3, 8), 3, declared="emb_l"),
     "LoRA": user(
         sequences.lora,
