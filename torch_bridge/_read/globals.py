@@ -6,6 +6,7 @@ arguments too.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -108,13 +109,11 @@ def functions_of(budget: Budget) -> dict[str, Callable[..., Any]]:
             return expect(value, bytes, "where bytes belong")
         return encode(value, encoding)
 
-    def array(raw: Any, dtype: Any, shape: Any, order: Any = "C") -> np.ndarray:
-        return _array(budget, raw, dtype, shape, isinstance(order, str) and order == "F")
-
     def generator(*_: Any) -> np.random.RandomState:
         budget.claim(_GENERATOR_BYTES)  # it has words of its own
         return np.random.RandomState(0)  # unseeded, it would carry a SeedSequence along
 
+    array = functools.partial(_array, budget)
     return rebuild | {
         "torch._tensor._rebuild_from_type_v2": from_type,
         "torch.Size": size,
@@ -161,7 +160,7 @@ def set_state(value: Any, state: Any, budget: Budget) -> None:
             value.update(part)
     elif isinstance(value, np.ndarray) and not value.size:
         _version, shape, dtype, fortran, raw = _listed(state)
-        made = _array(budget, raw, dtype, shape, fortran is True)
+        made = _array(budget, raw, dtype, shape, "F" if fortran is True else "C")
         budget.claim(made.nbytes)
         state_of_made: Any = made.__reduce__()[2]
         value.__setstate__(state_of_made)
@@ -183,13 +182,13 @@ def set_state(value: Any, state: Any, budget: Budget) -> None:
         raise Malformed("attributes of something that has none")
 
 
-def _array(budget: Budget, raw: Any, dtype: Any, shape: Any, fortran: bool) -> np.ndarray:
+def _array(budget: Budget, raw: Any, dtype: Any, shape: Any, order: Any = "C") -> np.ndarray:
     expect(raw, bytes, "as the data of a NumPy array, which may not be of Python objects")
     expect(dtype, np.dtype, "as a NumPy dtype")
     budget.claim(len(raw) + 64)
     if not isinstance(shape, tuple | list) or len(shape) > 64:
         raise Malformed("a NumPy array whose shape is no tuple of at most 64")
-    return np.frombuffer(raw, dtype).reshape(shape, order="F" if fortran else "C").copy()
+    return np.frombuffer(raw, dtype).reshape(shape, order=order).copy()
 
 
 def _listed(values: Any) -> Any:

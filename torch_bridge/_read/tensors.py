@@ -76,28 +76,24 @@ def tensor_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
     """Makes what torch's functions that rebuild a tensor mean, charged to `budget`."""
 
     def tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> np.ndarray:
-        return view(storage, None, offset, size, stride, rest[2:])
-
-    def tensor_v3(
-        storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *rest
-    ) -> np.ndarray:
-        name = dtype.name.removeprefix("torch.") if isinstance(dtype, Global) else ""
-        if name not in DTYPES:
-            raise Malformed(f"{name or brief(dtype):.60} where a dtype that NumPy has belongs")
-        return view(storage, DTYPES[name], offset, size, stride, rest)
-
-    def view(
-        storage: Any, dtype: np.dtype | None, offset: Any, size: Any, stride: Any, metadata: Any
-    ) -> np.ndarray:
-        """Views a storage, checked to lie inside it; None stands for the storage's dtype."""
+        """Views a storage, checked to lie inside it."""
         raw = expect(storage, Storage, "as a storage").raw
-        kind = storage.dtype if dtype is None else dtype
+        kind = storage.dtype
+        # Behind requires_grad and hooks, which do not matter: a dtype (v3), and notes.
+        for note in rest[2:]:
+            if isinstance(note, Global) and note.name.removeprefix("torch.") in DTYPES:
+                kind = DTYPES[note.name.removeprefix("torch.")]
+            elif note is not None and not isinstance(note, dict):
+                name = note.name if isinstance(note, Global) else brief(note)
+                raise Malformed(f"{name:.60} where a dtype that NumPy has belongs")
+            elif note and True in note.values():
+                raise Malformed(
+                    "a lazily conjugated or negated tensor; save it after resolve_conj()"
+                )
         if not all(isinstance(axes, tuple | list) and len(axes) <= 64 for axes in (size, stride)):
             raise Malformed("a tensor whose sizes and strides are no tuples of at most 64")
         if len(size) != len(stride) or not all(map(_is_count, (offset, *size, *stride))):
             raise Malformed("a tensor whose offset, sizes or strides are no counts")
-        if any(map(_is_lazy, metadata)):
-            raise Malformed("a lazily conjugated or negated tensor; save it after resolve_conj()")
         budget.claim(_VIEW_BYTES + 16 * len(size))
         nbytes = math.prod(size) * kind.itemsize
         if not nbytes:
@@ -115,21 +111,13 @@ def tensor_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
     def parameter(data: Any, *_: Any) -> np.ndarray:
         return expect(data, np.ndarray, "as a parameter")
 
-    functions = {
-        "tensor": tensor,
-        "tensor_v2": tensor,
-        "tensor_v3": tensor_v3,
-        "parameter": parameter,
-        "parameter_with_state": parameter,
-        "device_tensor_from_cpu_tensor": parameter,
-        "device_tensor_from_numpy": parameter,
-    }
+    functions = {"tensor": tensor, "tensor_v2": tensor, "tensor_v3": tensor}
+    for name in (
+        *("parameter", "parameter_with_state"),
+        *("device_tensor_from_cpu_tensor", "device_tensor_from_numpy"),
+    ):
+        functions[name] = parameter
     return {f"torch._utils._rebuild_{name}": function for name, function in functions.items()}
-
-
-def _is_lazy(metadata: Any) -> bool:
-    """Tells the note of a tensor whose values are conjugated or negated when they are read."""
-    return isinstance(metadata, dict) and any(value is True for value in metadata.values())
 
 
 def _is_count(value: Any) -> bool:

@@ -37,33 +37,25 @@ _COPIES = 4
 # Bytes of memory: of a global that was not named before, of what is remembered of a container, and
 # for each value that a file shows once more (64 characters count as one), as a walk meets it again.
 _NAME, _CONTAINER, _AGAIN = 512, 224, 64
-# Bytes of memory that an opcode takes at most, with its places on the stack and in a container.
-_SMALL, _NUMBER, _MEDIUM, _LARGE = 32, 64, 96, 208
-# Opcodes that push their argument.
-_PUSHED = {
-    "BININT1": _SMALL,
-    "BININT2": _NUMBER,
-    "BININT": _NUMBER,
-    "LONG1": _NUMBER,
-    "LONG4": _NUMBER,
-    "BINFLOAT": _NUMBER,
-    "SHORT_BINSTRING": _MEDIUM,
-    "BINSTRING": _MEDIUM,
-    "SHORT_BINUNICODE": _MEDIUM,
-    "BINUNICODE": _MEDIUM,
-    "BINUNICODE8": _MEDIUM,
-    "SHORT_BINBYTES": _MEDIUM,
-    "BINBYTES": _MEDIUM,
-    "BINBYTES8": _MEDIUM,
+# Every opcode that is carried out, by the bytes of memory that it takes at most, with its places on
+# the stack and in a container.
+_OPCODES = {
+    32: "NONE NEWTRUE NEWFALSE EMPTY_TUPLE BININT1 PROTO FRAME STOP POP POP_MARK MEMOIZE BINPUT "
+    "LONG_BINPUT BINGET LONG_BINGET APPEND APPENDS ADDITEMS SETITEM SETITEMS GLOBAL STACK_GLOBAL "
+    "INST BUILD EXT1 EXT2 EXT4",
+    64: "BININT2 BININT LONG1 LONG4 BINFLOAT",
+    96: "SHORT_BINSTRING BINSTRING SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES "
+    "BINBYTES8 TUPLE1 TUPLE2 TUPLE3",
+    208: "EMPTY_LIST EMPTY_DICT EMPTY_SET MARK TUPLE FROZENSET BYTEARRAY8 REDUCE NEWOBJ BINPERSID",
 }
-# Opcodes that push a value of their own.
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_COSTS: dict[str, int] = {}
+for _cost, _names in _OPCODES.items():
+    _COSTS.update(dict.fromkeys(_names.split(), _cost))
+_TO_MARK = frozenset({"TUPLE", "FROZENSET", "APPENDS", "ADDITEMS", "SETITEMS", "POP_MARK"})
 
 
 class _Unpickler:
-    """The stack and the memo of one pickle.
+    """What is known of one pickle besides its stack.
 
     Args:
       functions: What a global, and a storage's id, stand for.
@@ -73,79 +65,109 @@ class _Unpickler:
     def __init__(self, functions: Functions, budget: Budget) -> None:
         self._functions = functions
         self._budget = budget
-        self._stack: list[Any] = []
-        self._below: list[list[Any]] = []  # the stacks below each mark
-        self._memo: list[Any] = []  # what the file numbered, from 0 on as every pickler does
         self._globals: dict[str, Global] = {}
         self._measured: dict[int, tuple[Any, int, int]] = {}
 
     def run(self, data: bytes) -> Any:
         """Carries out one opcode after the other; returns the value that is left at the end."""
-        claim = self._budget.claim
+        budget = self._budget
+        stack: list[Any] = []
+        below: list[list[Any]] = []  # the stacks below each mark
+        values: list[Any] = []  # what was above the last mark
+        memo: list[Any] = []  # what the file numbered, from 0 on as every pickler does
         for opcode, argument, _ in pickletools.genops(data):
             name = opcode.name
-            if name in _PUSHED:
-                claim(_PUSHED[name])
-                self._stack.append(argument)
-            elif name in _CONSTANTS:
-                claim(_SMALL)
-                self._stack.append(_CONSTANTS[name])
-            elif name in _EMPTY:
-                claim(_LARGE)
-                self._stack.append(_EMPTY[name]())
-            elif name in _TUPLES:
-                claim(_MEDIUM)
-                self._stack.append(self._popped(_TUPLES[name]))
-            elif name in _ACTIONS:
-                claim(_LARGE if name in _COSTLY else _SMALL)
-                _ACTIONS[name](self, argument)
-            elif name != "STOP":
+            if name not in _COSTS:
                 raise Malformed(f"the opcode {name}, which torch does not write")
-        value = self._stack.pop()
+            budget.claim(_COSTS[name])
+            if name in _TO_MARK:
+                values = stack
+                stack = below.pop()
+            match name:
+                case "BINGET" | "LONG_BINGET":
+                    value = memo[argument]
+                    size, _ = self._measure(value)
+                    if size > 1 or isinstance(value, _CONTAINERS):
+                        budget.claim(_AGAIN * size)
+                    stack.append(value)
+                case "BINPUT" | "LONG_BINPUT" if argument < len(memo):
+                    memo[argument] = stack[-1]
+                case "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
+                    if argument not in (None, len(memo)):
+                        raise Malformed("numbers of the memo that do not count up")
+                    memo.append(stack[-1])
+                case "MARK":
+                    below.append(stack)
+                    stack = []
+                case "POP":
+                    if stack:
+                        stack.pop()
+                    else:  # the mark itself
+                        stack = below.pop()
+                case "NEWTRUE" | "NEWFALSE":
+                    stack.append(name == "NEWTRUE")
+                case "BYTEARRAY8":
+                    stack.append(bytes(argument))
+                case "EMPTY_TUPLE":
+                    stack.append(())
+                case "EMPTY_LIST":
+                    stack.append([])
+                case "EMPTY_DICT":
+                    stack.append({})
+                case "EMPTY_SET":
+                    stack.append(set())
+                case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                    parts = [stack.pop() for _ in range(int(name[-1]))]
+                    stack.append(tuple(reversed(parts)))
+                case "TUPLE":
+                    stack.append(tuple(values))
+                case "FROZENSET":
+                    stack.append(frozenset(budget.fill_set(set(), values)))
+                case "APPEND":
+                    value = stack.pop()
+                    self._filled(stack, list).append(value)
+                case "APPENDS":
+                    self._filled(stack, list).extend(values)
+                case "ADDITEMS":
+                    budget.fill_set(self._filled(stack, set), values)
+                case "SETITEM":
+                    value = stack.pop()
+                    item = (stack.pop(), value)
+                    budget.fill_dictionary(self._filled(stack, dict), [item])
+                case "SETITEMS":
+                    items = zip(values[::2], values[1::2], strict=True)
+                    budget.fill_dictionary(self._filled(stack, dict), items)
+                case "GLOBAL":
+                    stack.append(self._global(argument))
+                case "STACK_GLOBAL":
+                    attribute = expect(stack.pop(), str, "as a name")
+                    module = expect(stack.pop(), str, "as a module")
+                    stack.append(self._global(f"{module} {attribute}"))
+                case "REDUCE" | "NEWOBJ":
+                    arguments = stack.pop()
+                    stack.append(self._call(stack.pop(), arguments))
+                case "BUILD":
+                    state = stack.pop()
+                    arguments = (self._unshown(stack), state, budget)
+                    _called(set_state, arguments, "attributes that an object cannot have")
+                case "BINPERSID":
+                    stack.append(self._storage(stack.pop()))
+                case "INST":
+                    self._global(argument)  # so that what is not allowed is named
+                    raise Malformed("the opcode INST, which torch does not write")
+                case "EXT1" | "EXT2" | "EXT4":
+                    # The standard library keeps such objects, so one may come from another file.
+                    raise Forbidden("a copyreg extension code")
+                case "PROTO":
+                    if argument > _LATEST:
+                        raise Malformed(f"a pickle of protocol {argument}, later than {_LATEST}")
+                case "POP_MARK" | "FRAME" | "STOP":  # a frame only says how much to read at once
+                    pass
+                case _:
+                    stack.append(argument)
+        value = stack.pop()
         self._measure(value)
         return value
-
-    # --- the stack and the memo ---
-
-    def mark(self, _: None) -> None:
-        self._below.append(self._stack)
-        self._stack = []
-
-    def _since_mark(self) -> list[Any]:
-        values = self._stack
-        self._stack = self._below.pop()
-        return values
-
-    def _popped(self, count: int) -> tuple[Any, ...]:
-        values = tuple(self._stack[-count:])
-        if len(values) < count:
-            raise IndexError("too few values on the stack")
-        del self._stack[-count:]
-        return values
-
-    def pop(self, _: None) -> None:
-        if self._stack:
-            self._stack.pop()
-        else:  # the mark itself
-            self._since_mark()
-
-    def pop_mark(self, _: None) -> None:
-        self._since_mark()
-
-    def memoize(self, _: None) -> None:
-        self._memo.append(self._stack[-1])
-
-    def put(self, index: int) -> None:
-        if index == len(self._memo):
-            self.memoize(None)
-        self._memo[index] = self._stack[-1]
-
-    def get(self, index: int) -> None:
-        value = self._memo[index]
-        size, _ = self._measure(value)
-        if size > 1 or isinstance(value, _CONTAINERS):
-            self._budget.claim(_AGAIN * size)
-        self._stack.append(value)
 
     def _measure(self, value: Any, level: int = 0) -> tuple[int, int]:
         """Counts what a walk meets, in values, and the containers in each other.
@@ -179,109 +201,45 @@ class _Unpickler:
         self._measured[id(value)] = (value, size, depth)  # which keeps it, and so its id
         return size, depth
 
-    # --- containers ---
-
-    def make_tuple(self, _: None) -> None:
-        values = self._since_mark()
-        self._stack.append(tuple(values))
-
-    def make_frozenset(self, _: None) -> None:
-        members = self._budget.fill_set(set(), self._since_mark())
-        self._stack.append(frozenset(members))
-
-    def append(self, _: None) -> None:
-        value = self._stack.pop()
-        self._filled(list).append(value)
-
-    def extend(self, _: None) -> None:
-        values = self._since_mark()
-        self._filled(list).extend(values)
-
-    def add(self, _: None) -> None:
-        members = self._since_mark()
-        self._budget.fill_set(self._filled(set), members)
-
-    def set_item(self, _: None) -> None:
-        item = self._popped(2)
-        self._budget.fill_dictionary(self._filled(dict), [item])
-
-    def set_items(self, _: None) -> None:
-        values = self._since_mark()
-        items = zip(values[::2], values[1::2], strict=True)
-        self._budget.fill_dictionary(self._filled(dict), items)
-
-    def _filled(self, kind: type) -> Any:
+    def _filled(self, stack: list[Any], kind: type) -> Any:
         """Returns the container at the top of the stack, which is about to be filled."""
-        return expect(self._unshown(), kind, f"where a {kind.__name__} belongs")
+        return expect(self._unshown(stack), kind, f"where a {kind.__name__} belongs")
 
-    def _unshown(self) -> Any:
+    def _unshown(self, stack: list[Any]) -> Any:
         """Returns the top of the stack, which is in nothing yet, and so never in itself."""
-        if id(self._stack[-1]) in self._measured:
+        if id(stack[-1]) in self._measured:
             raise Malformed("a container that holds itself, or is filled after it was shown")
-        return self._stack[-1]
+        return stack[-1]
 
-    # --- globals, calls and storages ---
-
-    def name(self, text: str) -> None:
-        """Pushes a global by ``"module name"``."""
-        module, _, name = text.partition(" ")
-        self._name(module, name)
-
-    def name_on_stack(self, _: None) -> None:
-        name = expect(self._stack.pop(), str, "as a name")
-        module = expect(self._stack.pop(), str, "as a module")
-        self._name(module, name)
-
-    def _name(self, module: str, name: str) -> None:
-        if len(module) + len(name) > _LONGEST_NAME:
-            raise Malformed(f"a global whose name has {len(module) + len(name)} characters")
+    def _global(self, reference: str) -> Global:
+        """Returns the token for ``"module name"``, if that is on the allow-list."""
+        if len(reference) > _LONGEST_NAME:
+            raise Malformed(f"a global whose name has {len(reference)} characters")
+        module, _, name = reference.partition(" ")
         full = _canonical(module, name)
         if full not in self._globals:
             if not (full in self._functions or is_value(full)):
                 raise Forbidden(full)
             self._budget.claim(_NAME)
             self._globals[full] = Global(full)
-        self._stack.append(self._globals[full])
+        return self._globals[full]
 
-    def instance(self, text: str) -> None:
-        self.name(text)  # so that what is not allowed is named
-        raise Malformed("the opcode INST, which torch does not write")
-
-    def call(self, _: None) -> None:
-        function, arguments = self._popped(2)
+    def _call(self, function: Any, arguments: Any) -> Any:
+        """Calls what stands for a global."""
         if not isinstance(function, Global) or not isinstance(arguments, tuple):
             raise Malformed("a call of something that is no function")
         if function.name not in self._functions:
             # On the list as a value (a hook, a dtype), but never to be called.
             raise Forbidden(f"{function.name} (called)")
         otherwise = f"arguments that {function.name} cannot have"
-        self._stack.append(_called(self._functions[function.name], arguments, otherwise))
+        return _called(self._functions[function.name], arguments, otherwise)
 
-    def build(self, _: None) -> None:
-        state = self._stack.pop()
-        arguments = (self._unshown(), state, self._budget)
-        _called(set_state, arguments, "attributes that an object cannot have")
-
-    def storage(self, _: None) -> None:
-        identity = self._stack.pop()
-        is_tuple = isinstance(identity, tuple) and bool(identity)
-        if not is_tuple or not isinstance(identity[0], str) or identity[0] != STORAGE:
-            raise Malformed("a reference to something that is no storage")
-        self._stack.append(self._functions[STORAGE](*identity[1:]))
-
-    def extension(self, _: int) -> None:
-        # The standard library keeps such objects, so that one may come from another file.
-        raise Forbidden("a copyreg extension code")
-
-    def make_bytes(self, raw: bytearray) -> None:
-        self._stack.append(bytes(raw))
-
-    def protocol(self, number: int) -> None:
-        if number > _LATEST:
-            raise Malformed(f"a pickle of protocol {number}, which is later than {_LATEST}")
-
-    def skip(self, _: int) -> None:
-        """Does nothing: a frame only says how much to read at once."""
+    def _storage(self, identity: Any) -> Any:
+        """Reads the storage that a persistent id names."""
+        match identity:
+            case (str(kind), *rest) if kind == STORAGE and isinstance(identity, tuple):
+                return self._functions[STORAGE](*rest)
+        raise Malformed("a reference to something that is no storage")
 
 
 def _called(function: Callable[..., Any], arguments: tuple[Any, ...], otherwise: str) -> Any:
@@ -292,40 +250,6 @@ def _called(function: Callable[..., Any], arguments: tuple[Any, ...], otherwise:
         raise
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise Malformed(otherwise) from error
-
-
-# Opcodes that do something else than to push.
-_ACTIONS: dict[str, Callable[[_Unpickler, Any], None]] = {
-    "PROTO": _Unpickler.protocol,
-    "FRAME": _Unpickler.skip,
-    "BYTEARRAY8": _Unpickler.make_bytes,
-    "TUPLE": _Unpickler.make_tuple,
-    "FROZENSET": _Unpickler.make_frozenset,
-    "APPEND": _Unpickler.append,
-    "APPENDS": _Unpickler.extend,
-    "ADDITEMS": _Unpickler.add,
-    "SETITEM": _Unpickler.set_item,
-    "SETITEMS": _Unpickler.set_items,
-    "MARK": _Unpickler.mark,
-    "POP": _Unpickler.pop,
-    "POP_MARK": _Unpickler.pop_mark,
-    "MEMOIZE": _Unpickler.memoize,
-    "BINPUT": _Unpickler.put,
-    "LONG_BINPUT": _Unpickler.put,
-    "BINGET": _Unpickler.get,
-    "LONG_BINGET": _Unpickler.get,
-    "GLOBAL": _Unpickler.name,
-    "STACK_GLOBAL": _Unpickler.name_on_stack,
-    "INST": _Unpickler.instance,
-    "REDUCE": _Unpickler.call,
-    "NEWOBJ": _Unpickler.call,
-    "BUILD": _Unpickler.build,
-    "BINPERSID": _Unpickler.storage,
-    "EXT1": _Unpickler.extension,
-    "EXT2": _Unpickler.extension,
-    "EXT4": _Unpickler.extension,
-}
-_COSTLY = frozenset({"MARK", "TUPLE", "FROZENSET", "BYTEARRAY8", "REDUCE", "NEWOBJ", "BINPERSID"})
 
 
 def unpickle(data: np.ndarray, functions: Functions, budget: Budget) -> Any:
