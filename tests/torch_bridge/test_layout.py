@@ -58,10 +58,10 @@ def test_any_dense_strides(shape, random):
     flat = memory.reshape(-1).numpy()
     np.testing.assert_array_equal(entry.from_memory(flat), tensor.numpy())
     np.testing.assert_array_equal(entry.to_memory(tensor.numpy()), flat)
-    columns = entry.column_order()
+    columns = entry.columns()
     if columns is not None:
         logical = tensor.numpy().reshape(shape[0], -1)
-        np.testing.assert_array_equal(logical[:, columns], flat.reshape(shape[0], -1))
+        np.testing.assert_array_equal(flat.reshape(shape[0], -1)[:, columns], logical)
 
 
 # --- recording, in a real process group of one ----------------------------------------------

@@ -70,8 +70,8 @@ def test_packed_attention_shares_q_and_says_so():
 @pytest.mark.parametrize(
     ("off", "option", "empty", "said"),
     [
-        ("warm_start", "warm_start", ("p_memory_dict", "q_memory_dict"), "no q"),
-        ("use_error_feedback", "error_feedback", ("error_dict",), "no residual"),
+        ("warm_start", "warm_start", ("p_memory_dict", "q_memory_dict"), "q of shape None"),
+        ("use_error_feedback", "error_feedback", ("error_dict",), "residual of shape None"),
     ],
 )
 def test_states_without_factors_or_errors(off, option, empty, said):

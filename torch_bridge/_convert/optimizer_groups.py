@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import optax
 
 from torch_bridge._base.errors import CheckpointMismatch
@@ -26,7 +27,11 @@ MOMENTS: dict[type, dict[str, str]] = {
 }
 # What SGD and Adam must have, what else torch puts into their groups, and what they keep. Several
 # optimizers outside of torch have the first, and more.
-_MARKS = {"sgd": {"momentum", "dampening", "nesterov"}, "adam": {"betas", "eps", "amsgrad"}}
+_MARKS = {
+    "": set(),
+    "sgd": {"momentum", "dampening", "nesterov"},
+    "adam": {"betas", "eps", "amsgrad"},
+}
 _OF_TORCH = {
     *("params", "param_names", "lr", "weight_decay", "maximize", "foreach", "differentiable"),
     *("fused", "capturable", "decoupled_weight_decay"),
@@ -34,7 +39,11 @@ _OF_TORCH = {
     *("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
     *("lr_scale", "lr_mult"),
 }
-_KEPT = {"sgd": {"momentum_buffer"}, "adam": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}}
+_KEPT = {
+    "": set(),
+    "sgd": {"momentum_buffer"},
+    "adam": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+}
 
 
 class Hyperparameters(NamedTuple):
@@ -63,16 +72,12 @@ class Hyperparameters(NamedTuple):
         betas = group.get("betas", (0, 0))
         if not isinstance(betas, list | tuple) or len(betas) != 2:
             raise CheckpointMismatch("The optimizer's `betas` must be two numbers.")
-        return cls(
-            _algorithm(group, kept),
-            lr=_number("lr", group["lr"]),
-            weight_decay=_number("weight_decay", group.get("weight_decay", 0)),
-            maximize=bool(group.get("maximize")),
-            momentum=_number("momentum", group.get("momentum", 0)),
-            nesterov=bool(group.get("nesterov")),
-            betas=(_number("betas", betas[0]), _number("betas", betas[1])),
-            eps=_number("eps", group.get("eps", 0)),
-        )
+        values: dict[str, Any] = {"betas": tuple(_number("betas", beta) for beta in betas)}
+        for name in ("maximize", "nesterov"):
+            values[name] = bool(group.get(name))
+        for name in ("lr", "weight_decay", "momentum", "eps"):
+            values[name] = _number(name, group.get(name, 0))
+        return cls(_algorithm(group, kept), **values)
 
     def transformation(
         self,
@@ -133,15 +138,13 @@ def _algorithm(group: Document, kept: Collection[str]) -> str:
       ValueError: It has no equal in optax.
     """
     family = ""
-    others = set(group)
     for name, marks in _MARKS.items():
         if marks <= group.keys():
             family = name
-    if family:  # AdaBelief, LARS and SAM have the hyperparameters of one of the two, and others
-        labels = {key for key, value in group.items() if isinstance(value, str)}
-        others = others - _MARKS[family] - _OF_TORCH - labels
-        others |= set(kept) - _KEPT[family]
-    if others:
+    # AdaBelief, LARS and SAM have the hyperparameters of one of the two, and others.
+    labels = {key for key, value in group.items() if isinstance(value, str)}
+    others = {*group, *kept} - _MARKS[family] - _KEPT[family] - _OF_TORCH - labels
+    if others or not family:
         raise ValueError(
             "Only torch.optim.SGD, Adam and AdamW have an equal in optax; this one is another, by "
             f"its entries {printable(str(sorted(map(str, others))))}. Start "
@@ -285,12 +288,9 @@ def recorded_names(optimizer: Document, param_names: ParamNames) -> list[str] | 
     """Returns the names that the user says, or the optimizer has recorded; None where neither."""
     if param_names is None:
         param_names = [group.get("param_names") for group in optimizer["param_groups"]]
-    flat = []
-    for part in param_names:
-        if part is None:
+        if None in param_names:
             return None
-        flat.extend([part] if isinstance(part, str) else part)
-    return flat
+    return jax.tree.leaves(list(param_names))
 
 
 def _names_by_order(

@@ -249,13 +249,12 @@ def _rows_of_q(plan: LeafPlan, pair: Pair, part: BucketPart) -> np.ndarray:
     assert plan.view is not None
     if plan.view.batch:
         raise CheckpointMismatch("several matrices in one leaf, which have several Q")
-    cols = pair.column_order(plan.view.dims.cols)
-    order = part.entry.column_order()
-    if order is None:
+    columns = part.entry.columns()
+    if columns is None:
         raise CheckpointMismatch(f"its strides {part.entry.strides} mix torch's rows and columns")
     if plan.rank != part.rank:
         raise CheckpointMismatch(f"rank {plan.rank}, torch has {part.rank}")
-    return np.argsort(order)[cols]
+    return columns[pair.column_order(plan.view.dims.cols)]
 
 
 # --- to torch -----------------------------------------------------------------------------------
@@ -434,28 +433,28 @@ def _check_state(
     matrices: Sequence[CommonMatrix],
     matrix_dims: MatrixDimsFn | None,
 ) -> None:
-    """Refuses a state of other shapes, or without any residual or Q where torch has some.
+    """Refuses a state of other shapes, or without a residual or Q where torch has one.
 
     Raises:
       CheckpointMismatch: With all of these.
     """
-    wrong = []
     fresh = _shapes(params, record, matrix_dims)
-    for field, buffers in (("residual", record.error_dict), ("q", record.q_memory_dict)):
-        expected = leaves_by_path(getattr(fresh, field))
-        leaves = leaves_by_path(getattr(state, field))
-        if buffers and matrices and not leaves:
-            wrong.append(f"no {field}")
-        for path, leaf in leaves.items():
-            shape = getattr(expected.get(path), "shape", None)
-            if tuple(leaf.shape) != shape:
-                wrong.append(f"{'/'.join(path)}: {field} of shape {leaf.shape}, expected {shape}")
+    common = {matrix.pair.path for matrix in matrices}  # a leaf that is frozen may lack a state
+    wrong = []
+    for field in ("residual", "q"):
+        shapes, expected = (
+            jax.tree.map(np.shape, leaves_by_path(getattr(one, field))) for one in (state, fresh)
+        )
+        for path in shapes.keys() | common:
+            shape, wanted = shapes.get(path), expected.get(path)
+            if shape != wanted:
+                wrong.append(f"{'/'.join(path)}: {field} of shape {shape}, expected {wanted}")
     if wrong:
         raise CheckpointMismatch(
             "The PowerSGD state is of other matrices, another rank or several replicas. Pass it "
             "consolidated (jaxcomp.consolidate), with the matrix_dims= that it was made with and "
             "like= of the same rank, warm_start and error_feedback.",
-            mis_shaped=wrong,
+            mis_shaped=sorted(wrong),
             parameters=("matrix_dims", "like"),
         )
 

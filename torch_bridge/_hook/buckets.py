@@ -25,7 +25,7 @@ import numpy as np
 from jaxcomp.extend import is_compressed
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import BUFFERS
-from torch_bridge._base.tensors import shape_of, to_numpy, unwrapped
+from torch_bridge._base.tensors import is_tensor, shape_of, to_numpy, unwrapped
 
 _KINDS = {"error_dict": "error", "p_memory_dict": "P", "q_memory_dict": "Q"}
 _FORMAT = {"format": "torch_bridge.BucketLayout", "version": 1}
@@ -54,6 +54,13 @@ class BucketEntry:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        if not _are_dense(self.shape, self.strides):
+            raise CheckpointMismatch(
+                f"A layout has strides with gaps or overlaps: {self.name} {self.shape}, "
+                f"{self.strides}. Record it with torch_bridge.record_layout."
+            )
+
     @property
     def size(self) -> int:
         """Number of elements."""
@@ -77,38 +84,29 @@ class BucketEntry:
 
     def from_memory(self, flat: np.ndarray) -> np.ndarray:
         """Views the parameter's elements, as they lie in memory, as an array of `shape`."""
-        order = self._memory_order
-        in_memory = flat.reshape([self.shape[axis] for axis in order])
-        return in_memory.transpose(np.argsort(order))
+        steps = [step * flat.itemsize for step in self.strides]
+        return np.lib.stride_tricks.as_strided(flat, self.shape, steps)
 
     def to_memory(self, array: np.ndarray) -> np.ndarray:
         """Lays an array out as `from_memory` takes it."""
-        return np.ascontiguousarray(array.transpose(self._memory_order)).reshape(-1)
+        flat = np.empty(self.size, array.dtype)
+        self.from_memory(flat)[...] = array
+        return flat
 
-    @property
-    def _memory_order(self) -> list[int]:
-        # Slowest axis first; an axis of length 1 may carry any stride, so it keeps its place.
-        order = list(range(len(self.shape)))
-        wide = [axis for axis in order if self.shape[axis] > 1]
-        slowest_first = sorted(wide, key=self.strides.__getitem__, reverse=True)
-        for place, axis in zip(wide, slowest_first, strict=True):
-            order[place] = axis
-        return order
-
-    def column_order(self) -> np.ndarray | None:
-        """Returns the hook's columns, as positions in ``array.reshape(shape[0], -1)``.
+    def columns(self) -> np.ndarray | None:
+        """Returns the hook's column of each position in a row of ``array.reshape(shape[0], -1)``.
 
         The hook reads the bucket's memory as ``(shape[0], -1)``, whatever the strides. For a
         channels_last kernel its columns are therefore ``(kh, kw, I)`` instead of ``(I, kh, kw)``.
 
         Returns:
-          Positions, shape (cols,), or None if the hook's rows are not the first axis at all.
+          Shape (cols,), or None if the hook's rows are not the first axis at all.
         """
-        order = self._memory_order
-        if order and order[0] != 0:
+        rows, cols = self.matrix
+        if rows > 1 and self.strides[0] != cols:
             return None
-        cols = np.arange(math.prod(self.shape[1:])).reshape(1, *self.shape[1:])
-        return cols.transpose(order).reshape(-1)
+        row = BucketEntry(self.name, self.shape[1:], self.strides[1:])
+        return row.from_memory(np.arange(cols)).reshape(-1)
 
 
 class BucketPart(NamedTuple):
@@ -157,8 +155,8 @@ class BucketLayout:
             entries = [dataclasses.replace(entry, name=next(names)) for entry in bucket]
             buckets.append(tuple(entries))
         object.__setattr__(self, "buckets", tuple(buckets))
-        counts = collections.Counter(self.names)
-        twice = sorted(name for name, count in counts.items() if count > 1)
+        counts = collections.Counter(self.names) - collections.Counter(set(self.names))
+        twice = sorted(counts)
         if twice:
             raise CheckpointMismatch(
                 f"A layout names each parameter once; {', '.join(twice)} appears again. A tied "
@@ -177,10 +175,7 @@ class BucketLayout:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Elements per bucket."""
-        sizes: list[int] = []
-        for bucket in self.buckets:
-            sizes.append(sum(entry.size for entry in bucket))
-        return tuple(sizes)
+        return tuple(sum(entry.size for entry in bucket) for bucket in self.buckets)
 
     @functools.cached_property
     def entries(self) -> dict[str, BucketEntry]:
@@ -213,9 +208,11 @@ class BucketLayout:
             )
         buckets = []
         for names in order:
-            arrays = [model[name] for name in names]
-            shapes = map(shape_of, arrays)
-            buckets.append(tuple(map(BucketEntry, names, shapes, map(dense_strides, arrays))))
+            entries = []
+            for name in names:
+                array = model[name]
+                entries.append(BucketEntry(name, shape_of(array), dense_strides(array)))
+            buckets.append(tuple(entries))
         return cls(tuple(buckets))
 
     def to_json(self) -> str:
@@ -323,8 +320,8 @@ def _entry(item: Any) -> BucketEntry:
     with contextlib.suppress(TypeError, ValueError, KeyError):
         name, shape, strides = item["name"], tuple(item["shape"]), tuple(item["strides"])
         counts = all(type(number) is int and number >= 0 for number in (*shape, *strides))
-        alike = isinstance(name, str) and len(shape) == len(strides) <= _MAX_AXES
-        if counts and alike and math.prod(max(size, 1) for size in shape) < _MAX_SIZE:
+        known = isinstance(name, str) and len(shape) <= _MAX_AXES
+        if counts and known and math.prod(max(size, 1) for size in shape) < _MAX_SIZE:
             return BucketEntry(name, shape, strides)
     raise CheckpointMismatch(
         f"A layout entry must have a `name`, `shape` and `strides`, got {item!r:.80}."
@@ -338,16 +335,21 @@ def dense_strides(array: Any) -> tuple[int, ...]:
     and makes the gradient contiguous otherwise.
     """
     shape = shape_of(array)
-    contiguous = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    strides = contiguous
-    if callable(getattr(array, "stride", None)):
-        strides = tuple(map(int, array.stride()))
+    strides: Sequence[int] = ()
+    if is_tensor(array):
+        strides = array.stride()
     elif isinstance(array, np.ndarray):
-        strides = tuple(step // array.itemsize for step in array.strides)
+        strides = [step // array.itemsize for step in array.strides]
+    if len(strides) == len(shape) and _are_dense(shape, strides):
+        return tuple(strides)
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Tells whether elements fill their memory without gaps; an axis of length 1 has any stride."""
     expected = 1
-    for axis in sorted(range(len(shape)), key=lambda a: (strides[a], shape[a])):
-        if shape[axis] > 1:
-            if strides[axis] != expected:
-                return contiguous
-            expected *= shape[axis]
-    return strides
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride != expected and 0 not in shape:
+            return False
+        expected *= size
+    return True
