@@ -14,13 +14,15 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord, is_optimizer
 from torch_bridge._base.tensors import trainable
 from torch_bridge._base.terminal import printable, some
-from torch_bridge._hook.buckets import BucketEntry, BucketLayout, BucketPart
+from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 
 _ROWS = 50  # that are shown
 _LONG = 200  # characters of a name
+_FACT = "{:<{}}  {}"
+_LINE = "{:>16}  {:>12}  {:>14}  {:>6}  {:>9}  {:>9}  {}"
 _HEADER = ("shape", "matrix", "rank", "bucket", "|q|", "|error|", "parameter")
 
 
@@ -38,49 +40,47 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
       layout: The bucket layout, if it is known from elsewhere.
 
     Returns:
-      ``facts``, title -> value; ``parameters``, a dictionary each; ``missing``, what a complete
-      conversion needs and the files lack, each as one sentence.
+      ``facts``, title -> value; ``parameters``, a dictionary each, with None for what is not known;
+      ``missing``, what a complete conversion needs and the files lack, each as one sentence.
     """
     record = next(iter(checkpoint.powersgd), None)
     facts = _facts(checkpoint, record)
     missing = _missing(checkpoint, record)
     known = None
+    parts = {}
     if record is not None:
-        facts["layout"] = "unknown"
         try:
             known = layout_of(checkpoint, layout, None)
         except CheckpointMismatch as error:
             missing.append(f"the bucket layout: {error.message}")
-    parts = {}
-    if known is not None:
-        source = "in the file" if checkpoint.layout else "inferred"
-        facts["layout"] = f"{'given' if layout else source}, {len(known.buckets)} bucket(s)"
-        parts = known.parts(checkpoint.mean)
+        facts["layout"] = "unknown"
+        if known is not None:
+            source = "in the file" if checkpoint.layout else "inferred"
+            facts["layout"] = f"{'given' if layout else source}, {len(known.buckets)} bucket(s)"
+            parts = known.parts(checkpoint.mean)
+    parameters = []
+    wild = {}
     # Without a layout the shapes alone say what is compressed.
-    known = known or BucketLayout.from_order([trainable(checkpoint.model)], checkpoint.model)
-    parameters = [_row(entry, record, parts.get(entry.name)) for entry in known]
-    wild = []
-    for row in parameters:
-        for key in ("q_norm", "error_norm"):
-            if row[key] is not None and not math.isfinite(row[key]):
-                row[key] = None  # JSON has no NaN
-                wild.append(row["name"])
+    for entry in known or BucketLayout.from_order([trainable(checkpoint.model)], checkpoint.model):
+        row: dict[str, Any] = dict.fromkeys(("bucket", "q_norm", "error_norm"))
+        row.update(name=entry.name, shape=entry.shape, matrix=entry.matrix)
+        row["rank"] = 0 if record is None else entry.factor_rank(record)
+        part = parts.get(entry.name)
+        if part is not None:
+            row["bucket"] = part.bucket
+            norms = {"error_norm": _norm(part.error)}
+            if part.rank:
+                norms["q_norm"] = _norm(part.q)
+            for key, norm in norms.items():
+                if norm is None or math.isfinite(norm):
+                    row[key] = norm
+                else:  # JSON has no NaN
+                    wild[entry.name] = key
+        parameters.append(row)
     if wild:
         afresh = "(never used, or the run diverged); it starts afresh"
-        missing.append(f"a finite state of {some(list(dict.fromkeys(wild)))} {afresh}")
+        missing.append(f"a finite state of {some(list(wild))} {afresh}")
     return {"facts": facts, "parameters": parameters, "missing": missing}
-
-
-def _row(entry: BucketEntry, record: PowerSGDRecord | None, part: BucketPart | None) -> Any:
-    """Collects what is known of one parameter: None stands for what is not."""
-    row: dict[str, Any] = dict.fromkeys(("bucket", "q_norm", "error_norm"))
-    row.update(name=entry.name, shape=entry.shape, matrix=entry.matrix)
-    row["rank"] = 0 if record is None else entry.factor_rank(record)
-    if part is not None:
-        row["bucket"] = part.bucket
-        row["error_norm"] = _norm(part.error)
-        row["q_norm"] = _norm(part.q) if part.rank else None
-    return row
 
 
 def _norm(array: np.ndarray | None) -> float | None:
@@ -137,22 +137,22 @@ def _missing(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> list[str]
 
 def _text(summary: Mapping[str, Any]) -> str:
     """Lays a summary out for a terminal: the facts, a table, and what is missing."""
-    parameters = summary["parameters"]
-    facts = [(title, printable(value)) for title, value in summary["facts"].items()]
-    lines = _aligned(facts, "<<")
-    lines.append("")
-    lines.extend(_aligned([_HEADER, *map(_cells, parameters[:_ROWS])], ">>>>>><"))
-    more = len(parameters) - _ROWS
-    if more > 0:
-        lines.append(f"{more:,} more parameters; --json has all.")
+    facts, parameters = summary["facts"], summary["parameters"]
+    width = max(map(len, facts))
+    lines = [_FACT.format(title, width, printable(value)) for title, value in facts.items()]
+    lines += ["", _LINE.format(*_HEADER)]
     dense = sent = 0
-    for row in parameters:
+    for number, row in enumerate(parameters):
         size = math.prod(row["shape"])
         dense += size
         sent += row["rank"] * sum(row["matrix"]) or size
+        if number < _ROWS:
+            lines.append(_LINE.format(*_cells(row)))
+    if len(parameters) > _ROWS:
+        lines.append(f"{len(parameters) - _ROWS:,} more parameters; --json has all.")
     if sent:
         lines.append(f"{dense:,} values, {sent:,} sent per step: {dense / sent:.1f} times fewer.")
-    lines.extend(f"missing: {printable(line)}" for line in summary["missing"])
+    lines += [f"missing: {printable(line)}" for line in summary["missing"]]
     return "\n".join(lines)
 
 
@@ -163,20 +163,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     for key in ("bucket", "q_norm", "error_norm"):
         cells.append("" if row[key] is None else f"{row[key]:.4g}")
     name = row["name"]
-    cells.append(printable(name if len(name) <= _LONG else f"{name[:_LONG]}..."))
-    return cells
+    return [*cells, printable(name if len(name) <= _LONG else f"{name[:_LONG]}...")]
 
 
 def _times(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
-
-
-def _aligned(rows: Sequence[Sequence[str]], sides: str) -> list[str]:
-    """Aligns columns to the left (<) or right (>); what is of any length stands last."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widths[-1] = 0
-    lines = []
-    for row in rows:
-        columns = zip(row, sides, widths, strict=True)
-        lines.append("  ".join(f"{cell:{side}{width}}" for cell, side, width in columns))
-    return lines
