@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import sys
@@ -11,10 +12,12 @@ from torch_bridge._base.errors import UnsafeCheckpoint
 from torch_bridge._base.framework import not_installed
 from torch_bridge._base.terminal import printable
 from torch_bridge._cli import arguments
+from torch_bridge._cli.convert import convert_to_flax, convert_to_torch
 from torch_bridge._cli.inspect import inspect
 
 OK, UNUSABLE, USAGE, UNSAFE = 0, 1, 2, 3
 INTERRUPTED = 130  # as a shell has it
+_COMMANDS = {"inspect": inspect, "to-flax": convert_to_flax, "to-torch": convert_to_torch}
 # The options of arguments that are written otherwise on the command line.
 _AS_OPTIONS = {
     "rules": "--rule REGEX=PATH",
@@ -30,13 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _return_freed_memory()
     try:
         arguments.read_files(options)
-        if options.command == "inspect":
-            inspect(options)
-        else:
-            from torch_bridge._cli import convert  # which needs flax and orbax
-
-            commands = {"to-flax": convert.convert_to_flax, "to-torch": convert.convert_to_torch}
-            commands[options.command](options)
+        _COMMANDS[options.command](options)
     except UnsafeCheckpoint as error:
         return _fail(error, UNSAFE)
     except ValueError as error:  # CheckpointMismatch, or an optimizer without an equal in optax
@@ -45,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail("the file nests its entries too deeply to be converted", UNUSABLE)
     except ModuleNotFoundError as error:
         return _fail(not_installed(error), USAGE)
+    except argparse.ArgumentTypeError as error:  # of the user's own modules
+        return _fail(error, USAGE)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except OSError as error:

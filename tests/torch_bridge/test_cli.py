@@ -285,3 +285,11 @@ def test_inspect_says_the_loss_scale_and_the_example(call):
     example = {"inputs": [torch.zeros(2, 3)], "outputs": torch.zeros(2)}
     torch.save(files.own_format(example=example), "own.pt")
     assert "inputs of 2x3" in call("inspect", "own.pt")[1]
+
+
+def test_a_file_without_an_example_is_refused_before_the_users_modules_run(call):
+    pathlib.Path("slow.py").write_text("open('ran', 'w')\nparams = apply = print\n")
+    asked = ("to-flax", "checkpoint.pt", "--params", "slow:params", "--apply", "slow:apply")
+    code, _, err = call(*asked, "--out", "x")
+    assert (code, "no example for --apply" in err) == (UNUSABLE, True)
+    assert not pathlib.Path("ran").exists()

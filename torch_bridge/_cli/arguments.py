@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -67,15 +68,13 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     main = _parser()
     options = main.parse_args(argv)
     if options.command != "inspect":
-        options.rules = options.rule or ()
-        said = {name: getattr(options, name) for name in Options.__dataclass_fields__}
+        options.pairing = {name: getattr(options, name) for name in Options.__dataclass_fields__}
         for name in ("flatten", "unflatten", "turned"):
-            said[name] = dict(said[name]) if said[name] else None
+            options.pairing[name] = dict(options.pairing[name] or ()) or None
         try:
-            Options(**said)  # before large files are read
+            Options(**options.pairing)  # before large files are read
         except ValueError as error:
             main.error(str(error))
-        options.pairing = said
     return options
 
 
@@ -102,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
             _add_conversion(add)
         if name == "to-flax":
             add("--missing-ranks", choices=("error", "zero", "replicate"), default="error")
-            add("--params", required=True, metavar="MODULE:NAME", type=_params)
+            add("--params", required=True, metavar="MODULE:NAME", type=_reference)
         add("--layout", type=pathlib.Path, metavar="FILE", help="record_layout(...).to_json()")
         add("--max-bytes", type=int, metavar="N", help="the most bytes one file may unpack to")
     return main
@@ -112,14 +111,18 @@ def _add_conversion(add: Callable[..., Any]) -> None:
     """Adds the options that both conversions take, those of `pair` among them."""
     add("--out", required=True, type=pathlib.Path)
     add("--force", action="store_true", help="overwrite --out")
-    add("--apply", metavar="MODULE:NAME", type=_function, help="apply(params, *inputs) of the Flax "
-        "model, which is run on the file's example")  # fmt: skip
+    add("--apply", metavar="MODULE:NAME", type=_reference, help="apply(params, *inputs) of the "
+        "Flax model, which is run on the file's example")  # fmt: skip
     add("--param-names", type=pathlib.Path, metavar="FILE", help="a JSON list, as in Python")
     add("--plain", action="store_true", help="whatever is left open is as usual")
-    for name, what in _PATTERNS.items():
-        add(name, metavar="REGEX", help=what)
-    for name, (metavar, kind, what) in _NAMED.items():
-        add(name, action="append", metavar=metavar, type=kind, help=what)
+    add("--conv-transpose", metavar="REGEX", help="ConvTranspose layers with as many inputs as "
+        "outputs")  # fmt: skip
+    add("--conv1d", metavar="REGEX", help="layers that keep their weight (in, out)")
+    add("--ignore", metavar="REGEX", help="torch tensors to leave out")
+    add("--rule", action="append", default=[], dest="rules", metavar="REGEX=PATH", type=_rule,
+        help="the Flax path of these torch names")  # fmt: skip
+    for name, (metavar, what) in _NUMBERS.items():
+        add(name, action="append", metavar=metavar, type=_numbers, help=what)
 
 
 def read_files(options: argparse.Namespace) -> None:
@@ -159,34 +162,32 @@ def _names(text: str) -> Any:
     return names
 
 
-def _function(reference: str) -> Any:
-    """Imports the function that ``package.module:name`` names."""
-    value = _imported(reference, call=False)
-    if not callable(value):
-        raise argparse.ArgumentTypeError(
-            f"{reference} is a {type(value).__name__}, and must be apply(params, *inputs)."
-        )
-    return value
+def _reference(text: str) -> str:
+    if ":" not in text:
+        raise argparse.ArgumentTypeError(f"must be MODULE:NAME, got {text!r}")
+    return text
 
 
-def _imported(reference: str, *, call: bool) -> Any:
-    """Imports what ``package.module:name`` names, and calls it if that is asked."""
-    sys.path.insert(0, os.getcwd())
-    try:
-        if ":" not in reference:
-            raise ValueError("must be MODULE:NAME")
-        value: Any = pkgutil.resolve_name(reference)
-        return value() if call and callable(value) else value
-    except Exception as error:  # it is the user's code, so it may raise anything
-        message = f"{reference}: {type(error).__name__}: {error}"
-        raise argparse.ArgumentTypeError(message) from error
-    finally:
-        sys.path.pop(0)
+def imported(reference: str) -> Any:
+    """Imports what ``package.module:name`` names.
+
+    Raises:
+      ArgumentTypeError: The import fails.
+    """
+    with _in_this_folder(reference):
+        return pkgutil.resolve_name(reference)
 
 
-def _params(reference: str) -> Any:
-    """Imports the tree that ``package.module:name`` names; a function is called."""
-    value = _imported(reference, call=True)
+def imported_tree(reference: str) -> Any:
+    """Imports the tree that ``package.module:name`` names; a function is called.
+
+    Raises:
+      ArgumentTypeError: It is something else, or the user's code fails.
+    """
+    value = imported(reference)
+    if callable(value):
+        with _in_this_folder(reference):
+            value = value()
     for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise argparse.ArgumentTypeError(
@@ -195,6 +196,19 @@ def _params(reference: str) -> Any:
                 "as jax.eval_shape gives them."
             )
     return value
+
+
+@contextlib.contextmanager
+def _in_this_folder(reference: str) -> Iterator[None]:
+    """Runs the user's code, which may be in this folder and may raise anything."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        yield
+    except Exception as error:
+        message = f"{reference}: {type(error).__name__}: {error}"
+        raise argparse.ArgumentTypeError(message) from error
+    finally:
+        sys.path.pop(0)
 
 
 def _rule(text: str) -> tuple[str, str]:
@@ -213,14 +227,8 @@ def _numbers(text: str) -> tuple[str, tuple[int, ...] | None]:
     return pattern, tuple(map(int, path.split(",")))
 
 
-_PATTERNS = {
-    "--conv-transpose": "ConvTranspose layers with as many inputs as outputs",
-    "--conv1d": "layers that keep their weight (in, out)",
-    "--ignore": "torch tensors to leave out",
-}
-_NAMED: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "--rule": ("REGEX=PATH", _rule, "the Flax path of these torch names"),
-    "--flatten": ("REGEX=C,H,W", _numbers, "what this Linear's input was, or none"),
-    "--unflatten": ("REGEX=C,H,W", _numbers, "what this Linear's output becomes, or none"),
-    "--turned": ("REGEX=1,0", _numbers, "the order of the axes of a bare parameter in Flax"),
+_NUMBERS = {
+    "--flatten": ("REGEX=C,H,W", "what this Linear's input was, or none"),
+    "--unflatten": ("REGEX=C,H,W", "what this Linear's output becomes, or none"),
+    "--turned": ("REGEX=1,0", "the order of the axes of a bare parameter in Flax"),
 }

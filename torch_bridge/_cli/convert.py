@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jaxcomp import PowerSGDState
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import import_torch
 from torch_bridge._base.terminal import printable
-from torch_bridge._cli.files import FlaxFile, write_flax
+from torch_bridge._cli.arguments import imported, imported_tree
 from torch_bridge._cli.progress import steps
 from torch_bridge._convert.optimizer_groups import MOMENTS
 from torch_bridge._convert.to_flax import to_flax
@@ -42,8 +42,12 @@ def convert_to_flax(options: argparse.Namespace) -> None:
     _check_out(options)
     with steps(3) as begin:
         begin(f"reading {len(options.files)} file(s)")
-        checkpoint = load(options.files, max_bytes=options.max_bytes)
-        _check_example(options, checkpoint)
+        checkpoint = _loaded(options, options.files)
+        # Here, since it takes seconds, as the user's own modules may.
+        from torch_bridge._cli.files import write_flax
+
+        apply = _imported_apply(options)
+        params = imported_tree(options.params)
         config = {}  # the arguments with which jaxcomp.powersgd goes on
         for record in checkpoint.powersgd[:1]:
             kwargs = powersgd_kwargs_from_torch(record, hook=checkpoint.hook)
@@ -53,8 +57,8 @@ def convert_to_flax(options: argparse.Namespace) -> None:
         begin("converting")
         run = to_flax(
             checkpoint,
-            options.params,
-            apply=options.apply,
+            params,
+            apply=apply,
             layout=options.layout,
             missing_ranks=options.missing_ranks,
             param_names=options.param_names,
@@ -68,7 +72,7 @@ def convert_to_flax(options: argparse.Namespace) -> None:
         begin("writing")
         write_flax(options.out, state, config, force=options.force)
     size = sum(int(np.size(leaf)) for leaf in jax.tree.leaves(state["params"]))
-    print(f"{printable(str(options.out))}: step {int(state['step'])}, {size:,} values")
+    print(f"{printable(str(options.out))}: step {run.step}, {size:,} values")
 
 
 def convert_to_torch(options: argparse.Namespace) -> None:
@@ -79,15 +83,15 @@ def convert_to_torch(options: argparse.Namespace) -> None:
     _check_out(options)
     with steps(3) as begin:
         begin("reading")
-        like = load(options.like, max_bytes=options.max_bytes)
-        _check_example(options, like)
+        like = _loaded(options, options.like)
+        from torch_bridge._cli.files import FlaxFile
+
+        apply = _imported_apply(options)
+        example = like.example if apply else None
+        if apply:
+            apply = functools.partial(_apply_to_variables, apply)
         file = FlaxFile(options.checkpoint)
         variables = _parts(file.shapes)[-1]
-        example = None
-        apply = None
-        if options.apply is not None:
-            example = like.example
-            apply = functools.partial(_apply_to_variables, options.apply)
         pairs = paired_for(like.model, variables, None, options.pairing, apply, example).pairs
         layout = layout_of(like, options.layout, pairs)  # which needs the errors
         for record in like.powersgd:  # the way back needs their shapes only
@@ -110,8 +114,9 @@ def convert_to_torch(options: argparse.Namespace) -> None:
     print(f"{printable(str(options.out))}: {len(document['state_dict'])} tensors")
 
 
-def _check_example(options: argparse.Namespace, checkpoint: Checkpoint) -> None:
-    """Refuses --apply where the file has nothing to run it on."""
+def _loaded(options: argparse.Namespace, files: Sequence[str]) -> Checkpoint:
+    """Reads files, of which one must hold an example if there is ``--apply`` to be run on it."""
+    checkpoint = load(files, max_bytes=options.max_bytes)
     if options.apply is not None and checkpoint.example is None:
         raise CheckpointMismatch(
             "The file has no example for --apply to be run on. Save it again with "
@@ -119,6 +124,19 @@ def _check_example(options: argparse.Namespace, checkpoint: Checkpoint) -> None:
             "names and shapes leave open.",
             parameters=("plain", "rules", "flatten", "unflatten", "conv1d", "conv_transpose"),
         )
+    return checkpoint
+
+
+def _imported_apply(options: argparse.Namespace) -> Callable[..., Any] | None:
+    """Imports the function of ``--apply``, if there is one."""
+    if options.apply is None:
+        return None
+    apply = imported(options.apply)
+    if not callable(apply):
+        raise argparse.ArgumentTypeError(
+            f"{options.apply} is a {type(apply).__name__}, and must be apply(params, *inputs)."
+        )
+    return apply
 
 
 def _apply_to_variables(apply: Callable[..., Any], variables: Any, *inputs: Any) -> Any:
