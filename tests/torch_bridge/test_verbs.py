@@ -329,10 +329,12 @@ def run(ranks=1, dtype=np.float32):
     return dataclasses.replace(source, optimizer=optimizer)
 
 
-def test_clipping_is_named_and_has_a_place():
-    between = "clip_grad_norm_.* between run.reducer and run.optim"
+def test_clipping_is_named_where_the_file_speaks_of_it_and_has_a_place():
+    torch_bridge.to_flax(dataclasses.replace(run(), extra={"args": {"clip_grad": None}}), LIKE)
+    source = dataclasses.replace(run(), extra={"args": {"max_grad_norm": 1.0, "lr": 0.1}})
+    between = r"^max_grad_norm=1\.0 in the file.* between run.reducer and run.optim"
     with pytest.warns(UserWarning, match=between) as warned:
-        there = torch_bridge.to_flax(run(), LIKE)
+        there = torch_bridge.to_flax(source, LIKE)
     assert warned[0].filename == __file__
     clipped = optax.chain(there.reducer, optax.clip_by_global_norm(0.01), there.optimizer)
     state = (there.reducer_state, optax.EmptyState(), there.optimizer_state)

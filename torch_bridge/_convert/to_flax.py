@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -26,6 +27,8 @@ from torch_bridge._pairing.leaves import MatrixDimsFn, flatten, matrix_dims_of, 
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
 from torch_bridge._pairing.pairs import Pair, leaves_from_torch
+
+_CLIPPING = re.compile(r"clip|max_(grad_)?norm|grad_norm", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -68,9 +71,7 @@ class FlaxRun:
     @property
     def transformation(self) -> optax.GradientTransformation:
         """Complete ``optax.chain(reducer, optimizer)``."""
-        if self.optimizer is None:
-            return optax.chain(self.reducer)
-        return optax.chain(self.reducer, self.optimizer)
+        return optax.chain(*filter(None, (self.reducer, self.optimizer)))
 
     @property
     def opt_state(self) -> tuple[Any, ...]:
@@ -150,7 +151,7 @@ def to_flax(
 
     Warns:
       UserWarning: Whatever `powersgd_from_torch` warns of. The state of PowerSGD seems to be
-        elsewhere in the file, or is not in it. No file tells of ``clip_grad_norm_``.
+        elsewhere in the file, or is not in it. Something in the file speaks of clipping.
         Parameters have 16 bits in the file and more in `like`; they stay as in the file.
         The optimizer seems to be elsewhere in the file, in `Checkpoint.extra`. The optimizer has
         leaves that are in no bucket of DDP, with state, which are frozen; or leaves without state
@@ -171,9 +172,8 @@ def to_flax(
       True
     """
     refuse_other_than_checkpoint(checkpoint, "checkpoint")
-    example = example or checkpoint.example
-    if apply is None:
-        example = None
+    if apply:
+        example = example or checkpoint.example
     paired = paired_for(checkpoint.model, like, pairs, options, apply, example)
     params = flatten(like).with_leaves(leaves_from_torch(paired.pairs, checkpoint.model))
     trained_params = trained(params)
@@ -182,10 +182,12 @@ def to_flax(
     matrix_dims = matrix_dims or matrix_dims_of(trained_pairs)
     reducer = _reducer(checkpoint, axis_name, matrix_dims)
     plan = None
+    counted = 0
     if checkpoint.optimizer is not None:
-        model, optimizer_state = checkpoint.model, checkpoint.optimizer
-        plan = OptimizerPlan.of(optimizer_state, model, trained_pairs, param_names, layout)
-    counted = plan.counted if plan else 0
+        plan = OptimizerPlan.of(
+            checkpoint.optimizer, checkpoint.model, trained_pairs, param_names, layout
+        )
+        counted = plan.counted
     if checkpoint.powersgd:
         calls = checkpoint.powersgd[0].iter
         mean = mean_of_ranks(checkpoint, missing_ranks)
@@ -194,12 +196,9 @@ def to_flax(
     else:
         calls = counted
         state = reducer.init(trained_params)
-    rates = learning_rate if step is None else None
-    doubts = _narrowed(params, like)
-    doubts.extend(_doubts(checkpoint, layout, plan, calls, rates))
-    if plan:
-        doubts.extend(plan.notes(scheduled=learning_rate is not None))
-    for text in doubts:
+    for text in _doubts(checkpoint, params, like):
+        warnings.warn(text, stacklevel=2)
+    for text in _doubts_of_optimizer(plan, layout, calls, learning_rate, step) if plan else ():
         warnings.warn(text, stacklevel=2)
     if consume:
         for record in checkpoint.powersgd:
@@ -238,25 +237,6 @@ def refuse_other_than_checkpoint(value: Any, name: str) -> None:
         )
 
 
-def _narrowed(params: Any, like: Any) -> list[str]:
-    """Says which leaves have 16 bits from the file where `like` has more."""
-    wanted = flatten(like).leaves
-    narrow: list[str] = []
-    for path, leaf in flatten(params).leaves.items():
-        dtypes = [getattr(tree_leaf, "dtype", None) for tree_leaf in (leaf, wanted[path])]
-        if all(dtype is not None and jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
-            bits, wanted_bits = (jnp.finfo(dtype).bits for dtype in dtypes)
-            if bits < 32 <= wanted_bits:
-                narrow.append("/".join(path))
-    if not narrow:
-        return []
-    return [
-        f"{some(narrow)}: in 16 bits, as in the file, where `like` has more. To train in float32 "
-        "convert dataclasses.replace(checkpoint, model={name: value.astype('float32') for name, "
-        "value in checkpoint.model.items()})."
-    ]
-
-
 def _reducer(
     checkpoint: Checkpoint, axis_name: str | tuple[str, ...], matrix_dims: MatrixDimsFn
 ) -> optax.GradientTransformation:
@@ -270,14 +250,19 @@ def _reducer(
     return reducer_from_torch(hook, axis_name=axis_name)
 
 
-def _doubts(
-    checkpoint: Checkpoint,
-    layout: BucketLayout | None,
-    plan: OptimizerPlan | None,
-    calls: int,
-    rates: Rates,
-) -> Iterator[str]:
-    """Says what the file does not tell, or tells in two ways, with the way out."""
+def _doubts(checkpoint: Checkpoint, params: Any, like: Any) -> Iterator[str]:
+    """Says what is not in the file, or perhaps elsewhere in it, with the way out."""
+    of_like = flatten(like).leaves
+    narrow = []
+    for path, leaf in flatten(params).leaves.items():
+        if 0 < _bits(leaf) < 32 <= _bits(of_like[path]):
+            narrow.append("/".join(path))
+    if narrow:
+        yield (
+            f"{some(narrow)}: in 16 bits, as in the file, where `like` has more. To train in "
+            "float32 convert dataclasses.replace(checkpoint, model={name: value.astype('float32') "
+            "for name, value in checkpoint.model.items()})."
+        )
     unread = checkpoint.unread_states
     if not checkpoint.powersgd and (unread or "powerSGD" in (checkpoint.hook or "")):
         seems = f"checkpoint.extra[{unread[0]!r}] looks like one: " if unread else ""
@@ -285,33 +270,63 @@ def _doubts(
             "The checkpoint has no PowerSGDState where one is looked for, so that run.reducer is "
             f"an exact average; {seems}save it with save_checkpoint, or as 'comm_hook_state'."
         )
-    others = checkpoint.unread_optimizers
-    if plan is None and others:
+    if checkpoint.optimizer is not None:
+        clipping = _clipping(checkpoint.extra)
+        if clipping:
+            yield (
+                f"{some(clipping)} in the file: if the torch loop called clip_grad_norm_, put "
+                "optax.clip_by_global_norm(max_norm) between run.reducer and run.optimizer."
+            )
+    elif checkpoint.unread_optimizers:
         yield (
             "The checkpoint has no optimizer where one is looked for, so that the chain has none; "
-            f"checkpoint.extra[{others[0]!r}] looks like one, or a list of them. Go on from "
-            "dataclasses.replace(checkpoint, optimizer=...) with its state_dict."
+            f"checkpoint.extra[{checkpoint.unread_optimizers[0]!r}] looks like one, or a list of "
+            "them. Go on from dataclasses.replace(checkpoint, optimizer=...) with its state_dict."
         )
-    elif plan is None:  # without its optimizer a run would follow the plain gradient, and uphill
+    else:  # without its optimizer a run would follow the plain gradient, and uphill
         yield (
             "The checkpoint has no optimizer, so that run.transformation averages gradients and no "
             "more: added to parameters as they are, they lead uphill. Put one behind it: "
             "optax.chain(run.reducer, optax.sgd(...)), with the state (run.reducer_state, "
             "optimizer.init(params))."
         )
-    if plan is None:
-        return
-    yield (
-        "No file tells whether the torch loop clipped gradients. If it called clip_grad_norm_, "
-        "put optax.clip_by_global_norm(max_norm) between run.reducer and run.optimizer."
-    )
-    counted = plan.counted
+
+
+def _bits(leaf: Any) -> int:
+    """Returns the bits of a floating-point leaf, and 0 of any other."""
+    dtype = getattr(leaf, "dtype", bool)
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 0
+
+
+def _clipping(entries: Mapping[Any, Any]) -> list[str]:
+    """Lists the numbers in a file, such as arguments of the job, that speak of clipping."""
+    names = []
+    for name, value in entries.items():
+        if isinstance(value, Mapping):
+            names += _clipping(value)
+        elif isinstance(value, int | float) and value and _CLIPPING.search(str(name)):
+            names.append(f"{name!s:.40}={value}")
+    return names
+
+
+def _doubts_of_optimizer(
+    plan: OptimizerPlan, layout: BucketLayout | None, calls: int, rates: Rates, step: int | None
+) -> Iterator[str]:
+    """Says what a file does not tell of its optimizer, or tells in two ways, with the way out.
+
+    Args:
+      plan: Of the optimizer.
+      layout: The bucket layout, if it is known.
+      calls: Of the hook.
+      rates: Learning rates that are given.
+      step: The steps taken, if that is given.
+    """
     schedules = rates if isinstance(rates, Sequence) else [rates]
-    if counted not in (0, calls) and any(map(callable, schedules)):
+    if step is None and plan.counted not in (0, calls) and any(map(callable, schedules)):
         yield (
-            f"Adam has counted {counted} steps and the hook {calls}, as with gradient "
+            f"Adam has counted {plan.counted} steps and the hook {calls}, as with gradient "
             "accumulation, skipped steps or a fresh hook state; the schedule goes on at "
-            f"{counted}. Pass step= to say where."
+            f"{plan.counted}. Pass step= to say where."
         )
     held = plan.paused(HELD)
     if held:
@@ -327,3 +342,4 @@ def _doubts(
             "freeze them pass layout=BucketLayout.from_order([names], checkpoint.model), with the "
             "names of what is trained."
         )
+    yield from plan.notes(scheduled=rates is not None)
