@@ -117,7 +117,7 @@ def test_files_that_cannot_be_the_ranks_of_one_run(tmp_path):
     one, two, three = write("0", 3), write("1", 4), write("2", 3, world_size=1)
     for paths, said in (
         ([one, tmp_path / "." / "0"], "given 2 times"),
-        ([one, two], "errors of other buckets"),
+        ([one, two], "other buckets of errors"),
         ([three, write("3", 3, world_size=1)], "2 files of a run of 1 ranks"),
     ):
         with pytest.raises(CheckpointMismatch, match=said):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -104,7 +104,7 @@ class Checkpoint:
     def mean(self) -> PowerSGDRecord:
         """Hook state with the mean of the errors of the ranks at hand, float32."""
         first = self.powersgd[0]
-        errors = {bucket: _mean(self.powersgd, bucket) for bucket in first.error_dict}
+        errors = jax.tree.map(_mean, *[record.error_dict for record in self.powersgd])
         return dataclasses.replace(first, error_dict=errors)
 
 
@@ -179,16 +179,14 @@ def _scales_in(entries: Mapping[Any, Any], above: str = "") -> dict[str, float]:
     return scales
 
 
-def _mean(records: Sequence[PowerSGDRecord], bucket: int) -> np.ndarray:
+def _mean(*errors: np.ndarray) -> np.ndarray:
     """Takes the mean of the ranks' errors in one bucket, flat, float32."""
-    errors = [record.error_dict[bucket] for record in records]
     # `to_torch` writes one buffer for all ranks: what they share is read once.
     counts = collections.Counter(map(storage_key, errors))
-    distinct = dict(zip(map(storage_key, errors), errors, strict=True))
-    if len(distinct) == 1:  # which is only read, so it needs no copy
+    if len(counts) == 1:  # which is only read, so it needs no copy
         return errors[0].astype(np.float32, copy=False)
     mean = np.zeros(errors[0].shape, np.float32)
-    for key, error in distinct.items():
-        mean += error.astype(np.float32, copy=False) * counts[key]
-    mean /= len(records)
+    for error in errors:
+        mean += error.astype(np.float32, copy=False) * counts.pop(storage_key(error), 0)
+    mean /= len(errors)
     return mean

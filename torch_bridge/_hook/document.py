@@ -19,6 +19,17 @@ _VERSION = 1
 _MAX_BUFFERS = 1 << 20
 _RNG_FIELDS = ("key", "pos", "has_gauss", "cached_gaussian")  # of RandomState.get_state()
 MAX_RANKS = 1 << 14
+# Entries that are fields of a `Checkpoint`; each may be None.
+_KINDS: dict[str, type] = {
+    "powersgd": dict,
+    "optimizer": dict,
+    "layout": str,
+    "hook": str,
+    "example": dict,
+    "loss_scale": object,
+    "world_size": object,
+    "extra": object,
+}
 
 
 def make_document(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -63,38 +74,8 @@ def _plain(record: PowerSGDRecord) -> dict[str, Any]:
     return slots
 
 
-def read_loss_scale(value: Mapping[str, Any]) -> float | None:
-    """Reads the loss scale from such a file; None where it has none.
-
-    Raises:
-      CheckpointMismatch: It is no positive number.
-    """
-    scale = value.get("loss_scale")
-    if scale is None:
-        return None
-    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
-        raise CheckpointMismatch("`loss_scale` must be a positive number")
-    return float(scale)
-
-
-def read_example(value: Mapping[str, Any]) -> tuple[tuple[np.ndarray, ...], Any] | None:
-    """Reads the inputs and outputs of the module from such a file; None where it has none.
-
-    Raises:
-      CheckpointMismatch: They are of another kind.
-    """
-    example = value.get("example")
-    if example is None:
-        return None
-    inputs: Any = example.get("inputs") if isinstance(example, Mapping) else None
-    are_arrays = isinstance(inputs, list) and all(isinstance(a, np.ndarray) for a in inputs)
-    if not inputs or not are_arrays or "outputs" not in example:
-        raise CheckpointMismatch("`example` must have tensors as `inputs`, and `outputs`")
-    return tuple(inputs), example["outputs"]
-
-
-def read_records(value: Mapping[str, Any]) -> list[PowerSGDRecord]:
-    """Reads the records of such a file, one per rank, after checking what it says of itself.
+def read_document(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads such a file, as fields of a `Checkpoint`; its model and layout are as in the file.
 
     Raises:
       CheckpointMismatch: An entry is missing, or of another kind.
@@ -103,38 +84,49 @@ def read_records(value: Mapping[str, Any]) -> list[PowerSGDRecord]:
         raise CheckpointMismatch(
             f"format version {brief(value.get('version'))}, this release reads {_VERSION}"
         )
-    for name, kind in (("powersgd", dict), ("optimizer", dict), ("layout", str), ("hook", str)):
-        if not isinstance(value.get(name), kind | None):
+    fields = {"model": value.get("state_dict")}
+    for name, kind in _KINDS.items():
+        fields[name] = value.get(name)
+        if not isinstance(fields[name], kind | None):
             raise CheckpointMismatch(f"`{name}` must be a {kind.__name__}")
-    if value.get("powersgd") is None:
-        return []
-    slots = dict(value["powersgd"])
+    scale = fields["loss_scale"]
+    is_number = isinstance(scale, int | float)
+    if scale is not None and not (is_number and 0 < scale < math.inf):
+        raise CheckpointMismatch("`loss_scale` must be a positive number")
+    example = fields["example"]
+    if example is not None:
+        inputs = example.get("inputs")
+        are_arrays = isinstance(inputs, list) and all(isinstance(a, np.ndarray) for a in inputs)
+        if not inputs or not are_arrays or "outputs" not in example:
+            raise CheckpointMismatch("`example` must have tensors as `inputs`, and `outputs`")
+        fields["example"] = (tuple(inputs), example["outputs"])
+    slots = fields["powersgd"]
+    fields["powersgd"] = () if slots is None else _records(slots, value.get("errors"))
+    return fields
+
+
+def _records(slots: Mapping[str, Any], errors: Any) -> tuple[PowerSGDRecord, ...]:
+    """Reads one record per rank: what all ranks share, and the errors of each.
+
+    Raises:
+      CheckpointMismatch: They are of another kind, or not of one run.
+    """
+    slots = dict(slots)
     if slots.get("rng") is not None:
-        slots["rng"] = _generator(slots["rng"])
-    errors: Any = value.get("errors")
+        rng = slots["rng"]
+        if not isinstance(rng, Mapping) or not rng.keys() >= set(_RNG_FIELDS):
+            raise CheckpointMismatch(f"`rng` must hold {', '.join(_RNG_FIELDS)}")
+        slots["rng"] = random_state(*[rng[name] for name in _RNG_FIELDS])
     ranks = len(errors) if isinstance(errors, list) else 0
     if not 1 <= ranks <= MAX_RANKS or not all(isinstance(error, dict) for error in errors):
         raise CheckpointMismatch(f"`errors` must have a dictionary for each of 1 to {MAX_RANKS}")
     if sum(map(len, errors)) > _MAX_BUFFERS:
         raise CheckpointMismatch(f"`errors` hold more than {_MAX_BUFFERS} tensors")
     records = {}  # `to_torch` writes one dictionary for all ranks
-    sizes = None
     for error in errors:
-        if id(error) in records:
-            continue
-        slots["error_dict"] = error
-        record = record_from_slots(slots)
-        records[id(error)] = record
-        sizes = record.error_sizes if sizes is None else sizes
-        if record.error_sizes != sizes:
-            raise CheckpointMismatch(
-                "`errors` of the ranks have different buckets or different sizes"
-            )
-    return [records[id(error)] for error in errors]
-
-
-def _generator(rng: Any) -> np.random.RandomState:
-    """Makes the generator that `_plain` wrote down."""
-    if not isinstance(rng, Mapping) or not rng.keys() >= set(_RNG_FIELDS):
-        raise CheckpointMismatch(f"`rng` must hold {', '.join(_RNG_FIELDS)}")
-    return random_state(*[rng[name] for name in _RNG_FIELDS])
+        if id(error) not in records:
+            records[id(error)] = record_from_slots(dict(slots, error_dict=error))
+    first = records[id(errors[0])].error_sizes
+    if any(record.error_sizes != first for record in records.values()):
+        raise CheckpointMismatch("`errors` of the ranks have different buckets or different sizes")
+    return tuple(records[id(error)] for error in errors)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,23 +14,11 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
 from torch_bridge._base.files import no_file
-from torch_bridge._base.schema import (
-    PowerSGDRecord,
-    is_optimizer,
-    is_post_local,
-    is_slots,
-    record_from_slots,
-)
+from torch_bridge._base.schema import is_optimizer, is_post_local, is_slots, record_from_slots
 from torch_bridge._base.tensors import unwrapped
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
-from torch_bridge._hook.document import (
-    FORMAT,
-    MAX_RANKS,
-    read_example,
-    read_loss_scale,
-    read_records,
-)
+from torch_bridge._hook.document import FORMAT, MAX_RANKS, read_document
 from torch_bridge._read.archive import read_archive
 from torch_bridge._read.globals import way_out
 from torch_bridge._read.values import Forbidden, Global, Malformed, expect
@@ -88,7 +75,16 @@ def load(
       >>> checkpoint.model["fc.weight"].shape, checkpoint.extra
       ((3, 2), {'epoch': 7})
     """
-    files = _listed(paths)
+    if isinstance(paths, str | os.PathLike):
+        paths = [paths]
+    try:
+        files = [pathlib.Path(path) for path in paths]
+    except TypeError as error:
+        raise TypeError(
+            f"`paths` must be one path, or a list of one for each rank, got {paths!r}."
+        ) from error
+    if not files:
+        raise CheckpointMismatch("`paths` must name at least one file, got an empty list.")
     for file in files:
         kind = no_file(file)
         if kind is not None:
@@ -99,37 +95,20 @@ def load(
     return parts[0] if len(parts) == 1 else _merge(files, parts)
 
 
-def _listed(paths: Any) -> list[pathlib.Path]:
-    """Checks what a user gives as paths."""
-    if isinstance(paths, str | os.PathLike):
-        return [pathlib.Path(paths)]
-    files = list(paths) if isinstance(paths, Iterable) else [paths]
-    if not files:
-        raise CheckpointMismatch("`paths` must name at least one file, got an empty list.")
-    if not all(isinstance(file, str | os.PathLike) for file in files):
-        raise TypeError(f"`paths` must be one path, or a list of one for each rank, got {paths!r}.")
-    return [pathlib.Path(file) for file in files]
-
-
 def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
     try:
         value, budget = read_archive(file, max_bytes)
-        entries, records = _interpreted(expect(value, dict, "at its root"))
-        text = entries.get("layout")
-        budget.claim(PARSED_BYTES * len(text or ""))
-        extra = entries.get("extra")
-        size = entries.get("world_size")
-        return Checkpoint(
-            model=_model(entries.get("state_dict")),
-            powersgd=tuple(records),
-            optimizer=entries.get("optimizer"),
-            layout=None if text is None else BucketLayout.from_json(text),
-            extra=_text_keys(extra, "the file") if isinstance(extra, dict) else {},
-            world_size=size if type(size) is int and 0 < size <= MAX_RANKS else None,
-            hook=entries.get("hook"),
-            example=entries.get("example"),
-            loss_scale=entries.get("loss_scale"),
-        )
+        fields = _fields(expect(value, dict, "at its root"))
+        fields["model"] = _model(fields["model"])
+        text = fields["layout"]
+        if text is not None:
+            budget.claim(PARSED_BYTES * len(text))
+            fields["layout"] = BucketLayout.from_json(text)
+        extra, size = fields["extra"], fields["world_size"]
+        fields["extra"] = _text_keys(extra, "the file") if isinstance(extra, dict) else {}
+        known = type(size) is int and 0 < size <= MAX_RANKS
+        fields["world_size"] = size if known else None
+        return Checkpoint(**fields)
     except Forbidden as error:
         raise UnsafeCheckpoint(
             f"{file} asks for {error!s:.200}, which is not on the allow-list; nothing was "
@@ -149,39 +128,32 @@ def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
         ) from error
 
 
-def _interpreted(value: dict[Any, Any]) -> tuple[dict[Any, Any], list[PowerSGDRecord]]:
-    """Names the entries at the root of a file as our own format does, and reads the hook states."""
+def _fields(value: dict[Any, Any]) -> dict[str, Any]:
+    """Finds the fields of a `Checkpoint` among the entries at the root of a file."""
     kind = value.get("format")  # a parameter may have this name
     if isinstance(kind, str) and kind == FORMAT:
-        entries = dict(value)
-        entries["example"] = read_example(value)
-        entries["loss_scale"] = read_loss_scale(value)
-        return entries, read_records(value)
+        return read_document(value)
+    fields: dict[str, Any] = dict.fromkeys(("model", "layout", "extra", "world_size"))
     if is_optimizer(value):  # accelerate's optimizer.bin, optimizer.pt of a Trainer
-        return {"state_dict": {}, "optimizer": value}, []
+        return fields | {"model": {}, "optimizer": value}
     rest = {"comm_hook_state": value} if is_slots(value) else dict(value)
     hook = _take(rest, ("comm_hook",), Global)
     # No tensors: a flat state_dict may have parameters of these names.
     model = _take(rest, _MODEL_KEYS, dict)
     state = _take(rest, _HOOK_KEYS, dict | list | tuple)
-    entries = {
-        "optimizer": _take(rest, _OPTIMIZER_KEYS, dict),  # a list of them stays in `extra`
-        "layout": _take(rest, ("layout",), str),
-        "hook": None if hook is None else hook.name.rpartition(".")[2],
-    }
-    records = []
+    fields["optimizer"] = _take(rest, _OPTIMIZER_KEYS, dict)  # a list of them stays in `extra`
+    fields["layout"] = _take(rest, ("layout",), str)
+    fields["hook"] = None if hook is None else hook.name.rpartition(".")[2]
     if is_post_local(state):
         rest["comm_hook_state"] = dict(state)
-        entries["hook"] = entries["hook"] or "post_localSGD_hook"
+        fields["hook"] = fields["hook"] or "post_localSGD_hook"
     elif is_slots(state):
-        records.append(record_from_slots(state))
+        fields["powersgd"] = (record_from_slots(state),)
     elif state is not None:
         raise Malformed("a `comm_hook_state` that is no PowerSGDState")
     elif model is None:
-        model = rest
-        rest = {}
-    entries.update(state_dict=model or {}, extra=rest, world_size=rest.get("world_size"))
-    return entries, records
+        return fields | {"model": rest}
+    return fields | {"model": model or {}, "extra": rest, "world_size": rest.get("world_size")}
 
 
 def _take(mapping: dict[Any, Any], names: Sequence[str], kind: Any) -> Any:
@@ -222,8 +194,17 @@ def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkp
     for file, count in collections.Counter(file.resolve() for file in files).items():
         if count > 1:
             wrong.append(f"{file}: given {count} times")
+    known = _shared(first) | _shared(parts[0])
     for file, part in zip(files, parts, strict=True):
-        wrong.extend(f"{file}: {line}" for line in _differences(parts[0], first, part))
+        for name, value in _shared(part).items():
+            if value != known.get(name):
+                is_number = isinstance(value, int | float)
+                line = f"{name} {value}, not {known.get(name)}" if is_number else f"other {name}"
+                wrong.append(f"{file}: {line}")
+        if len(part.powersgd) != 1:
+            wrong.append(f"{file}: {len(part.powersgd)} hook states where one was expected")
+            for name in part.unread_states:
+                wrong.append(f"extra[{name!r}] looks like one: save it as 'comm_hook_state'")
     if first.world_size is not None and len(files) > first.world_size:
         wrong.append(f"{len(files)} files of a run of {first.world_size} ranks")
     if wrong:
@@ -240,31 +221,14 @@ def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkp
     )
 
 
-def _differences(lead: Checkpoint, first: Checkpoint, part: Checkpoint) -> list[str]:
-    """Lists what shows that a file is of another run than the others.
-
-    Args:
-      lead: The content of the first file.
-      first: The content of the first file with a model.
-      part: The content of the file in question.
-    """
-    if len(part.powersgd) != 1 or len(lead.powersgd) != 1:
-        lines = [f"{len(part.powersgd)} hook states where one per rank was expected"]
-        for name in part.unread_states:
-            lines.append(f"extra[{name!r}] looks like one: save it as 'comm_hook_state'")
-        return lines
-    known, record = lead.powersgd[0], part.powersgd[0]
-    lines = []
-    if record.iter != known.iter:
-        lines.append(f"iteration {record.iter}, not {known.iter}")
-    for name, value in known.hyperparameters.items():
-        if record.hyperparameters[name] != value:
-            lines.append(f"{name} {record.hyperparameters[name]}, not {value}")
-    if part.model and jax.tree.map(np.shape, part.model) != jax.tree.map(np.shape, first.model):
-        lines.append("another model")
-    if record.error_sizes != known.error_sizes:
-        lines.append("errors of other buckets")
-    as_bytes = functools.partial(jax.tree.map, np.ndarray.tobytes)
-    if as_bytes(record.q_memory_dict) != as_bytes(known.q_memory_dict):
-        lines.append("other Q factors, which all ranks of a run share")
-    return lines
+def _shared(part: Checkpoint) -> dict[str, Any]:
+    """Collects what the files of all ranks of a run have in common."""
+    shared: dict[str, Any] = {}
+    if part.model:
+        shared["model"] = jax.tree.map(np.shape, part.model)
+    for record in part.powersgd:
+        shared["iteration"] = record.iter
+        shared.update(record.hyperparameters)
+        shared["buckets of errors"] = record.error_sizes
+        shared["Q factors"] = jax.tree.map(np.ndarray.tobytes, record.q_memory_dict)
+    return shared
