@@ -60,7 +60,7 @@ def _return_freed_memory() -> None:
 
 def _fail(error: object, code: int) -> int:
     print(f"error: {printable(str(error), keep=chr(10))}", file=sys.stderr)
-    names: tuple[str, ...] = getattr(error, "parameters", ())
+    names = getattr(error, "parameters", ())
     options = [_AS_OPTIONS.get(name, "--" + name.replace("_", "-")) for name in names]
     shown = ", ".join(filter(None, options))
     if shown:

@@ -128,8 +128,8 @@ def is_optimizer(value: Any) -> bool:
     """Tells what ``torch.optim.Optimizer.state_dict()`` returns, by its entries."""
     if not isinstance(value, Mapping):
         return False
-    state: Any = value.get("state")
-    groups: Any = value.get("param_groups")
+    state = value.get("state")
+    groups = value.get("param_groups")
     if not isinstance(state, Mapping) or not _is_list(groups, Mapping):
         return False
     for group in groups:
@@ -160,7 +160,7 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
     missing = [name for name in _REQUIRED if name not in slots]
     if missing:
         raise CheckpointMismatch(f"the hook state lacks {', '.join(missing)}")
-    values: dict[str, Any] = {"rng": slots.get("rng")}
+    values = {"rng": slots.get("rng")}
     for name in _NUMBERS.keys() & slots.keys():
         values[name] = _number(name, slots[name])
     for name in BUFFERS:

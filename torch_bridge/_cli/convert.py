@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import functools
 import os
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -66,7 +65,7 @@ def convert_to_flax(options: argparse.Namespace) -> None:
             **options.pairing,
         )
         # As a TrainState has them: other collections of linen variables beside `params`.
-        state: dict[str, Any] = {"step": np.int32(run.step), "opt_state": run.opt_state}
+        state = {"step": np.int32(run.step), "opt_state": run.opt_state}
         of_variables = flatten(run.params).collections
         state.update(run.params if of_variables else {"params": run.params})
         begin("writing")
@@ -183,7 +182,7 @@ def _as_made(node: Any, of_nnx: bool, states: Mapping[Any, Any] = _STATES) -> An
 
 def _check_out(options: argparse.Namespace) -> None:
     """Refuses --out before the work begins; a folder is looked into when its step is known."""
-    out: pathlib.Path = options.out
+    out = options.out
     to_folder = options.command == "to-flax"
     if to_folder and out.suffix == ".msgpack":  # which was a file once
         raise CheckpointMismatch(

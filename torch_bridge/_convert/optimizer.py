@@ -26,9 +26,10 @@ from torch_bridge._convert.optimizer_groups import (
     read_entries,
     recorded_names,
 )
+from torch_bridge._convert.params import with_values
 from torch_bridge._convert.torch_updates import UnusedState, held, until_gradient
 from torch_bridge._hook.buckets import BucketLayout
-from torch_bridge._pairing.leaves import flatten, leaves_by_path, plain_path
+from torch_bridge._pairing.leaves import flatten, leaves_by_path
 from torch_bridge._pairing.pair import Model, Pairs, named, paired_for
 from torch_bridge._pairing.pairs import Pair, leaves_from_torch, names_in, tensors_from_flax
 
@@ -118,7 +119,7 @@ def optimizer_from_torch(
     model = named(model)
     pairs = paired_for(model, params, pairs).pairs
     plan = OptimizerPlan.of(optimizer, model, pairs, param_names, None)
-    for note in plan.notes(learning_rate is not None):
+    for note in plan.notes(scheduled=learning_rate is not None):
         warnings.warn(note, stacklevel=2)
     tx = plan.transformation(params, learning_rate)
     return tx, plan.state(tx.init(params), plan.counted if step is None else step)
@@ -132,15 +133,15 @@ class OptimizerPlan:
       entries: Torch parameter -> what the optimizer has of it.
       pairs: The pairs of these parameters.
       parts: Leaf -> the part that it is updated with; none for what is frozen and has no state.
-      doubts: What the file does not tell of the optimizer, each a sentence.
       optimizer: As torch's ``state_dict()`` has it.
+      doubts: What it does not tell of its parameters, each a sentence.
     """
 
     entries: Mapping[str, Entry]
     pairs: Pairs
     parts: Mapping[Path, _Part]
-    doubts: Sequence[str]
     optimizer: Document
+    doubts: Sequence[str]
 
     @classmethod
     def of(
@@ -184,9 +185,9 @@ class OptimizerPlan:
                 ambiguous=split,
             )
         kept = {path: part for path, part in parts.items() if part}
-        recorded = recorded_names(optimizer, param_names) is not None
-        doubts = list(notes_on_entries(entries, model, recorded))
-        return cls(entries, pairs, kept, doubts, optimizer)
+        is_named = recorded_names(optimizer, param_names) is not None
+        doubts = list(notes_on_entries(entries, model, is_named))
+        return cls(entries, pairs, kept, optimizer, doubts)
 
     def notes(self, scheduled: bool) -> list[str]:
         """Lists what the file does not tell, each a sentence with the way out.
@@ -225,12 +226,11 @@ class OptimizerPlan:
             inner[part.label] = hyper.transformation(rate, part.terms, _PAUSES[part.pause])
         tree = flatten(params)
         if len(inner) == 1 and len(self.parts) == len(tree.leaves):
-            (only,) = inner.values()
-            return only
+            return next(iter(inner.values()))
+        inner[_FROZEN] = optax.set_to_zero()
         labels = dict.fromkeys(tree.leaves, _FROZEN)
         for path, part in self.parts.items():
             labels[path] = part.label
-        inner[_FROZEN] = optax.set_to_zero()
         return optax.multi_transform(inner, tree.with_leaves(labels))
 
     def state(self, fresh: Any, taken: int) -> Any:
@@ -243,7 +243,12 @@ class OptimizerPlan:
         kept = {}
         for fields in MOMENTS.values():
             for key in fields.values():
-                kept[key] = self._moments(key)
+                tensors = {}
+                for name, entry in self.entries.items():
+                    if entry.state.get(key) is not None:
+                        tensors[name] = entry.state[key]
+                pairs = [pair for pair in self.pairs if pair.torch_name in tensors]
+                kept[key] = leaves_from_torch(pairs, tensors, mean=True)
 
         def filled(node: Any) -> Any:
             if isinstance(node, optax.ScaleByScheduleState):
@@ -252,27 +257,11 @@ class OptimizerPlan:
                 steps = {self.parts[path].step for path in leaves_by_path(node.mu)}
                 node = node._replace(count=jnp.asarray(max(steps, default=0), jnp.int32))
             for field, key in MOMENTS.get(type(node), {}).items():
-                leaves = _filled(getattr(node, field), kept[key])
-                node = node._replace(**{field: leaves})
+                node = node._replace(**{field: with_values(getattr(node, field), kept[key])})
             return node
 
         known = (*MOMENTS, optax.ScaleByScheduleState)
         return jax.tree.map(filled, fresh, is_leaf=lambda node: isinstance(node, known))
-
-    def _moments(self, key: str) -> dict[Path, Any]:
-        """Returns the leaves of one of torch's moments, those that it has."""
-        tensors = {name: entry.state.get(key) for name, entry in self.entries.items()}
-        pairs = [pair for pair in self.pairs if tensors[pair.torch_name] is not None]
-        return leaves_from_torch(pairs, tensors, mean=True)
-
-
-def _filled(tree: Any, leaves: Mapping[Path, Any]) -> Any:
-    """Puts leaves into a tree, in the dtypes that it has."""
-
-    def leaf(path: Any, old: Any) -> Any:
-        return jnp.asarray(leaves.get(plain_path(path), old), old.dtype)
-
-    return jax.tree.map_with_path(leaf, tree)
 
 
 def _refuse_untied(pairs: Pairs, model: Document) -> None:
@@ -282,15 +271,14 @@ def _refuse_untied(pairs: Pairs, model: Document) -> None:
       CheckpointMismatch: With all of them.
     """
     first = tied(model)
-    leaves = {}
+    leaves = collections.defaultdict(set)
     for pair in pairs:
         if pair.rows is None:
-            name = first.get(pair.torch_name, pair.torch_name)
-            leaves.setdefault(name, set()).add(pair.path)
+            leaves[first.get(pair.torch_name, pair.torch_name)].add("/".join(pair.path))
     apart = []
     for name, paths in leaves.items():
         if len(paths) > 1:
-            apart.append(f"{name}: {', '.join(sorted(map('/'.join, paths)))}")
+            apart.append(f"{name}: {', '.join(sorted(paths))}")
     if apart:
         raise CheckpointMismatch(
             "One (tied) parameter in torch is several leaves in Flax, which an optimizer would "
@@ -419,7 +407,7 @@ def optimizer_to_torch(
 
 def kept_moments(state: Any) -> Mapping[str, dict[Path, Any]]:
     """Finds what an Optax state holds, by torch's names, of each leaf that has had a gradient."""
-    kept: dict[str, dict[Path, Any]] = collections.defaultdict(dict)
+    kept = collections.defaultdict(dict)
     known = (*MOMENTS, UnusedState)
     for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, known)):
         if isinstance(node, UnusedState) and jax.tree.leaves(node.started)[0]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Unpack
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
@@ -95,18 +97,6 @@ def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> 
     like = named(like)
     paired = paired_for(like, params, pairs)
     arrays = tensors_from_flax(paired.pairs, flatten_tree(params).leaves)
-    _refuse_apart(like, arrays)
-    state: dict[str, Any] = {}
-    as_in_torch: dict[str, Any] = {}
-    for name, value in like.items():
-        state[name] = arrays.get(name, value)
-        if is_tensor(value):
-            as_in_torch[name] = state[name]
-    return state | as_tensors(as_in_torch)
-
-
-def _refuse_apart(like: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Refuses leaves that differ and are one tensor in torch, which would take the last of them."""
     apart = []
     for name, first in tied(like).items():
         ours, other = arrays.get(name), arrays.get(first)
@@ -114,12 +104,15 @@ def _refuse_apart(like: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
             continue
         if not np.array_equal(ours, other, equal_nan=True):
             apart.append(f"{first} and {name}")
-    if apart:
+    if apart:  # torch would take the last of them
         raise CheckpointMismatch(
             "Leaves that Flax has trained apart are one (tied) tensor in torch. Tie them in Flax, "
             "or untie them in the torch model and pass its state_dict.",
             ambiguous=apart,
         )
+    state = dict(like) | {name: arrays[name] for name in like if name in arrays}
+    of_torch = {name: state[name] for name, value in like.items() if is_tensor(value)}
+    return state | as_tensors(of_torch)
 
 
 def as_tensors(values: Mapping[str, Any], copied: Collection[int] = ()) -> dict[str, Any]:
@@ -129,11 +122,17 @@ def as_tensors(values: Mapping[str, Any], copied: Collection[int] = ()) -> dict[
       values: By name.
       copied: ``id`` of those that are somebody else's.
     """
-    made: dict[int, Any] = {}
-    tensors: dict[str, Any] = {}
+    made = {}
+    tensors = {}
     for name, value in values.items():
         key = id(value)
         if key not in made:
             made[key] = value if is_tensor(value) else to_tensor(value, copy=key in copied)
         tensors[name] = made[key]
     return tensors
+
+
+def with_values(tree: Any, leaves: Mapping[tuple[str, ...], Any]) -> Any:
+    """Puts leaves into a tree, in the dtypes that it has."""
+    exchanged = flatten_tree(tree).with_leaves(leaves)
+    return jax.tree.map(lambda old, new: jnp.asarray(new, old.dtype), tree, exchanged)

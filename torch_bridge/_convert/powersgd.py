@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,13 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import BUFFERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy
 from torch_bridge._base.terminal import printable, some
+from torch_bridge._convert.params import with_values
 from torch_bridge._hook.arguments import powersgd_kwargs_from_torch
 from torch_bridge._hook.buckets import BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.resume import state_from_record
-from torch_bridge._pairing.leaves import MatrixDimsFn, leaves_by_path, plain_path, trained
+from torch_bridge._pairing.leaves import MatrixDimsFn, leaves_by_path, trained
 from torch_bridge._pairing.pair import Pairs, paired_for
 from torch_bridge._pairing.pairs import Pair, names_in
 
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
         PowerSGDState as TorchPowerSGDState,
     )
-
-
-Leaves: TypeAlias = dict[tuple[str, ...], np.ndarray]
 
 
 class CommonMatrix(NamedTuple):
@@ -127,8 +125,8 @@ def filled_state(
       layout: The layout of the buffers of `record`.
       matrix_dims: As passed to `jaxcomp.powersgd`.
     """
-    residuals: Leaves = {}
-    factors: Leaves = {}
+    residuals = {}
+    factors = {}
     afresh = []
     packed = []
     for pair, part, q_rows in _common_matrices(params, pairs, record, layout, matrix_dims):
@@ -161,27 +159,17 @@ def filled_state(
             "equal. A Flax model with one packed kernel continues exactly.",
             stacklevel=3,
         )
-    shapes = _shapes(params, record, matrix_dims)
     # Not begun, or frozen in torch: any Q will do, as long as it is the same everywhere.
     draw = np.random.default_rng(0).standard_normal
+    shapes = _shapes(params, record, matrix_dims)
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes.residual)
+    fresh = jax.tree.map(lambda leaf: draw(leaf.shape, leaf.dtype), shapes.q)
     return PowerSGDState(
         jnp.asarray(record.iter, jnp.int32),
-        _filled(shapes.residual, residuals, np.zeros),
-        _filled(shapes.q, factors, draw),
+        with_values(zeros, residuals),
+        with_values(fresh, factors),
         owner=jnp.zeros([], jnp.float32),
     )
-
-
-def _filled(shapes: Any, leaves: Leaves, fresh: Callable[..., np.ndarray]) -> Any:
-    """Fills a tree of shapes with leaves by path, and with fresh ones where there are none."""
-
-    def leaf(path: Any, shape: Any) -> jax.Array:
-        value = leaves.get(plain_path(path))
-        if value is None:
-            value = fresh(shape.shape, np.float32)
-        return jnp.asarray(value.reshape(shape.shape), shape.dtype)
-
-    return jax.tree.map_with_path(leaf, shapes)
 
 
 # --- both ways ----------------------------------------------------------------------------------

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import pathlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import jax
@@ -125,27 +126,30 @@ def to_torch(
         record = record_of_state(
             reducers.pop(0), trained_params, layout, like, matrix_dims, trained_pairs
         )
-        errors: dict[int, Any] = record.error_dict
-        for bucket, flat in errors.items():
-            errors[bucket] = to_tensor(flat, copy=False)
+        for bucket, flat in record.error_dict.items():
+            record.error_dict[bucket] = to_tensor(flat, copy=False)
         ranks = (record,) * (like.world_size or 1)  # every rank goes on from the mean error
     optimizer = like.optimizer
     if optimizer is not None:
         names = {"pairs": pairs, "param_names": param_names, "layout": layout}
         optimizer = optimizer_to_torch(opt_state, params, optimizer, like.model, **names)
-    extra = _plain_extra(like.extra)
-    document = make_document(
-        Checkpoint(
-            model,
-            ranks,
-            optimizer,
-            layout,
-            extra,
-            like.world_size,
-            like.hook,
-            loss_scale=like.loss_scale,
+    extra, lacking = plain_copy(like.extra)
+    if lacking:
+        warnings.warn(
+            f"Entries of `like` that torch.load(weights_only=True) does not read are left out: "
+            f"{some(lacking)}. Add them in torch.",
+            stacklevel=2,
         )
+    converted = dataclasses.replace(
+        like,
+        model=model,
+        powersgd=ranks,
+        optimizer=optimizer,
+        layout=layout,
+        extra=extra,
+        example=None,
     )
+    document = make_document(converted)
     if path is not None:
         write_document(pathlib.Path(path), document)
     return document
@@ -158,7 +162,7 @@ def _refuse_part_of_tree(params: Any, pairs: Pairs) -> None:
       CheckpointMismatch: With the paths of all of them.
     """
     leaves = flatten(params).leaves
-    missing: list[str] = []
+    missing = []
     for path in dict.fromkeys(one.path for one in pairs):
         if path not in leaves:
             missing.append("/".join(path))
@@ -233,15 +237,3 @@ def _warn_of_lost_states(
             "the checkpoint that the run came from?",
             stacklevel=3,
         )
-
-
-def _plain_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Keeps everything that ``torch.load(weights_only=True)`` can read back."""
-    kept, lacking = plain_copy(extra)
-    if lacking:
-        warnings.warn(
-            f"Entries of `like` that torch.load(weights_only=True) does not read are left out: "
-            f"{some(lacking)}. Add them in torch.",
-            stacklevel=3,
-        )
-    return kept

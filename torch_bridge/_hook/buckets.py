@@ -335,7 +335,7 @@ def dense_strides(array: Any) -> tuple[int, ...]:
     and makes the gradient contiguous otherwise.
     """
     shape = shape_of(array)
-    strides: Sequence[int] = ()
+    strides = ()
     if is_tensor(array):
         strides = array.stride()
     elif isinstance(array, np.ndarray):

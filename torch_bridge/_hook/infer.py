@@ -12,17 +12,17 @@ against what the state itself implies, and a layout is accepted only if it is th
 
 from __future__ import annotations
 
+import collections
 import itertools
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import trainable
-from torch_bridge._hook.buckets import BucketLayout, BucketPart
+from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._pairing.pairs import Pair, unpaired
 
@@ -66,29 +66,28 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     for label, order in _candidates(checkpoint.model, frozen, record.error_sizes):
         layout = BucketLayout.from_order(order, checkpoint.model)
         flaw = _flaw_of(layout, checkpoint)
-        # Without errors nothing but the places of the factors makes a difference.
-        key: Any = layout
-        if not flaw and not record.error_dict:
-            parts = layout.parts(record).values()
-            key = tuple((part.entry.name, part.bucket) for part in parts if part.rank)
         if flaw:
             reasons.append(f"{label}: {flaw}")
-        else:
-            fitting.setdefault(key, (label, layout))
+            continue
+        key = layout
+        if not record.error_dict:  # nothing but the places of the factors makes a difference
+            parts = layout.parts(record).items()
+            key = tuple((name, part.bucket) for name, part in parts if part.rank)
+        fitting.setdefault(key, (label, layout))
     if len(fitting) == 1:
         _, layout = next(iter(fitting.values()))
         return layout
     if fitting:
-        ranks = ""
+        more = ""
         if checkpoint.missing_ranks and record.error_dict:
             size = checkpoint.world_size
             ranks = f" of {size}" if size else ", and nothing says that these are all"
-            ranks = (
+            more = (
                 f"The errors of {len(checkpoint.powersgd)} rank(s) are here{ranks}. Load one file "
                 "per rank: by all errors together the order can be inferred. "
             )
         raise CheckpointMismatch(
-            f"{ranks}The file does not record the bucket layout, and several orders fit it. "
+            f"{more}The file does not record the bucket layout, and several orders fit it. "
             f"{_HOW_TO}",
             ambiguous=_first_difference(dict(fitting.values())),
         )
@@ -127,47 +126,28 @@ def _flaw_of(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
     wrong = layout.misfits(record)
     if wrong:
         return wrong[0]
-    means = {}
-    if not checkpoint.missing_ranks:
-        means = layout.parts(checkpoint.mean)
-    several = len(checkpoint.powersgd) > 1
+    means = {} if checkpoint.missing_ranks else layout.parts(checkpoint.mean)
     for name, part in layout.parts(record).items():
         mean = means[name].error if means else None
         if part.rank and part.p is not None:
-            flaw = _flaw_of_factors(part, part.p, mean)
-        elif several and mean is not None and not part.rank:
-            flaw = _flaw_of_errors(part, mean)
-        else:
-            flaw = None
-        if flaw:
-            return flaw
+            # Some columns show what all would: those of a full rank take gigabytes.
+            p = part.p[:, :_COLUMNS].astype(np.float64)
+            if not np.isfinite(p).all():
+                continue
+            tolerance = max(64 * np.sqrt(len(p)) * float(jnp.finfo(part.p.dtype).eps), 1e-3)
+            if np.abs(p.T @ p - np.eye(p.shape[1])).max() > tolerance:
+                return f"the factors of {name} would not be orthonormal"
+            if mean is None:
+                continue
+            left_over = p.T @ part.entry.to_memory(mean).reshape(len(p), -1)
+            if np.linalg.norm(left_over) > 1e-2 * np.linalg.norm(mean) + 1e-12:
+                return f"the error of {name} would not be what its factors left over"
+        elif len(checkpoint.powersgd) > 1 and not part.rank and mean is not None:
+            assert part.error is not None
+            size = np.linalg.norm(part.error.astype(np.float64))
+            if np.linalg.norm(mean) > 1e-2 * size:
+                return f"the errors of {name} would not cancel over the ranks"
     return None
-
-
-def _flaw_of_errors(part: BucketPart, mean: np.ndarray) -> str | None:
-    """Tests that the errors of an uncompressed parameter cancel over the ranks."""
-    assert part.error is not None
-    size = np.linalg.norm(part.error.astype(np.float64))
-    if np.linalg.norm(mean) <= 1e-2 * size:
-        return None
-    return f"the errors of {part.entry.name} would not cancel over the ranks"
-
-
-def _flaw_of_factors(part: BucketPart, p: np.ndarray, mean: np.ndarray | None) -> str | None:
-    """Tests that the columns of P are orthonormal, and the mean error orthogonal to them."""
-    tolerance = max(64 * np.sqrt(len(p)) * float(jnp.finfo(p.dtype).eps), 1e-3)
-    # Some columns show what all would: those of a full rank take gigabytes.
-    p = p[:, :_COLUMNS].astype(np.float64)
-    if not np.isfinite(p).all():
-        return None
-    if np.abs(p.T @ p - np.eye(p.shape[1])).max() > tolerance:
-        return f"the factors of {part.entry.name} would not be orthonormal"
-    if mean is None:
-        return None
-    matrix = part.entry.to_memory(mean).reshape(len(p), -1)
-    if np.linalg.norm(p.T @ matrix) <= 1e-2 * np.linalg.norm(matrix) + 1e-12:
-        return None
-    return f"the error of {part.entry.name} would not be what its factors left over"
 
 
 def layout_of(
@@ -216,7 +196,20 @@ def _candidates(
     every = trainable(model)
     fewer = [name for name in every if name not in frozen]
     for names in (fewer, every) if frozen else (every,):
-        for label, order in _orders(names, model).items():
+        modules = collections.defaultdict(list)
+        for name in names:
+            modules[name.rpartition(".")[0]].append(name)
+        ready = []
+        whole = []
+        for members in reversed(modules.values()):
+            whole += members
+            # autograd hands over a Linear's bias before its weight, but a convolution's or a
+            # normalisation's weight first.
+            linear = any(name.endswith("weight") and model[name].ndim == 2 for name in members)
+            ready += reversed(members) if linear else members
+        orders = {"gradient-ready order": ready, "reversed definition order": names[::-1]}
+        orders["reversed modules"] = whole
+        for label, order in orders.items():
             buckets = _cut(order, lengths, model)
             if buckets:
                 yield label, buckets
@@ -224,27 +217,6 @@ def _candidates(
         buckets = _cut(names, lengths[::-1], model)
         if buckets:
             yield "definition order", buckets[::-1]
-
-
-def _orders(names: Sequence[str], model: Mapping[str, np.ndarray]) -> dict[str, list[str]]:
-    """Returns the orders in which gradients become ready, from the last module to the first."""
-    modules = {}
-    for name in names:
-        module, _, _ = name.rpartition(".")
-        modules.setdefault(module, []).append(name)
-    ready = []
-    whole = []
-    for members in reversed(modules.values()):
-        whole.extend(members)
-        # autograd hands over a Linear's bias before its weight, but a convolution's or a
-        # normalisation's weight first.
-        linear = any(name.endswith("weight") and model[name].ndim == 2 for name in members)
-        ready.extend(reversed(members) if linear else members)
-    return {
-        "gradient-ready order": ready,
-        "reversed definition order": list(reversed(names)),
-        "reversed modules": whole,
-    }
 
 
 def _cut(

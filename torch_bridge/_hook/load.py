@@ -133,7 +133,7 @@ def _fields(value: dict[Any, Any]) -> dict[str, Any]:
     kind = value.get("format")  # a parameter may have this name
     if isinstance(kind, str) and kind == FORMAT:
         return read_document(value)
-    fields: dict[str, Any] = dict.fromkeys(("model", "layout", "extra", "world_size"))
+    fields = dict.fromkeys(("model", "layout", "extra", "world_size"))
     if is_optimizer(value):  # accelerate's optimizer.bin, optimizer.pt of a Trainer
         return fields | {"model": {}, "optimizer": value}
     rest = {"comm_hook_state": value} if is_slots(value) else dict(value)
@@ -223,7 +223,7 @@ def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkp
 
 def _shared(part: Checkpoint) -> dict[str, Any]:
     """Collects what the files of all ranks of a run have in common."""
-    shared: dict[str, Any] = {}
+    shared = {}
     if part.model:
         shared["model"] = jax.tree.map(np.shape, part.model)
     for record in part.powersgd:

@@ -44,7 +44,7 @@ def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> Powe
       1202
     """
     hooks = import_torch(HOOKS)
-    values: dict[str, Any] = record.hyperparameters
+    values = record.hyperparameters
     if record.error_dict or record.q_memory_dict or record.iter >= record.start_powerSGD_iter:
         values["start_powerSGD_iter"] = max(record.start_powerSGD_iter, record.iter + 2)
     state = hooks.PowerSGDState(process_group, **values)
@@ -108,7 +108,10 @@ def resume_powersgd(
     start = state.start_powerSGD_iter
     begun = holds_buffers(state)
     state.start_powerSGD_iter = sys.maxsize  # nothing is compressed before the rebuild
-    ddp_model.register_comm_hook(state, hook or _default_hook(state))
+    if hook is None:
+        over_gloo = import_torch("torch.distributed").get_backend(state.process_group) == "gloo"
+        hook = waiting_hook if over_gloo else import_torch(HOOKS).powerSGD_hook
+    ddp_model.register_comm_hook(state, hook)
     buffers = [buffer.detach().clone() for buffer in ddp_model.module.buffers()]
     # DDP rebuilds in the second forward pass; of a static graph it learns the order one pass later.
     with torch.random.fork_rng():
@@ -128,11 +131,6 @@ def resume_powersgd(
         _reorder(state, layout, present)
     state.iter = count
     state.start_powerSGD_iter = count if begun else start
-
-
-def _default_hook(state: PowerSGDState) -> Callable[..., Any]:
-    over_gloo = import_torch("torch.distributed").get_backend(state.process_group) == "gloo"
-    return waiting_hook if over_gloo else import_torch(HOOKS).powerSGD_hook
 
 
 def waiting_hook(state: PowerSGDState, bucket):  # DDP compares annotations with its own classes

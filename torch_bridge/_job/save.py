@@ -224,17 +224,18 @@ def save_checkpoint(
     dist = import_torch("torch.distributed")
     require(ddp_model=ddp_model, state=state, optimizer=optimizer, scaler=scaler)
     inputs = None if example is None else example_inputs(example)
-    group: Any = getattr(state, "process_group", None) or ddp_model.process_group
+    group = getattr(state, "process_group", None) or ddp_model.process_group
     layout = None
     errors = []
     if state is not None:
         if holds_buffers(state):
             layout = record_layout(ddp_model, state)
         errors = _gather_errors(state, group)
-    problem: list[Any] = [None]
+    problem = [None]
     if dist.get_rank(group) == 0:
         try:
             module = ddp_model.module
+            hooks = getattr(ddp_model, "_comm_hooks", ())  # torch says them nowhere else
             beside = dict(extra or {})
             if scaler is not None:
                 beside.setdefault("scaler", scaler.state_dict())
@@ -248,7 +249,7 @@ def save_checkpoint(
                 layout=layout,
                 extra=_plain(beside, "`extra`"),
                 world_size=dist.get_world_size(group),
-                hook=_registered(ddp_model),
+                hook=hook_name(hooks[-1][0]) if hooks else None,
                 example=None if inputs is None else run_example(module, inputs),
                 loss_scale=None if scaler is None else scaler.get_scale(),
             )
@@ -258,12 +259,6 @@ def save_checkpoint(
     dist.broadcast_object_list(problem, src=dist.get_global_rank(group, 0), group=group)
     if problem[0] is not None:
         raise RuntimeError(f"Rank 0 could not write {path}: {problem[0]}")
-
-
-def _registered(ddp_model: DistributedDataParallel) -> str | None:
-    """Returns the name of the registered hook."""
-    hooks = getattr(ddp_model, "_comm_hooks", ())  # torch says it nowhere else
-    return hook_name(hooks[-1][0]) if hooks else None
 
 
 def _named_groups(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[str, Any]:
@@ -322,8 +317,7 @@ def _records(
         slots[name] = jax.tree.map(to_numpy, slots[name])
     record = record_from_slots(slots)
     # Errors stay tensors, which `write_document` wants.
-    buffers: Any = errors
-    return tuple(dataclasses.replace(record, error_dict=error) for error in buffers)
+    return tuple(dataclasses.replace(record, error_dict=error) for error in errors)
 
 
 def write_document(path: pathlib.Path, document: Any) -> None:

@@ -71,10 +71,10 @@ class _Unpickler:
     def run(self, data: bytes) -> Any:
         """Carries out one opcode after the other; returns the value that is left at the end."""
         budget = self._budget
-        stack: list[Any] = []
-        below: list[list[Any]] = []  # the stacks below each mark
-        values: list[Any] = []  # what was above the last mark
-        memo: list[Any] = []  # what the file numbered, from 0 on as every pickler does
+        stack = []
+        below = []  # the stacks below each mark
+        values = []  # what was above the last mark
+        memo = []  # what the file numbered, from 0 on as every pickler does
         for opcode, argument, _ in pickletools.genops(data):
             name = opcode.name
             if name not in _COSTS:
