@@ -21,10 +21,8 @@ from torch_bridge._convert.optimizer_groups import (
     Document,
     Entry,
     ParamNames,
-    notes_on_entries,
-    notes_on_groups,
+    doubts_about,
     read_entries,
-    recorded_names,
 )
 from torch_bridge._convert.params import with_values
 from torch_bridge._convert.torch_updates import UnusedState, held, until_gradient
@@ -119,8 +117,10 @@ def optimizer_from_torch(
     model = named(model)
     pairs = paired_for(model, params, pairs).pairs
     plan = OptimizerPlan.of(optimizer, model, pairs, param_names, None)
-    for note in plan.notes(scheduled=learning_rate is not None):
-        warnings.warn(note, stacklevel=2)
+    for doubt in doubts_about(
+        optimizer, plan.entries, model, param_names, scheduled=learning_rate is not None
+    ):
+        warnings.warn(doubt, stacklevel=2)
     tx = plan.transformation(params, learning_rate)
     return tx, plan.state(tx.init(params), plan.counted if step is None else step)
 
@@ -133,15 +133,11 @@ class OptimizerPlan:
       entries: Torch parameter -> what the optimizer has of it.
       pairs: The pairs of these parameters.
       parts: Leaf -> the part that it is updated with; none for what is frozen and has no state.
-      optimizer: As torch's ``state_dict()`` has it.
-      doubts: What it does not tell of its parameters, each a sentence.
     """
 
     entries: Mapping[str, Entry]
     pairs: Pairs
     parts: Mapping[Path, _Part]
-    optimizer: Document
-    doubts: Sequence[str]
 
     @classmethod
     def of(
@@ -185,17 +181,7 @@ class OptimizerPlan:
                 ambiguous=split,
             )
         kept = {path: part for path, part in parts.items() if part}
-        is_named = recorded_names(optimizer, param_names) is not None
-        doubts = list(notes_on_entries(entries, model, is_named))
-        return cls(entries, pairs, kept, optimizer, doubts)
-
-    def notes(self, scheduled: bool) -> list[str]:
-        """Lists what the file does not tell, each a sentence with the way out.
-
-        Args:
-          scheduled: Whether a learning rate is given.
-        """
-        return [*self.doubts, *notes_on_groups(self.optimizer, scheduled)]
+        return cls(entries, pairs, kept)
 
     @property
     def counted(self) -> int:

@@ -348,13 +348,44 @@ def _counts_up(first: str, second: str) -> bool:
     return list(map(int, _NUMBER.findall(first))) < list(map(int, _NUMBER.findall(second)))
 
 
-def notes_on_groups(optimizer: Document, scheduled: bool) -> Iterator[str]:
-    """Says by name what drove the optimizer in torch and stands still here.
+def doubts_about(
+    optimizer: Document,
+    entries: Mapping[str, Entry],
+    model: Document,
+    param_names: ParamNames,
+    scheduled: bool,
+) -> Iterator[str]:
+    """Says what drove the optimizer in torch and stands still here, and what else may differ.
 
     Args:
       optimizer: Its ``state_dict()``.
+      entries: As `read_entries` named them.
+      model: Torch state dict of the model.
+      param_names: As the user says them.
       scheduled: Whether a learning rate is given for Flax.
     """
+    if recorded_names(optimizer, param_names) is None:
+        for first, second in _alike(list(entries), model):
+            if entries[second].state:
+                yield (
+                    f"The optimizer does not name its parameters, so that they are taken in the "
+                    f"order of the model. If it was given them in another order, "
+                    f"{printable(first)} and {printable(second)} (of one shape) have each other's "
+                    f"state: pass param_names=."
+                )
+                break
+    cast = []
+    for name, entry in entries.items():
+        dtype = _dtype_name(model[name])
+        for key, value in entry.state.items():
+            kept = _dtype_name(value)
+            if shape_of(value) and kept and dtype and kept != dtype:
+                cast.append(f"{key} of {name} ({kept} beside {dtype})")
+    if cast:
+        yield (
+            f"Moments of another dtype than their parameters are cast to it, as torch's "
+            f"load_state_dict does: {some(cast)}."
+        )
     groups = optimizer["param_groups"]
     for group in groups:
         lowest, highest = group.get("base_momentum"), group.get("max_momentum")
@@ -374,36 +405,6 @@ def notes_on_groups(optimizer: Document, scheduled: bool) -> Iterator[str]:
             f"A learning rate scheduler ran in torch (`initial_lr` stands beside `lr`), and no "
             f"file holds its course: the rate stays at {', '.join(rates)}. Pass learning_rate=, "
             f"the Optax twin of the scheduler."
-        )
-
-
-def notes_on_entries(entries: Mapping[str, Entry], model: Document, named: bool) -> Iterator[str]:
-    """Says which parameters could be exchanged, and which moments are cast.
-
-    Args:
-      entries: By the names of `model`.
-      model: Torch state dict of the model.
-      named: Whether the optimizer, or the user, says the names of its parameters.
-    """
-    for first, second in _alike(list(entries), model):
-        if not named and entries[second].state:
-            yield (
-                f"The optimizer does not name its parameters, so that they are taken in the order "
-                f"of the model. If it was given them in another order, {printable(first)} and "
-                f"{printable(second)} (of one shape) have each other's state: pass param_names=."
-            )
-            break
-    cast = []
-    for name, entry in entries.items():
-        dtype = _dtype_name(model[name])
-        for key, value in entry.state.items():
-            kept = _dtype_name(value)
-            if shape_of(value) and kept and dtype and kept != dtype:
-                cast.append(f"{key} of {name} ({kept} beside {dtype})")
-    if cast:
-        yield (
-            f"Moments of another dtype than their parameters are cast to it, as torch's "
-            f"load_state_dict does: {some(cast)}."
         )
 
 

@@ -16,7 +16,7 @@ import optax
 import jaxcomp
 from torch_bridge._base.terminal import some
 from torch_bridge._convert.optimizer import HELD, UNUSED, OptimizerPlan, Rates
-from torch_bridge._convert.optimizer_groups import ParamNames
+from torch_bridge._convert.optimizer_groups import ParamNames, doubts_about
 from torch_bridge._convert.powersgd import filled_state
 from torch_bridge._hook.arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._hook.buckets import BucketLayout
@@ -196,10 +196,13 @@ def to_flax(
     else:
         calls = counted
         state = reducer.init(trained_params)
-    for text in _doubts(checkpoint, params, like):
-        warnings.warn(text, stacklevel=2)
-    for text in _doubts_of_optimizer(plan, layout, calls, learning_rate, step) if plan else ():
-        warnings.warn(text, stacklevel=2)
+    doubts = list(_doubts(checkpoint, params, like))
+    if plan and checkpoint.optimizer:
+        model, given = checkpoint.model, learning_rate is not None
+        doubts += _doubts_of_steps(plan, layout, calls, learning_rate if step is None else None)
+        doubts += doubts_about(checkpoint.optimizer, plan.entries, model, param_names, given)
+    for doubt in doubts:
+        warnings.warn(doubt, stacklevel=2)
     if consume:
         for record in checkpoint.powersgd:
             record.error_dict.clear()
@@ -309,20 +312,19 @@ def _clipping(entries: Mapping[Any, Any]) -> list[str]:
     return names
 
 
-def _doubts_of_optimizer(
-    plan: OptimizerPlan, layout: BucketLayout | None, calls: int, rates: Rates, step: int | None
+def _doubts_of_steps(
+    plan: OptimizerPlan, layout: BucketLayout | None, calls: int, rates: Rates
 ) -> Iterator[str]:
-    """Says what a file does not tell of its optimizer, or tells in two ways, with the way out.
+    """Says where optimizer and hook have not taken the same steps, with the way out.
 
     Args:
       plan: Of the optimizer.
       layout: The bucket layout, if it is known.
       calls: Of the hook.
-      rates: Learning rates that are given.
-      step: The steps taken, if that is given.
+      rates: Learning rates whose place is to be told.
     """
     schedules = rates if isinstance(rates, Sequence) else [rates]
-    if step is None and plan.counted not in (0, calls) and any(map(callable, schedules)):
+    if plan.counted not in (0, calls) and any(map(callable, schedules)):
         yield (
             f"Adam has counted {plan.counted} steps and the hook {calls}, as with gradient "
             "accumulation, skipped steps or a fresh hook state; the schedule goes on at "
@@ -342,4 +344,3 @@ def _doubts_of_optimizer(
             "freeze them pass layout=BucketLayout.from_order([names], checkpoint.model), with the "
             "names of what is trained."
         )
-    yield from plan.notes(scheduled=rates is not None)
