@@ -175,7 +175,10 @@ class BucketLayout:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Elements per bucket."""
-        return tuple(sum(entry.size for entry in bucket) for bucket in self.buckets)
+        sizes = []
+        for bucket in self.buckets:
+            sizes.append(sum(entry.size for entry in bucket))
+        return tuple(sizes)
 
     @functools.cached_property
     def entries(self) -> dict[str, BucketEntry]:

@@ -147,12 +147,22 @@ def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
 def loss_scale_of(checkpoint: Checkpoint) -> float:
     """Returns the scale of the loss that errors and factors are in units of.
 
+    The file's own entry says it, or the state of a GradScaler in `extra`, also one level down.
+
     Raises:
       CheckpointMismatch: The file has several scalers, with different scales.
     """
     if checkpoint.loss_scale is not None:
         return checkpoint.loss_scale
-    scales = _scales_in(checkpoint.extra)
+    scales = {}
+    for above, entries in [("", checkpoint.extra), *checkpoint.extra.items()]:
+        for name, value in entries.items() if isinstance(entries, Mapping) else ():
+            if not isinstance(value, Mapping) or not value.keys() >= _SCALER_KEYS:
+                continue
+            scale = value["scale"]
+            is_number = isinstance(scale, int | float | np.ndarray) and np.ndim(scale) == 0
+            if is_number and 0 < scale < math.inf:
+                scales[f"{above}.{name}".removeprefix(".")] = float(scale)
     if len(set(scales.values())) > 1:
         raise CheckpointMismatch(
             "The file has several GradScalers, and does not say under which of them the hook ran. "
@@ -160,23 +170,6 @@ def loss_scale_of(checkpoint: Checkpoint) -> float:
             ambiguous=[f"{name}: {scale:g}" for name, scale in scales.items()],
         )
     return next(iter(scales.values()), 1.0)
-
-
-def _scales_in(entries: Mapping[Any, Any], above: str = "") -> dict[str, float]:
-    """Finds the states of GradScalers, also one level down; their names and scales."""
-    scales = {}
-    for name, value in entries.items():
-        if not isinstance(value, Mapping):
-            continue
-        if value.keys() >= _SCALER_KEYS:
-            scale = value["scale"]
-            if isinstance(scale, np.ndarray) and scale.ndim == 0:
-                scale = scale.item()
-            if isinstance(scale, int | float) and 0 < scale < math.inf:
-                scales[f"{above}{name}"] = float(scale)
-        elif not above:
-            scales.update(_scales_in(value, f"{name}."))
-    return scales
 
 
 def _mean(*errors: np.ndarray) -> np.ndarray:
