@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from torch_bridge._base.tensors import is_tensor, to_tensor
 _SCALARS = (str, bytes, bool, int, float, complex, type(None))
 _OF_TORCH = ("dtype", "device", "Size")
 _DEEPEST = 100  # pickling goes as deep as a tree does
-_LEFT_OUT = object()  # in the place of a value that such a file cannot hold
+_LEFT_OUT: Any = object()  # in the place of a value that such a file cannot hold
 
 
 def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -35,34 +36,31 @@ def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         of_torch = kind.__module__ == "torch" and kind.__name__ in _OF_TORCH
         if kind in _SCALARS or of_torch or is_tensor(value):
             return value
-        if id(value) not in made:
-            made[id(value)] = _LEFT_OUT  # where it holds itself
-            if depth < _DEEPEST:
-                made[id(value)] = copy_of_parts(value, name, depth + 1)
-        return made[id(value)]
-
-    def copy_of_parts(value: Any, name: str, depth: int) -> Any:
-        if isinstance(value, np.ndarray):
-            try:
-                return to_tensor(value)
-            except TypeError:  # a dtype that torch does not have
-                return _LEFT_OUT
-        if type(value) in (list, tuple, set):
-            parts = [copy(part, name, depth) for part in value]
-            lacks = any(part is _LEFT_OUT for part in parts)
-            return _LEFT_OUT if lacks else type(value)(parts)
-        if not isinstance(value, dict):
+        if id(value) in made:
+            return made[id(value)]
+        made[id(value)] = _LEFT_OUT  # where it holds itself
+        if depth == _DEEPEST:
             return _LEFT_OUT
-        # A scheduler asks its Counter of milestones for what a dictionary does not have.
-        kept: dict[Any, Any] = Counter() if type(value) is Counter else {}
-        for key, part in value.items():
-            inner = f"{name}.{key!s:.40}".removeprefix(".")
-            plain_key = copy(key, inner, depth)
-            plain_part = copy(part, inner, depth)
-            if plain_key is _LEFT_OUT or plain_part is _LEFT_OUT:
-                lacking.append(inner)
-            else:
-                kept[plain_key] = plain_part
-        return kept
+        result = _LEFT_OUT
+        if isinstance(value, np.ndarray):
+            with contextlib.suppress(TypeError):  # a dtype that torch does not have
+                result = to_tensor(value)
+        elif kind in (list, tuple, set):
+            parts = [copy(part, name, depth + 1) for part in value]
+            if not any(part is _LEFT_OUT for part in parts):
+                result = kind(parts)
+        elif isinstance(value, dict):
+            # A scheduler asks its Counter of milestones for what a dictionary does not have.
+            result = Counter() if kind is Counter else {}
+            for key, part in value.items():
+                inner = f"{name}.{key!s:.40}".removeprefix(".")
+                plain_key = copy(key, inner, depth + 1)
+                plain_part = copy(part, inner, depth + 1)
+                if plain_key is _LEFT_OUT or plain_part is _LEFT_OUT:
+                    lacking.append(inner)
+                else:
+                    result[plain_key] = plain_part
+        made[id(value)] = result
+        return result
 
     return copy(dict(entries), "", 0), lacking

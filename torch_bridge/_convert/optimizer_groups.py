@@ -72,7 +72,7 @@ class Hyperparameters(NamedTuple):
         betas = group.get("betas", (0, 0))
         if not isinstance(betas, list | tuple) or len(betas) != 2:
             raise CheckpointMismatch("The optimizer's `betas` must be two numbers.")
-        values = {"betas": tuple(_number("betas", beta) for beta in betas)}
+        values: dict[str, Any] = {"betas": tuple(_number("betas", beta) for beta in betas)}
         for name in ("maximize", "nesterov"):
             values[name] = bool(group.get(name))
         for name in ("lr", "weight_decay", "momentum", "eps"):
