@@ -28,7 +28,10 @@ from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
 from torch_bridge._pairing.pairs import Pair, leaves_from_torch
 
-_CLIPPING = re.compile(r"clip|max_(grad_)?norm|grad_norm", re.IGNORECASE)
+# As arguments of training scripts are called; a model may be called CLIP, and a norm be logged.
+_CLIPPING = re.compile(
+    r"grad\w*clip|clip_?(grad|norm|val)|clipping|^clip$|max_(grad_)?norm", re.IGNORECASE
+)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
