@@ -125,6 +125,7 @@ def test_the_limit_can_be_raised(tmp_path):
 
 LAYOUTS = ["", "[]", "{}", "[" * 2_000_000, "[]," * 1_000_000]
 BUCKETS = (
+    '[[{"name": "a", "shape": [2, 3], "strides": [9, 1]}]]',  # with gaps
     '[[{"name": "a"}]]', '[[["a", [-1]]]]', '[[["a", ["x"]]]]', "[3]", "null",
     f'[[["a", {[1] * 30_000}]]]',
 )  # fmt: skip
