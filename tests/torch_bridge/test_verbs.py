@@ -431,3 +431,8 @@ def test_separate_kernels_for_a_packed_one_are_told_the_way():
     with pytest.raises(CheckpointMismatch) as error:
         torch_bridge.params_from_torch(model, kernels(qkv=(8, 25)))
     assert "np.concatenate" not in str(error.value)
+
+
+def test_an_example_without_the_flax_model_is_not_left_out_in_silence():
+    with pytest.raises(ValueError, match="`apply` is missing"):
+        torch_bridge.to_flax(run(), LIKE, example=((values(2, 32),), values(2, 48)))
