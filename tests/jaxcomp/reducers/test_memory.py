@@ -12,30 +12,29 @@ import pytest
 import jaxcomp
 from tests.helpers.classifier import grid
 from tests.helpers.leaves import by_layer, random_grads, with_value, zeros
-from tests.helpers.reducers import allreduce, feedback, powersgd
+from tests.helpers.reducers import allreduce, powersgd
 from tests.helpers.reference import assert_steps
-from tests.helpers.runners import AXIS, MAPPINGS, mesh_of, placed, simulate
+from tests.helpers.runners import AXIS, MAPPINGS, first, mesh_of, placed, sharded, simulate
 from tests.helpers.xla import users_program
 
 MANY = {f"layer_{i}": (1024, 1024) for i in range(10)}
 
 
 def lowered(tx, shapes, n=2):
+    """Lowers an update on replicas whose gradients lie one behind the other along axis 0."""
     grads = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     state = jax.eval_shape(tx.init, grads)
-    specs = jaxcomp.state_specs(state, AXIS)
+    over = (jax.P(AXIS), jaxcomp.state_specs(state, AXIS))
     laid_out = {
-        name: jax.ShapeDtypeStruct((n * x.shape[0], *x.shape[1:]), x.dtype)
-        for name, x in grads.items()
+        name: jax.ShapeDtypeStruct((n * first_axis, *rest), jnp.float32)
+        for name, (first_axis, *rest) in shapes.items()
     }
-    step = jax.shard_map(
+
+    def update(grads, state):
         # A mean in the place of every replica's gradient, as a training step would overwrite it.
-        lambda g, s: jaxcomp.as_local(tx.update(g, s), AXIS),
-        mesh=mesh_of(n),
-        in_specs=(jax.P(AXIS), specs),
-        out_specs=(jax.P(AXIS), specs),
-        check_vma=False,
-    )
+        return jaxcomp.as_local(tx.update(grads, state), AXIS)
+
+    step = jax.shard_map(update, mesh=mesh_of(n), in_specs=over, out_specs=over, check_vma=False)
     return jax.jit(step, donate_argnums=(0, 1)).lower(laid_out, placed(state, n))
 
 
@@ -87,37 +86,16 @@ def test_a_residual_in_blocks_may_differ_over_another_axis():
     tx = powersgd(16)
 
     def step(gradient):
-        state = tx.init(jnp.zeros((1200, 1200)))
-        update, state = tx.update(gradient[0, 0], state)
+        update, state = tx.update(first(first(gradient)), tx.init(jnp.zeros((1200, 1200))))
         return update[None], state.residual[None, None]
 
-    specs = {"in_specs": jax.P(AXIS, "model"), "out_specs": (jax.P("model"), jax.P(AXIS, "model"))}
-    mapped = jax.shard_map(step, mesh=grid(2, model=2), **specs)
-    update, residual = jax.eval_shape(mapped, jax.ShapeDtypeStruct((2, 2, 1200, 1200), jnp.float32))
+    step = sharded(
+        grid(2, model=2), step, jax.P(AXIS, "model"), (jax.P("model"), jax.P(AXIS, "model"))
+    )
+    gradient = jax.ShapeDtypeStruct((2, 2, 1200, 1200), jnp.float32)
+    update, residual = jax.eval_shape(step, gradient)
     assert update.shape == (2, 1200, 1200)
     assert residual.shape == (2, 2, 1200, 1200)
-
-
-@pytest.mark.parametrize(
-    ("mapping", "wire"),
-    [*((m, None) for m in MAPPINGS), ("vmap", jnp.float16), ("pmap", jnp.bfloat16)],
-)
-def test_an_operand_of_its_own_has_the_values_of_packed_ones(mapping, wire):
-    """Takes a leaf of 2.3 MB, and the same values in leaves of 0.2, which travel as one vector."""
-    parts = 12
-    grads = {"kernel": random_grads({"kernel": (960, 600)}, 2, 2)["kernel"]}
-    grads["bias"] = random_grads({"bias": (16,)}, 2, 2)["bias"].astype(jnp.float16)
-    grads["kernel"][1, 1, 0, 0] = np.inf
-    pieces = dict(enumerate(np.split(grads["kernel"], parts, axis=2)), bias=grads["bias"])
-    pieces = {str(name): x for name, x in pieces.items()}
-    tx = feedback(allreduce(comm_dtype=wire))
-    found, state = simulate(mapping, tx, grads)
-    expected, other = simulate(mapping, tx, pieces)
-    for one, many, axis in ((found, expected, 1), (state.residual, other.residual, 1)):
-        joined = np.concatenate([many[str(i)] for i in range(parts)], axis=axis)
-        np.testing.assert_array_equal(one["kernel"], joined)
-        np.testing.assert_array_equal(one["bias"], many["bias"])
-    assert np.isnan(found["kernel"][1]).all()
 
 
 def dims(path, leaf):
