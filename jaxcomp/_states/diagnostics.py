@@ -50,10 +50,12 @@ class Diagnostics(NamedTuple):
         values: Diagnostics = jax.device_get(self)
         width = max(len("leaf"), *map(len, values.leaves))
         lines = [f"{'leaf':<{width}}   share     output   residual  rank"]
-        for name, leaf in values.leaves.items():
-            row = _row(name, leaf, width)
-            lines.append(f"{row}  {leaf.singular_values.shape[-1]:>4}  {_remark(leaf)}".rstrip())
-        lines.append(_row("all", values, width))
+        for name, row in (*values.leaves.items(), ("all", values)):
+            line = f"{name:<{width}}  {row.share:>6.1%}  "
+            line += f"{row.output_norm:>9.1e}  {row.residual_norm:>9.1e}"
+            if isinstance(row, LeafDiagnostics):
+                line += f"  {row.singular_values.shape[-1]:>4}  {_remark(row)}"
+            lines.append(line.rstrip())
         return "\n".join(lines)
 
 
@@ -217,11 +219,6 @@ def _share(output_norm: Array, residual_norm: Array) -> Array:
     """Computes the share of the output's energy; 1 where there was nothing to send."""
     norm = _norm_of_norms([output_norm, residual_norm])
     return jnp.where(norm == 0, 1, (output_norm / jnp.where(norm == 0, 1, norm)) ** 2)
-
-
-def _row(name: str, values: Diagnostics | LeafDiagnostics, width: int) -> str:
-    norms = f"{values.output_norm:>9.1e}  {values.residual_norm:>9.1e}"
-    return f"{name:<{width}}  {values.share:>6.1%}  {norms}"
 
 
 def _remark(leaf: LeafDiagnostics) -> str:
