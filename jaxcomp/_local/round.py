@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -21,7 +20,7 @@ from jaxcomp._base.typing import AxisName, KeyPath, PyTree
 from jaxcomp._local.fragments import Streaming, numbered, part_of, put_back
 from jaxcomp._local.sync import InnerInit, LocalSGDState, Sync, total
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound, owner_id
-from jaxcomp._mesh.explicit import Boundary, typed_specs
+from jaxcomp._mesh.explicit import Boundary, replicas_on, typed_specs
 from jaxcomp._mesh.per_replica import off_rows
 from jaxcomp._reducers.transformation import Transformation, shown
 from jaxcomp._states.place import shard_state, state_specs
@@ -128,7 +127,7 @@ class LocalSGDRound:
         """Runs the round on every replica of a mesh."""
         axis_name = self.axis_name
         axes = axis_tuple(axis_name)
-        replicas = math.prod(mesh.shape[name] for name in axes)
+        replicas = replicas_on(mesh, axes)
         check_replica_axis(state, mesh, axis_name)
         check_params(params, mesh, axes)
         params, state, batches, weight = jax.tree.map(jnp.asarray, (params, state, batches, weight))

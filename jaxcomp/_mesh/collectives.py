@@ -308,20 +308,25 @@ def _operands(
     Returns:
       The operands, and a function that makes the arrays of operands like these.
     """
-    sizes = [part.size * part.dtype.itemsize for part in parts]
+    sizes = [part.nbytes for part in parts]
     large = [i for i in range(factors, len(parts)) if sizes[i] >= _OWN_OPERAND_BYTES]
     alone = sorted(large, key=lambda i: -sizes[i])[:_MOST_OPERANDS]
-    packed = [i for i in range(len(parts)) if i not in alone]
-    if other_axes() or len(packed) <= 1:  # a single one keeps its shape
+    if other_axes() or len(parts) - len(alone) <= 1:  # a single one keeps its shape
         return parts, list
-    flat, unravel = jax.flatten_util.ravel_pytree([parts[i] for i in packed])
+    operands: list[Any] = [None]
+    packed: list[Any] = list(parts)
+    for i in alone:
+        operands.append(parts[i])
+        packed[i] = None
+    operands[0], unravel = jax.flatten_util.ravel_pytree(packed)
 
     def unpacked(operands: list[Array]) -> list[Array]:
-        arrays = dict(zip(alone, operands[1:], strict=True))
-        arrays.update(zip(packed, unravel(operands[0]), strict=True))
-        return [arrays[i] for i in range(len(parts))]
+        arrays = unravel(operands[0])
+        for i, array in zip(alone, operands[1:], strict=True):
+            arrays[i] = array
+        return arrays
 
-    return [flat] + [parts[i] for i in alone], unpacked
+    return operands, unpacked
 
 
 def _whole(x: Array) -> Array:

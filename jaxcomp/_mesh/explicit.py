@@ -7,6 +7,7 @@ reducer, with its reshapes and products, cannot: there such axes are left to the
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,11 @@ def check_mesh_axes(mesh: Any, axis_name: AxisName) -> None:
             f"The mesh has no axis {missing[0]!r}; its axes are {tuple(mesh.shape)}. Make the "
             "reducer with an axis of this mesh, or pass the mesh that has it."
         )
+
+
+def replicas_on(mesh: Any, axis_name: AxisName) -> int:
+    """Counts the replicas along the axes of a mesh."""
+    return math.prod(mesh.shape[name] for name in axis_tuple(axis_name))
 
 
 def over_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:

@@ -6,7 +6,6 @@ nobody can take it for a replicated one.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
-from jaxcomp._mesh.explicit import check_mesh_axes, over_axes
+from jaxcomp._mesh.explicit import check_mesh_axes, over_axes, replicas_on
 from jaxcomp._mesh.per_replica import OWNER, SHARED, has_foreign, has_rows, leaves_marked, marks
 from jaxcomp._states.consolidate import Layout, consolidate, layout_of
 
@@ -154,7 +153,7 @@ def shard_state(
     check_mesh_axes(mesh, axis_name)
     check_axis_name(axis_name)
     axes = axis_tuple(axis_name)
-    replicas = math.prod(mesh.shape[name] for name in axes)
+    replicas = replicas_on(mesh, axes)
     if like is not None:
         _check_structure(state, like)
     state, has_axis = _for_replicas(state, replicas, like)

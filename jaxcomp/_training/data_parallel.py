@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from jaxcomp._base.checks import check_axis_name, check_flag
 from jaxcomp._base.leaves import arrays_only, with_arrays
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
-from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, split_axis, typed_specs
+from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, replicas_on, split_axis, typed_specs
 from jaxcomp._mesh.weights import weighted_gradients
 from jaxcomp._reducers.reducer import Reducer, in_dtypes_of, takes_rows
 from jaxcomp._states.place import shard_state, state_specs
@@ -221,7 +220,7 @@ class DataParallel:
         """Runs the step on every replica of a mesh."""
         axes = axis_tuple(self.axis_name)
         mesh = the_mesh(self.mesh, self.axis_name, state, arrays_only(arguments))
-        replicas = math.prod(mesh.shape[name] for name in axes)
+        replicas = replicas_on(mesh, axes)
         state_axis = axes_of_state(self.reducer, params, mesh, self.axis_name)
         check_replica_axis(state, mesh, state_axis)
         check_params(params, mesh, axes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, varying
-from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, context_mesh, resharded
+from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, context_mesh, replicas_on, resharded
 from jaxcomp._mesh.per_replica import LOCAL, OWNER, SHARED, leaves_marked
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import check_not_spread, known_spec
@@ -146,7 +145,7 @@ def call_on_replicas(
     mesh = boundary.outer
     axes = boundary.axes
     inputs = jax.tree.map(lambda x, spec: resharded(x, mesh, spec, axes), inputs, in_specs)
-    replicas = math.prod(mesh.shape[name] for name in axes)
+    replicas = replicas_on(mesh, axes)
     if replicas == 1 and mesh.size > 1:
         # XLA refuses an all-reduce of one replica where an array is laid out over another axis
         # ("Cross-partition allreduce must be in (partial) manual partitioning mode"). Under
@@ -232,7 +231,7 @@ def check_replica_axis(state: PyTree, mesh: Any, axis_name: AxisName) -> None:
     Raises:
       ValueError: Naming a leaf.
     """
-    replicas = math.prod(mesh.shape[name] for name in axis_tuple(axis_name))
+    replicas = replicas_on(mesh, axis_name)
     for name, leaf in leaves_marked(state, LOCAL, OWNER).items():
         if np.shape(leaf)[:1] != (replicas,):
             raise ValueError(
