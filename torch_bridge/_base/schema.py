@@ -129,7 +129,7 @@ def is_optimizer(value: Any) -> bool:
     if not isinstance(value, Mapping):
         return False
     state = value.get("state")
-    groups = value.get("param_groups")
+    groups: Any = value.get("param_groups")
     if not isinstance(state, Mapping) or not _is_list(groups, Mapping):
         return False
     for group in groups:
@@ -160,7 +160,7 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
     missing = [name for name in _REQUIRED if name not in slots]
     if missing:
         raise CheckpointMismatch(f"the hook state lacks {', '.join(missing)}")
-    values = {"rng": slots.get("rng")}
+    values: dict[str, Any] = {"rng": slots.get("rng")}
     for name in _NUMBERS.keys() & slots.keys():
         values[name] = _number(name, slots[name])
     for name in BUFFERS:

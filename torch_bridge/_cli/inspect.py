@@ -62,7 +62,7 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
     wild = {}
     # Without a layout the shapes alone say what is compressed.
     for entry in known or BucketLayout.from_order([trainable(checkpoint.model)], checkpoint.model):
-        row = dict.fromkeys(("bucket", "q_norm", "error_norm"))
+        row: dict[str, Any] = dict.fromkeys(("bucket", "q_norm", "error_norm"))
         row.update(name=entry.name, shape=entry.shape, matrix=entry.matrix)
         row["rank"] = 0 if record is None else entry.factor_rank(record)
         part = parts.get(entry.name)

@@ -133,7 +133,7 @@ def _fields(value: dict[Any, Any]) -> dict[str, Any]:
     kind = value.get("format")  # a parameter may have this name
     if isinstance(kind, str) and kind == FORMAT:
         return read_document(value)
-    fields = dict.fromkeys(("model", "layout", "extra", "world_size"))
+    fields: dict[str, Any] = dict.fromkeys(("model", "layout", "extra", "world_size"))
     if is_optimizer(value):  # accelerate's optimizer.bin, optimizer.pt of a Trainer
         return fields | {"model": {}, "optimizer": value}
     rest = {"comm_hook_state": value} if is_slots(value) else dict(value)

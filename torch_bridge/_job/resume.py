@@ -108,10 +108,9 @@ def resume_powersgd(
     start = state.start_powerSGD_iter
     begun = holds_buffers(state)
     state.start_powerSGD_iter = sys.maxsize  # nothing is compressed before the rebuild
-    if hook is None:
-        over_gloo = import_torch("torch.distributed").get_backend(state.process_group) == "gloo"
-        hook = waiting_hook if over_gloo else import_torch(HOOKS).powerSGD_hook
-    ddp_model.register_comm_hook(state, hook)
+    over_gloo = import_torch("torch.distributed").get_backend(state.process_group) == "gloo"
+    default = waiting_hook if over_gloo else import_torch(HOOKS).powerSGD_hook
+    ddp_model.register_comm_hook(state, hook or default)
     buffers = [buffer.detach().clone() for buffer in ddp_model.module.buffers()]
     # DDP rebuilds in the second forward pass; of a static graph it learns the order one pass later.
     with torch.random.fork_rng():

@@ -111,7 +111,11 @@ def tensor_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
     def parameter(data: Any, *_: Any) -> np.ndarray:
         return expect(data, np.ndarray, "as a parameter")
 
-    functions = {"tensor": tensor, "tensor_v2": tensor, "tensor_v3": tensor}
+    functions: dict[str, Callable[..., Any]] = {
+        "tensor": tensor,
+        "tensor_v2": tensor,
+        "tensor_v3": tensor,
+    }
     for name in (
         *("parameter", "parameter_with_state"),
         *("device_tensor_from_cpu_tensor", "device_tensor_from_numpy"),

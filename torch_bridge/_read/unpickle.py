@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import codecs
 import pickletools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -75,7 +75,8 @@ class _Unpickler:
         below = []  # the stacks below each mark
         values = []  # what was above the last mark
         memo = []  # what the file numbered, from 0 on as every pickler does
-        for opcode, argument, _ in pickletools.genops(data):
+        opcodes: Iterator[Any] = pickletools.genops(data)
+        for opcode, argument, _ in opcodes:
             name = opcode.name
             if name not in _COSTS:
                 raise Malformed(f"the opcode {name}, which torch does not write")
