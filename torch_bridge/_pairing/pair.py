@@ -67,9 +67,10 @@ def pair(
         ``{r"h\.(\d+)\.c_attn": r"h_\1/query|h_\1/key|h_\1/value"}``.
       flatten: Regular expression of the module name of a Linear (or of a recurrent layer with its
         suffix, as in ``lstm.l0``) -> the channels-first shape ``(C, H, W)`` of what is flattened
-        before it. All such layers are named, ``{}`` if there is none; None leaves one out. Flax
-        flattens ``(H, W, C)``, so that the inputs of such a layer have to move. Where other
-        values stand beside the map, all in order: ``[(3, 32, 32), 10]``.
+        before it. All such layers are named, ``{}`` if there is none; None leaves one out. With an
+        example it settles the layers that it names, and others are tried. Flax flattens
+        ``(H, W, C)``, so that the inputs of such a layer have to move. Where other values stand
+        beside the map, all in order: ``[(3, 32, 32), 10]``.
         A norm of as many values directly before the layer follows it; one elsewhere can be named.
       unflatten: The same for the outputs of a Linear that are seen as ``(C, H, W)``, as before the
         convolutions of a decoder, with the norm directly behind it.
