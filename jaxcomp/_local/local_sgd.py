@@ -285,7 +285,9 @@ class _LocalSGD:
 
 
 @functools.lru_cache  # asked for every step of a run
-def _sends_something(inner: Any, axis_name: AxisName, treedef: Any, shapes: tuple[Any]) -> bool:
+def _sends_something(
+    inner: Any, axis_name: AxisName, treedef: Any, shapes: tuple[Any, ...]
+) -> bool:
     """Tells whether an inner optimizer has collectives over these axes, as with a reducer in it."""
     params = treedef.unflatten(shapes)
     axes = [(name, 2) for name in axis_tuple(axis_name)]

@@ -211,7 +211,7 @@ def reduced(
         elif kind == "stack":
             rows.append(as_local(leaf[None], axis_name))
         elif kind != "mean":
-            rows.append(as_local(jnp.moveaxis(leaf, kind, 0), axis_name))
+            rows.append(as_local(jnp.moveaxis(leaf, int(kind), 0), axis_name))
     return dataclasses.replace(outputs, leaves=leaves), rows
 
 
