@@ -8,14 +8,14 @@ with the command line in a process of its own and prints the peak resident memor
 
 from __future__ import annotations
 
-import argparse
+import os
 import pathlib
 import subprocess
 import sys
 import tempfile
 import time
 
-from benchmarks.common.arguments import call
+from benchmarks.common.arguments import at_least, call, command_line
 
 WIDTH = 2048
 _RANK = 4
@@ -25,13 +25,6 @@ PARAMS = """\
 import jax, jax.numpy as jnp
 leaf = jax.ShapeDtypeStruct(({width}, {width}), jnp.float32)
 params = {{f"fc{{i}}": {{"kernel": leaf}} for i in range({layers})}}
-"""
-_CONVERT = """\
-import resource, sys
-from torch_bridge.__main__ import main
-code = main(sys.argv[1:])
-print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
-sys.exit(code)
 """
 
 
@@ -68,20 +61,19 @@ def write_checkpoint(path: pathlib.Path, layers: int) -> None:
 def convert(folder: pathlib.Path, *arguments: str) -> tuple[int, float]:
     """Runs the command line; returns its peak bytes and seconds."""
     start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", _CONVERT, *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return int(done.stdout.split("peak")[1]), time.perf_counter() - start
+    program = [sys.executable, "-m", "torch_bridge", *arguments]
+    process = subprocess.Popen(program, cwd=folder, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        sys.exit(f"bridge_memory: {' '.join(arguments)} failed")
+    return usage.ru_maxrss << 10, time.perf_counter() - start
 
 
 def main() -> None:
     """Measures both directions and prints a table."""
-    parser = argparse.ArgumentParser(description="Peak memory of a conversion.")
-    parser.add_argument("--megabytes", type=int, default=1024)
+    parser = command_line("benchmarks.bridge_memory", __doc__)
+    least = at_least(int, 1)
+    parser.add_argument("--megabytes", type=least, default=1024, help="of the checkpoint")
     layers = max(1, (parser.parse_args().megabytes << 20) // _BYTES_PER_LAYER)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
@@ -89,14 +81,13 @@ def main() -> None:
         (folder / "big_model.py").write_text(PARAMS.format(width=WIDTH, layers=layers))
         size = (folder / "big.pt").stat().st_size
         print(f"checkpoint: {size / 2**20:.0f} MiB, {layers} layers of {WIDTH} x {WIDTH}")
-        directions = {
-            "to-flax (orbax)": "to-flax big.pt --params big_model:params --conv1d= --out run",
-            "to-torch": "to-torch run --like big.pt --conv1d= --out back.pt",
-        }
-        for label, command in directions.items():
+        for command in (
+            "to-flax big.pt --params big_model:params --conv1d= --out run",
+            "to-torch run --like big.pt --conv1d= --out back.pt",
+        ):
             peak, seconds = convert(folder, *command.split())
-            ratio = peak / size
-            print(f"{label:18} peak {peak / 2**20:6.0f} MiB = {ratio:.2f} x, {seconds:.1f} s")
+            direction = command.partition(" ")[0]
+            print(f"{direction:9} peak {peak / 2**20:6.0f} MiB = {peak / size:.2f} x, {seconds:.1f} s")
 
 
 if __name__ == "__main__":

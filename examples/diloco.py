@@ -1,5 +1,6 @@
 """DiLoCo: four replicas train on their own for 16 steps, then an outer optimizer joins them."""
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import optax
 
 import jaxcomp
 
+argparse.ArgumentParser(description=__doc__).parse_args()  # there is nothing to choose
 jax.config.update("jax_num_cpu_devices", 4)  # leave out where there are GPUs
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
 START, STEPS, H, BATCH, CONTEXT = 64, 512, 16, 256, 16

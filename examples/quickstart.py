@@ -1,5 +1,6 @@
 """A small language model, trained twice on four replicas: exact gradients, then compressed ones."""
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import optax
 
 import jaxcomp
 
+argparse.ArgumentParser(description=__doc__).parse_args()  # there is nothing to choose
 jax.config.update("jax_num_cpu_devices", 4)  # leave out where there are GPUs
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
 STEPS, BATCH, CONTEXT = 300, 512, 16

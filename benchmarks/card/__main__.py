@@ -26,6 +26,7 @@ import importlib
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def run_part(part: str, options: argparse.Namespace) -> Run:
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     module = [_MODULE, "--run-part", part, "--devices", str(options.devices)]
-    module += [f"--{name}" for name in ("small", "quick") if getattr(options, name)]
+    module += ["--small"] * options.small + ["--quick"] * options.quick
     job: Run = {}
     if part == "torch":
         module = ["benchmarks.overhead.torch_worker"]
@@ -83,17 +84,20 @@ def run_part(part: str, options: argparse.Namespace) -> Run:
 
 def summary(parts: dict[str, Run]) -> str:
     """Returns what a person wants to know first, as Markdown."""
-    rows = [row for part in parts.values() for row in part["rows"]]
-    judged = [row for row in rows if "right" in row]
-    wrong = [row for row in judged if not row["right"]]
-    right = len(judged) - len(wrong)
-    text = [*updates_table(rows), *steps_table(rows)]
-    text.append(f"{right} of {len(judged)} forms, steps and sets of replicas are right.")
-    text += [f"Wrong: {json.dumps(row)}" for row in wrong]
+    rows: list[Run] = []
+    failures = []
     for name, part in parts.items():
+        rows += part["rows"]
         if part["code"]:
-            text.append(f"{name} ended with {part['code']} after {part['seconds']} s.")
-    return "\n\n".join(text)
+            failures.append(f"{name} ended with {part['code']} after {part['seconds']} s.")
+    judged = Counter()
+    for row in rows:
+        if "right" in row:
+            judged[row["right"]] += 1
+            if not row["right"]:
+                failures.append(f"Wrong: {json.dumps(row)}")
+    right = f"{judged[True]} of {judged.total()} forms, steps and sets of replicas are right."
+    return "\n\n".join([*updates_table(rows), *steps_table(rows), right, *failures])
 
 
 def updates_table(rows: list[Run]) -> Iterator[str]:

@@ -27,7 +27,7 @@ def equal_everywhere(values: Any) -> bool:
 
 def update(name: str, reducer: Any, mesh: Any, small: bool) -> Run:
     """Runs updates of gradients that differ by device; looks at the outputs, counts the bytes."""
-    params = {path: jnp.zeros(shape) for path, shape in tree(small).items()}
+    params = jax.tree.map(jnp.zeros, tree(small), is_leaf=lambda x: isinstance(x, tuple))
     state = jaxcomp.shard_state(reducer.init(params), mesh, AXIS)
     specs = jaxcomp.state_specs(state, AXIS)
 
@@ -47,7 +47,7 @@ def update(name: str, reducer: Any, mesh: Any, small: bool) -> Run:
     sent = jaxcomp.collectives(compiled, mesh=mesh)
     row: Run = {"kind": "replicas", "reducer": name, "devices": mesh.size}
     row["right"] = equal_everywhere((outputs, getattr(after, "q", ())))
-    row["collectives"] = [str(collective) for collective in sent]
+    row["collectives"] = list(map(str, sent))
     row["bytes"] = sum(collective.bytes for collective in sent)
     row["bytes_expected"] = reducer.bytes(params, replicas=mesh.size).bytes_after
     row["queued_ms"] = queued_ms(partial(compiled, state), 3 if small else 20)
@@ -56,7 +56,9 @@ def update(name: str, reducer: Any, mesh: Any, small: bool) -> Run:
 
 def rows(small: bool, quick: bool, devices: int) -> Iterator[Run]:
     """Yields, for all devices and then for fewer, an update and a step with each reducer."""
-    for count in sorted({n for n in (2, 4, 8, devices) if n <= devices}, reverse=True):
+    for count in sorted({devices, 8, 4, 2}, reverse=True):
+        if count > devices:
+            continue
         mesh = mesh_of(jax.devices()[:count])
         reducers = step.strategies(quick)
         reducers["all-reduce"] = jaxcomp.allreduce(axis_name=AXIS)

@@ -103,7 +103,7 @@ def steps_on(device: Any, form: Form, small: bool) -> Iterator[tuple[str, list[A
     averaged = jaxcomp.value_and_grad(loss, form.reducer, mesh=mesh)
     whole = jax.NamedSharding(mesh, jax.P())
     shapes = gradients("zero", 0, small)
-    params = {name: jnp.zeros(x.shape, form.dtype) for name, x in shapes.items()}
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, form.dtype), shapes)
     params = jax.device_put(params, whole)
     step = jax.jit(averaged)
     for kind in KINDS:
@@ -111,7 +111,7 @@ def steps_on(device: Any, form: Form, small: bool) -> Iterator[tuple[str, list[A
         outputs = []
         for seed in range(_STEPS):
             drawn = gradients(kind, seed, small)
-            grads = {name: jnp.asarray(x[None], form.dtype) for name, x in drawn.items()}
+            grads = jax.tree.map(lambda x: jnp.asarray(x[None], form.dtype), drawn)
             (_, means), state = step(state, params, jax.device_put(grads, whole))
             outputs.append(jax.device_get(means))
         kept = jax.device_get(jaxcomp.consolidate(state))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 import time
 from collections import Counter
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 
 import jaxcomp
 from benchmarks.common.runs import Run
-from benchmarks.overhead.trees import Shapes, gpt2
+from benchmarks.overhead.trees import Shapes, gpt2, size
 
 AXIS = "data"
 RANKS = (4, 32, 128, 1, 8, 16, 64, 216)
@@ -97,9 +96,9 @@ def copies(values: int, steps: int) -> Run:
     def seven(a: Any, b: Any, c: Any) -> Any:
         return a + b, b - c, a * c, a - c
 
-    words = [jnp.full(values, float(k)) for k in range(3)]
-    two_words = partial(jax.jit(jnp.negative), words[0])
-    seven_words = partial(jax.jit(seven), *words)
+    words = jnp.ones(values)
+    two_words = partial(jax.jit(jnp.negative), words)
+    seven_words = partial(jax.jit(seven), words, 2 * words, 3 * words)
     return {
         "kind": "copies",
         "values": values,
@@ -147,8 +146,7 @@ def update(rank: int, shapes: Shapes, steps: int, **options: Any) -> Run:
     row["compile_s"] = step.compile_seconds
     row["queued_ms"] = queued_ms(step, steps)
     row["waited_ms"] = 1e3 * median(seconds_of(step, 0, steps))
-    values = sum(math.prod(shape) for shape in shapes.values())
-    row["temporary"] = step.temporary_bytes / 4 / values
+    row["temporary"] = step.temporary_bytes / 4 / size(shapes)
     profiled = 3
     launches, microseconds = kernels_of(step, profiled)
     row["launches"] = launches.total() / profiled
@@ -166,7 +164,7 @@ def rows(small: bool, quick: bool, devices: int) -> Iterator[Run]:
     del devices
     shapes = tree(small)
     steps = 3 if small else 30
-    yield copies(sum(math.prod(shape) for shape in shapes.values()), steps)
+    yield copies(size(shapes), steps)
     for rank in RANKS[:3] if quick else RANKS:
         yield update(rank, shapes, steps)
     if not quick:

@@ -60,7 +60,7 @@ class Trainer:
         self._programs: dict[tuple[Strategy, Strategy], Program] = {}
         self._strategy = Strategy("none")
         self._state: Any = ()
-        self.parameters = sum(leaf.size for leaf in self._task.params.values())
+        self.parameters = sum(map(np.size, self._task.params.values()))
 
     def start(self, strategy: Strategy, seed: int) -> float | None:
         """Begins anew; returns the bytes a step that jaxcomp promises."""
@@ -124,8 +124,7 @@ def loss_of(task: Task, params: Any, batch: Any) -> jax.Array:
     x, targets = batch
     if task.heads:
         context, width = task.params["positions/embedding"].shape
-        layers = sum(name.endswith("qkv/kernel") for name in task.params)
-        model = lm.Transformer(lm.ModelConfig(layers, width, int(task.heads), context))
+        model = lm.Transformer(lm.ModelConfig(task.layers, width, int(task.heads), context))
         x = model.apply({"params": params}, x)
     else:
         *hidden, last = params.values()
@@ -174,12 +173,13 @@ def make_program(
       params: For their shapes.
       mesh: All devices.
     """
-    batch_spec = P(AXIS)
-    step, init_state = _step_together(strategy, loss, tx)
     if strategy.in_rounds:
         batch_spec = P(None, AXIS)
-        step = _round(strategy, loss, tx)
+        step: Any = _round(strategy, loss, tx)
         init_state = step.init
+    else:
+        batch_spec = P(AXIS)
+        step, init_state = _step_together(strategy, loss, tx)
     specs = jaxcomp.state_specs(jax.eval_shape(init_state, params), AXIS)
     mapped = jax.shard_map(
         step,

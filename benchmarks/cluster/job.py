@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Self
 
+import numpy as np
+
 from benchmarks.cluster.net import Network
 from benchmarks.cluster.plan import Rate, Strategy
 from benchmarks.common.machine import ALLOCATOR, ONE_THREAD
@@ -103,7 +105,7 @@ class Job:
         # No step of any model here takes minutes, whatever the link.
         return self._ask(60 + 120 * count, do="train", first=first, count=count)
 
-    def sample(self, rate: Rate, most: int, seconds: float) -> tuple[Times, list[list[int]]]:
+    def sample(self, rate: Rate, most: int, seconds: float) -> tuple[np.ndarray, np.ndarray]:
         """Times calls at a rate.
 
         Args:
@@ -112,23 +114,20 @@ class Job:
           seconds: A rate at which they take longer gets by on fewer, at least two.
 
         Returns:
-          The seconds of each process's calls; and what each sent and received in them, in bytes.
+          (processes, calls) seconds; and (processes, 2) bytes that each sent and received in them.
         """
         self.network.shape(rate)
         # All processes have ended their steps when the counters are read, so nothing is on its way.
         before = self.sent()
-        kept = self.train(0, self._call)
-        fitting = int(seconds / max(times[0] for times in kept))
+        times = np.array(self.train(0, self._call))
+        fitting = int(seconds / times.max())
         if fitting >= 4:
             self.train(0, self._call * _SETTLING)
             before = self.sent()
-            kept = [[] for _ in kept]
-        rest = self.train(0, self._call * max(2 - len(kept[0]), min(most, fitting)))
-        times = [one + other for one, other in zip(kept, rest, strict=True)]
-        sent = []
-        for earlier, later in zip(before, self.sent(), strict=True):
-            sent.append([b - a for a, b in zip(earlier, later, strict=True)])
-        return times, sent
+            times = times[:, :0]
+        rest = self.train(0, self._call * max(2 - times.shape[1], min(most, fitting)))
+        sent = np.subtract(self.sent(), before)
+        return np.concatenate([times, rest], axis=1), sent
 
     def loss(self) -> float:
         """Evaluates all shares.
@@ -162,8 +161,10 @@ class Job:
     def _answers(self, seconds: float) -> list[Any]:
         """Reads a line of each process, in whatever order they come: a failure must not wait."""
         end = time.monotonic() + seconds
-        waiting = {process.stdout: i for i, process in enumerate(self._processes)}
-        answers: list[Any] = [None for _ in self._processes]
+        waiting = {}
+        for index, process in enumerate(self._processes):
+            waiting[process.stdout] = index
+        answers: list[Any] = [None] * len(self._processes)
         while waiting:
             ready, _, _ = select.select(list(waiting), [], [], max(0.0, end - time.monotonic()))
             if not ready:

@@ -71,9 +71,9 @@ def _case(job: Job, model: str, rate: Rate, strategy: Strategy, plan: Plan) -> C
         rate=rate.name,
         strategy=strategy.name,
         steps_per_sample=call,
-        seconds=seconds,
-        tx_bytes=[tx for tx, _ in sent],
-        rx_bytes=[rx for _, rx in sent],
+        seconds=seconds.tolist(),
+        tx_bytes=sent[:, 0].tolist(),
+        rx_bytes=sent[:, 1].tolist(),
         payload=payload,
         loss=job.loss(),
     )

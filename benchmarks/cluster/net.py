@@ -17,8 +17,7 @@ from typing import Self
 from benchmarks.cluster.plan import Rate
 
 INTERFACE = "eth0"
-_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "taskset": "util-linux"}
-_TOOLS["chrt"] = "util-linux"
+_TOOLS = ("ip", "tc", "unshare", "taskset", "chrt")
 # With frames of 1500 bytes the shaped rates come out wrong on virtual links.
 _MTU = 9000
 # Bytes that may wait at a shaped link before packets are dropped.
@@ -45,10 +44,9 @@ def check_available() -> None:
         )
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
-        packages = " ".join(sorted({_TOOLS[tool] for tool in missing}))
         raise NetworkUnavailable(
-            f"benchmarks.cluster needs the commands {', '.join(missing)}: install the packages "
-            f"{packages} (apt-get install {packages})."
+            f"benchmarks.cluster needs the commands {', '.join(missing)}, of the packages "
+            "iproute2 and util-linux: apt-get install iproute2 util-linux"
         )
 
 
@@ -70,13 +68,11 @@ class Network:
           NetworkUnavailable: If the machine has not what it takes, or does not allow it.
         """
         check_available()
-        lines = ["127.0.0.1 localhost"]
-        for address, host in zip(self.addresses, self.names, strict=True):
-            lines.append(f"{address} {host}")
-        handle, name = tempfile.mkstemp(prefix="cluster-hosts-")
-        os.close(handle)
-        self._hosts_file = Path(name)
-        self._hosts_file.write_text("\n".join([*lines, ""]))
+        with tempfile.NamedTemporaryFile("w", prefix="cluster-hosts-", delete=False) as file:
+            print("127.0.0.1 localhost", file=file)
+            for address, host in zip(self.addresses, self.names, strict=True):
+                print(address, host, file=file)
+        self._hosts_file = Path(file.name)
         try:
             self._build()
         except BaseException:

@@ -68,9 +68,13 @@ def figures_of(case: Case) -> Figures:
     return Figures(median, low, high, statistics.fmean(case.tx_bytes) / count, promised)
 
 
-def all_figures(cases: Iterable[Case]) -> dict[Key, Figures]:
+def all_figures(cases: Iterable[Run]) -> dict[Key, Figures]:
     """Returns the figures of every case, by model, rate, strategy and framework."""
-    return {(c.model, c.rate, c.strategy, c.framework): figures_of(c) for c in cases}
+    figures = {}
+    for fields in cases:
+        case = Case(**fields)
+        figures[case.model, case.rate, case.strategy, case.framework] = figures_of(case)
+    return figures
 
 
 _HEADER = (
@@ -174,7 +178,7 @@ def conditions(run: Run) -> str:
 def write_report(content: Run, out: Path) -> None:
     """Writes everything, the table and the picture."""
     (out / "cluster.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
-    figures = all_figures(Case(**case) for case in content["cases"])
+    figures = all_figures(content["cases"])
     parts = ["## Step times over shaped links", conditions(content), table(figures)]
     (out / "cluster.md").write_text("\n\n".join(parts))
     plot(figures, out / "cluster.png")

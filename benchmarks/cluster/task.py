@@ -36,6 +36,11 @@ class Task(NamedTuple):
     heads: Any  # of the transformer's attention; 0 for dense layers with ReLU between them
     largest_norm: Any  # of the gradient before AdamW, beyond which it is clipped; 0 for plain SGD
 
+    @property
+    def layers(self) -> int:
+        """Counts the transformer's blocks."""
+        return sum(name.endswith("qkv/kernel") for name in self.params)
+
     def rate(self, step: int) -> float:
         """Returns the learning rate of a step; the last one for steps beyond."""
         return float(self.rates[min(step, len(self.rates) - 1)])

@@ -59,9 +59,8 @@ def make_model(task: Task) -> nn.Module:
     """Makes the model of a task, with its parameters."""
     params = task.params
     if task.heads:
-        layers = sum(path.endswith("qkv/kernel") for path in params)
         sizes = (*params["tokens/embedding"].shape[:1], *params["positions/embedding"].shape)
-        model: nn.Module = Transformer(layers, *sizes, int(task.heads))
+        model: nn.Module = Transformer(task.layers, *sizes, int(task.heads))
     else:
         parts: OrderedDict[str, nn.Module] = OrderedDict()
         for path, kernel in params.items():

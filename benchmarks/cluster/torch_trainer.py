@@ -89,7 +89,7 @@ class Trainer:
         self._optimizer: Any = None
         self._steps = 0  # so far
         self._call = 1  # steps
-        self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        self.parameters = sum(map(np.size, self._task.params.values()))
 
     def start(self, strategy: Strategy, seed: int) -> None:
         """Begins anew; torch says nothing of its payload."""

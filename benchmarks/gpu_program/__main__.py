@@ -30,6 +30,7 @@ import jaxcomp
 from benchmarks.common.arguments import at_least, call, command_line, listed, one_of
 from benchmarks.common.machine import describe
 from benchmarks.common.paths import RESULTS
+from benchmarks.common.runs import Run
 from benchmarks.common.tables import markdown
 from benchmarks.gpu_program.kernels import kernels
 from benchmarks.gpu_program.model import ERROR, microseconds
@@ -42,6 +43,8 @@ _HEADER = (
     "collectives", "temporary / gradients", "seconds to compile",
 )  # fmt: skip
 
+_COUNTED = ("predicted_ms", "launches", "collectives", "words", "plain_flops", "split_flops")
+
 REDUCERS: dict[str, Callable[[int], Any]] = {
     "allreduce": lambda rank: jaxcomp.allreduce(axis_name=AXIS),
     "int8 all-reduce": lambda rank: jaxcomp.quantized_allreduce(axis_name=AXIS),
@@ -52,7 +55,7 @@ REDUCERS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def compiled(tree: str, reducer: str, rank: int, devices: int) -> dict[str, Any]:
+def compiled(tree: str, reducer: str, rank: int, devices: int) -> Run:
     """Compiles one update, whose gradients and state are donated, and reads the program."""
     grads = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in TREES[tree]().items()}
     values = sum(x.size for x in grads.values())
@@ -73,7 +76,7 @@ def compiled(tree: str, reducer: str, rank: int, devices: int) -> dict[str, Any]
     )
     start = time.perf_counter()
     program: Any = lowered.compile()
-    row: dict[str, Any] = {"tree": tree, "reducer": reducer, "devices": devices}
+    row: Run = {"tree": tree, "reducer": reducer, "devices": devices}
     row["compile_seconds"] = time.perf_counter() - start
     if "powersgd" in reducer:
         row["reducer"] = f"{reducer}, rank {rank}"
@@ -82,30 +85,35 @@ def compiled(tree: str, reducer: str, rank: int, devices: int) -> dict[str, Any]
     return row | counted(program.as_text(), values)
 
 
-def counted(text: str, values: int) -> dict[str, Any]:
+def counted(text: str, values: int) -> Run:
     """Counts what an ordinary step of an optimised program does to so many gradient values."""
-    ordinary = [kernel for kernel in kernels(text) if not kernel.in_branch]
-    collectives = [kernel for kernel in ordinary if kernel.kind == "collective"]
-    return {
-        "predicted_ms": sum(microseconds(kernel) for kernel in ordinary) / 1e3,
-        "launches": len(ordinary) - len(collectives),
-        "collectives": len(collectives),
-        "words": sum(kernel.bytes for kernel in ordinary) / 4 / values,
-        "plain_flops": sum(kernel.plain_flops for kernel in ordinary),
-        "split_flops": sum(kernel.split_flops for kernel in ordinary),
-    }
+    total: Run = dict.fromkeys(_COUNTED, 0)
+    for kernel in kernels(text):
+        if not kernel.in_branch:
+            total["predicted_ms"] += microseconds(kernel) / 1e3
+            total["collectives" if kernel.kind == "collective" else "launches"] += 1
+            total["words"] += kernel.bytes / 4 / values
+            total["plain_flops"] += kernel.plain_flops
+            total["split_flops"] += kernel.split_flops
+    return total
 
 
-def table(cases: list[dict[str, Any]]) -> str:
+def table(cases: list[Run]) -> str:
     """Returns Markdown, a row for each program."""
-    form = (
-        "{tree}|{reducer}|{predicted_ms:.1f}|{launches:,}|{words:.1f}|{products:,.0f}|{collectives}"
-        "|{temporary:.2f}|{compile_seconds:.0f}"
-    )
     rows = []
     for case in cases:
-        products = (case["plain_flops"] + case["split_flops"]) / 1e9
-        rows.append(form.format(products=products, **case).split("|"))
+        row = [
+            case["tree"],
+            case["reducer"],
+            f"{case['predicted_ms']:.1f}",
+            f"{case['launches']:,}",
+            f"{case['words']:.1f}",
+            f"{(case['plain_flops'] + case['split_flops']) / 1e9:,.0f}",
+            str(case["collectives"]),
+            f"{case['temporary']:.2f}",
+            f"{case['compile_seconds']:.0f}",
+        ]
+        rows.append(row)
     return markdown(_HEADER, rows, left=2)
 
 

@@ -7,7 +7,7 @@ the momentum's spectrum in the second quarter of an exact run, for `jaxcomp.pred
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from statistics import mean
 from typing import NamedTuple
 
@@ -88,7 +88,7 @@ def points(studies: Iterable[Study], runs: Finished, rows: Finished = ()) -> Ite
                 )
 
 
-def _logarithmic_error(several: Sequence[Point], expected: Callable[[Point], float]) -> float:
+def _logarithmic_error(several: Iterable[Point], expected: Callable[[Point], float]) -> float:
     """Returns the root mean square of the differences of logarithms."""
     differences = [np.log(point.gap / expected(point)) for point in several]
     return float(np.sqrt(np.mean(np.square(differences))))
@@ -96,18 +96,18 @@ def _logarithmic_error(several: Sequence[Point], expected: Callable[[Point], flo
 
 def laws(runs: Finished) -> dict[str, Law]:
     """Fits the law in width and tokens of each optimizer; its error is that of `PREDICTED`."""
-    fitted = {name: _law(name, list(points(STUDIES, runs))) for name in LAWS}
+    several = list(points(STUDIES, runs))
     # Depth and context were changed behind AdamW alone.
-    law = fitted["adamw"]
+    law = _law("adamw", several, error=0.0)
 
     def expected(point: Point) -> float:
         return 100 * law.gap(point.rank, point.width, point.tokens)
 
-    error = _logarithmic_error(list(points(PREDICTED, runs)), expected)
-    return {name: replace(law, error=error) for name, law in fitted.items()}
+    error = _logarithmic_error(points(PREDICTED, runs), expected)
+    return {name: _law(name, several, error) for name in LAWS}
 
 
-def _law(optimizer: str, several: Sequence[Point]) -> Law:
+def _law(optimizer: str, several: Sequence[Point], error: float) -> Law:
     """Finds the coefficients with the least squares, over single runs."""
     rows = []
     for point in several:
@@ -126,7 +126,7 @@ def _law(optimizer: str, several: Sequence[Point]) -> Law:
         a=float(a),
         k=float(ak / a),
         spread=float(np.sqrt(np.sum(off**2) / (len(rows) - 2))),
-        error=0.0,
+        error=error,
     )
 
 
@@ -138,14 +138,16 @@ def tail_laws(runs: Finished, rows: Finished) -> dict[str, TailLaw]:
       rows: Of `tail.measure`.
     """
     several = list(points((*STUDIES, *UNSEEN), runs, rows))
-    fitted = {name: _tail_law(name, several) for name in TAIL_LAWS}
-    law = fitted["adamw"]
-    predicted = list(points(PREDICTED, runs, rows))
-    error = _logarithmic_error(predicted, lambda point: 100 * law.gap(point.tail or 0.0))
-    return {name: replace(law, error=error) for name, law in fitted.items()}
+    law = _tail_law("adamw", several, error=0.0)
+
+    def expected(point: Point) -> float:
+        return 100 * law.gap(point.tail or 0.0)
+
+    error = _logarithmic_error(points(PREDICTED, runs, rows), expected)
+    return {name: _tail_law(name, several, error) for name in TAIL_LAWS}
 
 
-def _tail_law(optimizer: str, several: Sequence[Point]) -> TailLaw:
+def _tail_law(optimizer: str, several: Sequence[Point], error: float) -> TailLaw:
     """Fits a line to the logarithms of the mean gaps, by least squares."""
     tails = []
     gaps = []
@@ -156,7 +158,7 @@ def _tail_law(optimizer: str, several: Sequence[Point]) -> TailLaw:
             gaps.append(point.gap)
     power, constant = np.polyfit(np.log(tails), np.log(gaps), 1)
     extent = (min(tails), max(tails))
-    return TailLaw(len(tails), extent, float(np.exp(constant)), float(power), error=0.0)
+    return TailLaw(len(tails), extent, float(np.exp(constant)), float(power), error)
 
 
 def int8_gaps(runs: Finished) -> list[float]:

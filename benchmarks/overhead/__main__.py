@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator
@@ -35,7 +34,7 @@ from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import Run
 from benchmarks.common.worker import run_worker
 from benchmarks.overhead.report import plot, plot_growth, table
-from benchmarks.overhead.trees import TREES, torch_layout
+from benchmarks.overhead.trees import TREES, size, torch_layout
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -107,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(options: argparse.Namespace, tree: str, run: Run) -> None:
     """Adds a case for every rank of a tree, and the versions that the workers found."""
-    words = sum(math.prod(shape) for shape in TREES[tree]().values())
+    words = size(TREES[tree]())
     cases: dict[int, Run] = {}
     for rank in options.ranks:
         cases[rank] = {"tree": tree, "words": words, "rank": rank}

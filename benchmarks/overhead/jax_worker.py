@@ -7,7 +7,6 @@ every rank.
 from __future__ import annotations
 
 import json
-import math
 import sys
 from typing import Any
 
@@ -16,12 +15,13 @@ import numpy as np
 
 import jaxcomp
 from benchmarks.card.updates import AXIS, Update, seconds_of
+from benchmarks.overhead.trees import size
 
 
 def main() -> None:
     """Answers the job on standard input."""
     job = json.loads(sys.stdin.read())
-    words = sum(math.prod(shape) for shape in job["shapes"].values())
+    words = size(job["shapes"])
     source = np.ones(words, np.float32)
     target = np.zeros(words, np.float32)
     device = jax.devices()[0]

@@ -39,7 +39,7 @@ def table(run: Run) -> str:
         f"`{run['command']}`, {run['date']}. {sentence(run['machine'])}",
         "Medians; the floor is 7 words for every gradient value at the copy bandwidth measured in "
         "the same run.",
-        markdown([*rows[0]], [[*row.values()] for row in rows]),
+        markdown(list(rows[0]), map(list, map(dict.values, rows))),
     ]
     return "\n\n".join(lines) + "\n"
 
@@ -50,45 +50,45 @@ def _leaves(case: Run) -> int:
 
 def plot(run: Run, path: Path) -> None:
     """Draws for every tree the medians as multiples of the floor against the rank."""
-    trees = list(dict.fromkeys(case["tree"] for case in run["cases"]))
-    figure, axes = panels(len(trees), 3.8 * len(trees), 3.8)
-    names = []
-    for axis, tree in zip(axes, trees, strict=True):
-        cases = [case for case in run["cases"] if case["tree"] == tree and "floor" in case]
-        ends = [(max(0, len(cases) - 1), 1.0, "floor", MUTED)]
+    by_tree: dict[str, list[Run]] = {}
+    for case in run["cases"]:
+        by_tree.setdefault(case["tree"], []).append(case)
+    figure, axes = panels(len(by_tree), 3.8 * len(by_tree), 3.8)
+    ends = []
+    for axis, (tree, cases) in zip(axes, by_tree.items(), strict=True):
+        last = len(cases) - 1
+        named = [(last, 1.0, "floor", MUTED)]
         for framework, name, colour in (("jax", "jaxcomp", BLUE), ("torch", "torch", ORANGE)):
-            timed = [case for case in cases if framework in case]
-            if timed:
-                places = [cases.index(case) for case in timed]
-                times = [case[framework]["median"] / case["floor"] for case in timed]
-                axis.plot(places, times, "o-", color=colour, linewidth=1.6)
-                ends.append((places[-1], times[-1], name, colour))
+            if framework in cases[0]:
+                times = [case[framework]["median"] / case["floor"] for case in cases]
+                axis.plot(range(len(cases)), times, "o-", color=colour, linewidth=1.6)
+                named.append((last, times[-1], name, colour))
         axis.axhline(1, color=MUTED, linewidth=1)
         axis.set_xticks(range(len(cases)), [str(case["rank"]) for case in cases])
         axis.set_xlim(-0.2, len(cases) - 0.2)  # room for the names
         axis.set(xlabel="rank", title=TITLES.get(tree, tree))
-        names.append(ends)
+        ends.append(named)
     axes[0].set_ylabel("time / floor of 7 words a value")
     axes[0].set_ylim(bottom=0)  # of all panels, once they all have their lines
-    for axis, ends in zip(axes, names, strict=True):
-        name_points(axis, ends)
+    for axis, named in zip(axes, ends, strict=True):
+        name_points(axis, named)
     save(figure, path)
 
 
 def plot_growth(run: Run, path: Path) -> None:
     """Draws time and memory of an update against parameters, compilation against leaves."""
-    figure, axes = panels(3, 11.4, 3.8, share_y=False)
-    axes[0].set(xlabel="parameters", xscale="log", yscale="log", title="seconds of an update")
-    axes[1].set(xlabel="parameters", xscale="log", title="temporary memory / gradients")
-    axes[2].set(xlabel="leaves", xscale="log", yscale="log", title="seconds of compilation")
+    figure, (times, memory, compilation) = panels(3, 11.4, 3.8, share_y=False)
+    times.set(xlabel="parameters", xscale="log", yscale="log", title="seconds of an update")
+    memory.set(xlabel="parameters", xscale="log", title="temporary memory / gradients")
+    compilation.set(xlabel="leaves", xscale="log", yscale="log", title="seconds of compilation")
     for rank, colour in ((4, BLUE), (32, ORANGE)):
         for case in run["cases"]:
             if case["rank"] == rank:
                 jax = case["jax"]
                 words = case["words"]
-                axes[0].plot(words, jax["median"], "o", color=colour)
-                axes[1].plot(words, jax["temporary_bytes"] / 4 / words, "o", color=colour)
-                axes[2].plot(_leaves(case), jax["compile_seconds"], "o", color=colour)
-        axes[0].plot([], [], "o", color=colour, label=f"rank {rank}")
-    axes[0].legend(frameon=False)
+                times.plot(words, jax["median"], "o", color=colour)
+                memory.plot(words, jax["temporary_bytes"] / 4 / words, "o", color=colour)
+                compilation.plot(_leaves(case), jax["compile_seconds"], "o", color=colour)
+        times.plot([], [], "o", color=colour, label=f"rank {rank}")
+    times.legend(frameon=False)
     save(figure, path)

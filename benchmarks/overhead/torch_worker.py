@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import tempfile
@@ -25,7 +26,7 @@ class Bucket:
     """
 
     def __init__(self, shapes: dict[str, list[int]], device: str):
-        sizes = [torch.Size(shape).numel() for shape in shapes.values()]
+        sizes = list(map(math.prod, shapes.values()))
         self._buffer = torch.randn(sum(sizes), device=device)
         self._gradients = []
         for part, shape in zip(self._buffer.split(sizes), shapes.values(), strict=True):

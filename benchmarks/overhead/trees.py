@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -71,6 +73,11 @@ def torch_layout(shapes: Shapes) -> Shapes:
         return shape if name.endswith("embedding") else shape[::-1]
 
     return {name: turned(name, shape) for name, shape in shapes.items()}
+
+
+def size(shapes: Shapes) -> int:
+    """Counts the values of a tree."""
+    return sum(map(math.prod, shapes.values()))
 
 
 TREES = {

@@ -7,6 +7,8 @@ import tempfile
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.cluster.job import Job
 from benchmarks.cluster.net import Network
 from benchmarks.cluster.plan import UNLIMITED, Rate, Strategy
@@ -39,8 +41,8 @@ def whole_runs(config: Config, asked: Sequence[Asked], rate: Rate) -> Generator[
         sent = 0
         for last in range(every, config.steps + 1, every):
             before = job.sent()[0]
-            calls = zip(*job.train(last - every, every), strict=True)
-            seconds += sum(max(times) for times in calls)  # by the slowest of the processes
+            times = np.array(job.train(last - every, every))
+            seconds += float(times.max(axis=0).sum())  # by the slowest of the processes
             sent += job.sent()[0][0] - before[0]
             row["curve"].append((last, seconds, job.loss()))
         row["sent_per_step"] = sent / row["curve"][-1][0]
@@ -69,7 +71,7 @@ def step_times(
         row["seconds"] = {}
         for rate in rates:
             times, _ = job.sample(rate, samples, _SECONDS_PER_RATE)
-            row["seconds"][rate.name] = [max(several) for several in zip(*times, strict=True)]
+            row["seconds"][rate.name] = times.max(axis=0).tolist()
         yield row
 
 

@@ -10,11 +10,11 @@ Losses go to FOLDER, one file per run and rank.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pathlib
 import signal
-import sys
 from typing import Any
 
 import torch
@@ -112,7 +112,11 @@ def returned(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
 
 def main() -> None:
     """Runs all cases as one rank."""
-    phase, rank, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("phase", choices=["FIRST", "LAST"])
+    parser.add_argument("rank", type=int, choices=range(WORLD))
+    parser.add_argument("folder", type=pathlib.Path)
+    phase, rank, folder = vars(parser.parse_args()).values()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent process says that it was interrupted
     torch.set_num_threads(1)
     store = f"file://{folder / f'{phase}.store'}"

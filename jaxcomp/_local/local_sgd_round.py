@@ -157,7 +157,7 @@ def _one_for_each(outer: Any, fragments: int) -> list[Any]:
     """Returns the outer optimizer of each fragment.
 
     Raises:
-      ValueError: If a list has not one for each.
+      ValueError: If a list is not as long as there are fragments.
     """
     if type(outer) not in (list, tuple):  # an optimizer is a tuple, too, of a class of its own
         return [outer] * fragments

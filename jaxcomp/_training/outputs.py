@@ -249,7 +249,7 @@ def words_of(aux: PyTree, auxiliary: PyTree) -> list[Any]:
     Places are compared by their names, whatever containers they are in.
 
     Raises:
-      ValueError: If `aux` names what the auxiliary output has not.
+      ValueError: If `aux` names something that is not in the auxiliary output.
     """
     # A line for each key, without its kind.
     names_of = functools.partial(jax.tree_util.keystr, simple=True, separator="\n")

@@ -26,14 +26,16 @@ def command(*arguments):
     return [sys.executable, "-m", "benchmarks.cluster", *map(str, arguments)]
 
 
-COMMITTED = [Case(**x) for x in json.loads((RESULTS / "cluster.json").read_text())["cases"]]
+COMMITTED = json.loads((RESULTS / "cluster.json").read_text())["cases"]
 
 
 def test_the_strategies_still_promise_what_the_committed_cases_say():
     pairs = pairwise(MLPS["mlp"])
     layers = [(np.zeros(pair, "f4"), np.zeros(pair[1], "f4")) for pair in pairs]
     promised = {
-        c.strategy: c.payload for c in COMMITTED if (c.framework, c.model) == ("jax", "mlp")
+        c["strategy"]: c["payload"]
+        for c in COMMITTED
+        if (c["framework"], c["model"]) == ("jax", "mlp")
     }
     promised["powersgd-2-every-8"] = promised["powersgd-2"] / 8
     for strategy, count in promised.items():
@@ -79,7 +81,7 @@ def test_a_small_run_measures_both_frameworks_or_is_refused(tmp_path):
         sent = figures_of(one).wire
         assert ours.payload < sent < ours.payload + 6_000
         assert sum(one.rx_bytes) == pytest.approx(sum(one.tx_bytes), rel=0.01)
-    assert table(all_figures([ours, torch])) in (tmp_path / "cluster.md").read_text()
+    assert table(all_figures(found["cases"])) in (tmp_path / "cluster.md").read_text()
     assert (tmp_path / "cluster.png").stat().st_size > 1_000
 
 

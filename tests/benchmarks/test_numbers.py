@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxcomp
-from benchmarks.cluster.report import Case, all_figures
+from benchmarks.cluster.report import all_figures
 from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.common.runs import read_runs
 from benchmarks.common.tables import half_width
@@ -123,7 +123,7 @@ def of_the_program():
 
 def performance():
     run = json.loads((RESULTS / "cluster.json").read_text())
-    figures = all_figures([Case(**case) for case in run["cases"]])
+    figures = all_figures(run["cases"])
 
     def step(strategy, framework="jax", rate="1gbit"):
         return figures["mlp", rate, strategy, framework].median

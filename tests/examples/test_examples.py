@@ -37,7 +37,7 @@ def program(name):
     return SimpleNamespace(__name__=name, main=partial(runpy.run_path, path, run_name="__main__"))
 
 
-PROGRAMS = {name: program(name) for name in ("resume", "jit_loop")}
+PROGRAMS = {name: program(name) for name in ("resume", "jit_loop", "quickstart", "diloco")}
 TINY = [*MODEL, "--steps", STEPS, "--eval-every", 3, "--checkpoint-every", 2]
 
 
@@ -152,6 +152,9 @@ train --checkpoint-dir {saved} --resume --rank 3 | with --rank 2, not
 train --checkpoint-dir {saved} --resume --strategy allreduce | with --strategy powersgd, not
 resume {tmp}/run --replicas 3 | --replicas must divide the batch of 64, got 3
 resume {tmp}/file | /file is a file; checkpoints need a directory
+resume {tmp}/file/below | /file/below: Not a directory
+quickstart --steps 3 | unrecognized arguments: --steps 3
+diloco --steps 3 | unrecognized arguments: --steps 3
 resume | required: directory
 jit_loop --steps -3 | --steps must be at least 3, got -3
 hybrid_mesh --rank -1 | --rank positive or 0

@@ -145,7 +145,7 @@ def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
 
 
 def loss_scale_of(checkpoint: Checkpoint) -> float:
-    """Returns the scale of the loss that errors and factors are in units of.
+    """Returns the scale of the loss: errors and factors are in units of the scaled loss.
 
     The file's own entry says it, or the state of a GradScaler in `extra`, also one level down.
 

@@ -70,10 +70,10 @@ def resume_powersgd(
 
     torch's own way of resuming compresses on buckets that are not rebuilt yet, and a state that is
     merely safe runs two uncompressed steps first. This makes DDP rebuild its buckets beforehand:
-    it runs `backward` twice (three times with ``static_graph=True``) without compression, puts back
-    what that changed (buffers, gradients, random number generators), brings the state into DDP's
-    present order of parameters if it is another than `layout`, and arms it. Every rank must call
-    it.
+    it runs `backward` twice (three times with ``static_graph=True``) without compression, and puts
+    back what that changed (buffers, gradients, random number generators). Then it brings the state
+    into DDP's new order of parameters, if that is not the order of `layout`, and registers the
+    hook. Every rank must call it.
 
     Args:
       ddp_model: A fresh ``DistributedDataParallel`` model, without a hook.

@@ -108,7 +108,7 @@ class Evidence:
         return apart
 
     def _running_layouts(self, apply: Apply, inputs: Sequence[np.ndarray]) -> list[Layout]:
-        """Finds the layouts of the inputs with which the model runs and gives as many values."""
+        """Finds the layouts of the inputs for which the model returns as many values as torch."""
         choices = []
         for array in inputs:
             choices.append([array])
