@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -15,11 +14,8 @@ import optax
 
 import jaxcomp
 from benchmarks.card.updates import AXIS, mesh_of, queued_ms
-from benchmarks.common.paths import LANGUAGE_MODEL
+from benchmarks.common.language_model import lm
 from benchmarks.common.runs import Run
-
-sys.path.insert(0, str(LANGUAGE_MODEL))
-import lm
 
 _GPT2 = lm.ModelConfig(12, 768, 12, 1024, jnp.bfloat16, vocabulary=50257)
 

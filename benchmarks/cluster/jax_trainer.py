@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,10 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp
 from benchmarks.cluster.plan import Strategy
 from benchmarks.cluster.task import WEIGHT_DECAY, Task, read_task
-from benchmarks.common.paths import LANGUAGE_MODEL
-
-sys.path.insert(0, str(LANGUAGE_MODEL))
-import lm
+from benchmarks.common.language_model import lm
 
 AXIS = "data"
 _PORT = 29_500

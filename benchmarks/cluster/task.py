@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
-from benchmarks.common.paths import LANGUAGE_MODEL
 
 LEARNING_RATE = 0.01
 WEIGHT_DECAY = 0.01  # of AdamW
@@ -100,8 +97,7 @@ def timed_task(model: str, processes: int) -> Task:
     rng = np.random.default_rng(0)
     others = {"rates": np.full(1, LEARNING_RATE, np.float32), "largest_norm": 0.0}
     if model in TRANSFORMERS:
-        sys.path.insert(0, str(LANGUAGE_MODEL))
-        import lm
+        from benchmarks.common.language_model import lm
 
         *_, heads, context = TRANSFORMERS[model]
         params = lm.init_params(lm.Transformer(lm.ModelConfig(*TRANSFORMERS[model])), seed=0)

@@ -7,7 +7,6 @@ What they hold alike (parameters, the optimizer's state, right factors) is there
 from __future__ import annotations
 
 import functools
-import sys
 import sysconfig
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +20,7 @@ import optax
 
 import jaxcomp
 from benchmarks.common.arguments import check_multiples
-from benchmarks.common.paths import LANGUAGE_MODEL
-
-sys.path.insert(0, str(LANGUAGE_MODEL))
-import lm
+from benchmarks.common.language_model import lm
 
 AXIS = "data"
 Tree = Any

@@ -88,7 +88,7 @@ class Result:
 
     def sooner_than(self, other: Result, rate: str) -> list[float]:
         """Returns how many times sooner it is at the goal, by seed with which both reach it."""
-        if self is other or rate not in self.seconds or rate not in other.seconds:
+        if rate not in self.seconds or rate not in other.seconds:
             return []
         ours = self.reached
         ratios = []
@@ -99,9 +99,7 @@ class Result:
 
     def timing_error(self, rate: str) -> float:
         """Returns the standard error of its median step, relative to it."""
-        times = self.seconds[rate]
-        if len(times) < 2:
-            return 0.0
+        times = self.seconds[rate]  # of two calls at least
         # The median of normal values scatters a quarter more than their mean.
         return 1.25 * stdev(times) / len(times) ** 0.5 / median(times)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks.cluster.task import Task, make_task
 from benchmarks.common.arguments import check_multiples
-from benchmarks.common.paths import LANGUAGE_MODEL
 
 _LARGEST_NORM = 1.0
 
@@ -49,10 +47,8 @@ class Config:
 
 def task_of(config: Config, seed: int) -> Task:
     """Draws the parameters and the data of a seed."""
+    from benchmarks.common.language_model import lm
     from benchmarks.convergence.optimizers import schedule
-
-    sys.path.insert(0, str(LANGUAGE_MODEL))
-    import lm
 
     text = lm.load_corpus()
     model = lm.ModelConfig(config.layers, config.width, config.heads, config.context)
