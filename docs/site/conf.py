@@ -58,7 +58,7 @@ napoleon_use_rtype = False
 napoleon_use_ivar = True  # fields stand once, in their class's docstring
 
 LINK = re.compile(
-    r"(?<!!)\[([^\]]*)\]\((?:\.\./)?((?:examples|benchmarks)/[^)#]*|[A-Z]+\.md|docs/index\.md)(?:#[^)]*)?\)"
+    r"(?<!!)\[([^\]]*)\]\((?:\.\./)?((?:examples|benchmarks|tests)/[^)#]*|[A-Z]+\.md|docs/index\.md)(?:#[^)]*)?\)"
 )
 MULTILINE = re.MULTILINE | re.DOTALL
 # Single backticks, and not those of a role such as :math:`x` or of what is code already.
