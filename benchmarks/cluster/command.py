@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from benchmarks.cluster.job import JobFailed
-from benchmarks.cluster.net import NetworkUnavailable
+from benchmarks.cluster.net import NetworkUnavailable, check_available
 
 # Exit codes; 2 is argparse's, for wrong arguments.
 EXIT_FAILED = 1
@@ -18,8 +18,9 @@ PACKAGES = {"jax": ("jax", "flax", "optax"), "torch": ("torch",)}
 
 def over_links(program: str, work: Callable[[], None]) -> int:
     """Does what takes processes on a network; returns the exit code."""
-    _on_signals(_interrupt)
     try:
+        check_available()
+        _on_signals(_interrupt)
         work()
     except NetworkUnavailable as error:
         print(f"{program}: {error}", file=sys.stderr)

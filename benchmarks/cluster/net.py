@@ -65,9 +65,8 @@ class Network:
         """Builds it; links are not limited at first.
 
         Raises:
-          NetworkUnavailable: If the machine has not what it takes, or does not allow it.
+          NetworkUnavailable: If the kernel or the container does not allow it.
         """
-        check_available()
         with tempfile.NamedTemporaryFile("w", prefix="cluster-hosts-", delete=False) as file:
             print("127.0.0.1 localhost", file=file)
             for address, host in zip(self.addresses, self.names, strict=True):
