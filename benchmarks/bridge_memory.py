@@ -87,7 +87,8 @@ def main() -> None:
         ):
             peak, seconds = convert(folder, *command.split())
             direction = command.partition(" ")[0]
-            print(f"{direction:9} peak {peak / 2**20:6.0f} MiB = {peak / size:.2f} x, {seconds:.1f} s")
+            ratio = peak / size
+            print(f"{direction:9} peak {peak / 2**20:6.0f} MiB = {ratio:.2f} x, {seconds:.1f} s")
 
 
 if __name__ == "__main__":
