@@ -16,6 +16,7 @@ from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.maps import VERBS, Flow, Reading
 from torch_bridge._pairing.match import Group, Match, Partners, grouped
 from torch_bridge._pairing.options import Flattened, maps_of, size_of
+from torch_bridge._pairing.pairs import Shape
 
 # Matrices of which torch's own modules say that they are (out, in).
 _OF_TORCH = re.compile(r"\b(in_proj_weight|weight_[ih]h(_l\d+)?(_reverse)?)$")
@@ -157,11 +158,13 @@ class Questions:
                 self.wrong.append(f"{reads}, with {option}={_written(parts)}")
                 continue
             proposal = None
-            if len(parts) == 1 and len(parts[0]) > 1 and not layer.is_vector:
+            shape: Shape = ()
+            if len(parts) == 1 and not layer.is_vector:
+                shape = parts[0]
                 proposal = self._flow.proposal(option, layer)
-            if proposal and parts[0][-1] == proposal[0][0] != parts[0][0]:
+            if proposal and len(shape) > 1 and shape[-1] == proposal[0][0] != shape[0]:
                 warnings.warn(
-                    f"{option}={parts[0]} has the channels last, but {reads} of {proposal[0][0]} "
+                    f"{option}={shape} has the channels last, but {reads} of {proposal[0][0]} "
                     f"channels: the shape is torch's (C, H, W), here {proposal[0]} perhaps.",
                     stacklevel=2,
                 )
