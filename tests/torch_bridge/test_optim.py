@@ -14,12 +14,14 @@ from torch.optim import SGD, Adam, AdamW
 
 from tests.helpers.rounding import rounding
 from torch_bridge import (
+    Checkpoint,
     CheckpointMismatch,
     load,
     optimizer_from_torch,
     optimizer_to_torch,
     params_from_torch,
     params_to_torch,
+    to_flax,
 )
 
 
@@ -197,7 +199,7 @@ def test_a_layer_that_is_not_used_yet_waits(make, keywords):
     module[0].requires_grad_(False)
     job = Job(make, module, **keywords)
     before = job.optimizer.state_dict()
-    tx, state = job.to_flax(learning_rate=optax.constant_schedule(0.05))
+    tx, state = job.to_flax(learning_rate=optax.constant_schedule(0.05), step=7)
     params, state = job.train_in_flax(job.params, tx, state, 7, 8, unused=("Conv_0",))
     job.train(7, 8)
     assert_close(params, job)
@@ -322,3 +324,24 @@ def test_a_learning_rate_in_a_tensor_stays_one(tmp_path):
     job.optimizer.load_state_dict(torch.load(tmp_path / "back.pt", weights_only=True))
     assert torch.is_tensor(job.optimizer.param_groups[0]["lr"])
     assert job.optimizer.param_groups[0]["lr"].item() == pytest.approx(1e-3)
+
+
+def test_a_schedule_goes_on_where_the_user_says_if_nothing_has_counted():
+    job = Job(SGD, network(), momentum=0.9)
+    checkpoint = Checkpoint(job.model, optimizer=job.optimizer.state_dict())
+    schedule = optax.linear_schedule(0.1, 0.0, 40)
+    with pytest.raises(ValueError, match=r"nothing in the file counts the steps.*Pass `step`"):
+        job.to_flax(learning_rate=schedule)
+    with pytest.raises(ValueError, match=r"nothing in the file counts the steps.*Pass `step`"):
+        to_flax(checkpoint, job.params, learning_rate=schedule)
+    _, state = job.to_flax(learning_rate=schedule, step=30)
+    assert optax.tree.get(state, "count") == 30
+
+
+def test_moments_of_no_parameter_are_refused():
+    job = Job(Adam, network())
+    document = job.optimizer.state_dict()
+    document["state"] = {str(key): value for key, value in document["state"].items()}
+    with pytest.raises(CheckpointMismatch, match="belong to nobody") as caught:
+        optimizer_from_torch(document, job.model, job.params)
+    assert caught.value.unexpected == ("'0'", "'1'", "'2'")

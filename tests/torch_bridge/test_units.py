@@ -177,7 +177,7 @@ def test_what_a_scheduler_drove_is_named(tmp_path, make, options, name, args, mo
     _, said = converted(checkpoint, SQUARES, plain=True)
     assert len(said) == 1 + bool(kind)
     assert "Pass learning_rate=" in "".join(said)
-    _, said = converted(checkpoint, SQUARES, plain=True, learning_rate=lambda step: 1e-3)
+    _, said = converted(checkpoint, SQUARES, plain=True, learning_rate=lambda step: 1e-3, step=9)
     assert [f"drives the optimizer's `{kind}`" in text for text in said] == [True] * bool(kind)
 
 

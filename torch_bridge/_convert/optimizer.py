@@ -84,7 +84,8 @@ def optimizer_from_torch(
         some parameters, unless it was made from ``named_parameters()`` and recorded them itself.
       learning_rate: A number or an Optax schedule for all groups, or one for each group; None for
         the numbers in the state dict. A torch scheduler is not in it: pass its Optax twin here.
-      step: Updates taken so far, where a schedule goes on; None for Adam's own count, or 0.
+      step: Updates taken so far, where a schedule goes on; None for Adam's own count. SGD counts
+        none: a schedule needs it there.
 
     Returns:
       The transformation and its state. Leaves that the optimizer does not have are frozen; where
@@ -93,8 +94,8 @@ def optimizer_from_torch(
       jax.tree.unflatten(jax.tree.structure(optimizer.opt_state), jax.tree.leaves(state))``.
 
     Raises:
-      ValueError: If the optimizer has no equal in optax (``amsgrad``, other algorithms) or names
-        are needed.
+      ValueError: If the optimizer has no equal in optax (``amsgrad``, other algorithms), or names
+        or `step` are needed.
       CheckpointMismatch: If optimizer, model and parameters do not belong together.
 
     Warns:
@@ -122,7 +123,7 @@ def optimizer_from_torch(
     ):
         warnings.warn(doubt, stacklevel=2)
     tx = plan.transformation(params, learning_rate)
-    return tx, plan.state(tx.init(params), plan.counted if step is None else step)
+    return tx, plan.state(tx.init(params), plan.taken(learning_rate, step))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,6 +188,30 @@ class OptimizerPlan:
     def counted(self) -> int:
         """Updates that Adam has counted; 0 for SGD, which counts none."""
         return max((entry.step for entry in self.entries.values()), default=0)
+
+    def taken(self, rates: Rates, step: int | None, calls: int | None = None) -> int:
+        """Returns the updates so far, where a schedule goes on.
+
+        Args:
+          rates: Learning rates, of which a schedule has a place to go on from.
+          step: As the user says; None for Adam's count or, if there is none, the hook's.
+          calls: Of the hook; None where the file has none.
+
+        Raises:
+          ValueError: There is a schedule, and nothing has counted.
+        """
+        if step is not None:
+            return step
+        several = rates if isinstance(rates, Sequence) else [rates]
+        counts = any(entry.hyper.algorithm != "sgd" for entry in self.entries.values())
+        if any(map(callable, several)) and not counts and calls is None:
+            raise ValueError(
+                "`learning_rate` is a schedule, and nothing in the file counts the steps that it "
+                "goes on from: torch.optim.SGD does not. Pass `step`, the updates that torch has "
+                "taken (its scheduler's last_epoch, if that steps after each of them); 0 begins "
+                "the schedule anew."
+            )
+        return self.counted or calls or 0
 
     def paused(self, pause: str) -> list[str]:
         """Lists the leaves that are `HELD`, or `UNUSED`."""

@@ -234,20 +234,29 @@ def _numbered(optimizer: Document) -> list[Entry]:
     """Reads the parameters of an optimizer, group after group.
 
     Raises:
-      CheckpointMismatch: A count is none.
+      CheckpointMismatch: A count is none. Or something is kept for a parameter of no group.
     """
     entries = []
+    nobodys = set(optimizer["state"])
     for number, group in enumerate(optimizer["param_groups"]):
         states = {}
         for index in group["params"]:
             state = optimizer["state"].get(index, {})
             states[index] = {key: value for key, value in state.items() if value is not None}
+        nobodys -= set(states)
         hyper = Hyperparameters.read(group, set().union(*states.values()))
         for index, state in states.items():
             step = _number("step", state.get("step", 0))
             if not 0 <= step < _MAX_STEPS:
                 raise CheckpointMismatch(f"The optimizer's `step` must be a count, got {step}.")
             entries.append(Entry(index, number, hyper, state, int(step)))
+    if nobodys:
+        raise CheckpointMismatch(
+            "The optimizer's `state` has entries that no param group lists in its `params`: their "
+            "moments belong to nobody. A tool that writes indices as text makes such ones. "
+            "Give `state` the keys that `params` has: integers, as torch's state_dict() does.",
+            unexpected=sorted(printable(repr(key)) for key in nobodys),
+        )
     return entries
 
 

@@ -148,7 +148,7 @@ def to_flax(
       The run.
 
     Raises:
-      ValueError: The optimizer has no equal in optax.
+      ValueError: The optimizer has no equal in optax, or a schedule needs `step`.
       CheckpointMismatch: As `pair` and `powersgd_from_torch`. Or the Flax outputs are not torch's.
       TypeError: `checkpoint` is something else, or there is no such option.
 
@@ -200,7 +200,9 @@ def to_flax(
         calls = counted
         state = reducer.init(trained_params)
     doubts = list(_doubts(checkpoint, params, like))
+    taken = calls
     if plan and checkpoint.optimizer:
+        taken = plan.taken(learning_rate, step, calls if checkpoint.powersgd else None)
         model, given = checkpoint.model, learning_rate is not None
         doubts += _doubts_of_steps(plan, layout, calls, learning_rate if step is None else None)
         doubts += doubts_about(checkpoint.optimizer, plan.entries, model, param_names, given)
@@ -213,7 +215,6 @@ def to_flax(
     optimizer_state = None
     if plan:
         optimizer = plan.transformation(trained_params, learning_rate)
-        taken = (counted or calls) if step is None else step
         optimizer_state = plan.state(optimizer.init(trained_params), taken)
     if consume:
         checkpoint.model.clear()
