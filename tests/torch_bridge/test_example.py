@@ -386,3 +386,12 @@ def test_another_width_is_said_first():
     like = {name: {"kernel": np.zeros((3, 11))} for name in "ab"}
     with pytest.raises(CheckpointMismatch, match=said):
         torch_bridge.pair(state, like)
+
+
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
+def test_weights_that_torch_makes_of_others_are_named_beside_an_example(name):
+    wrap = getattr(tnn.utils.parametrizations, name)
+    state, example = proof(tnn.Sequential(wrap(tnn.Linear(6, 6))), ROWS)
+    model = nn.Dense(6)
+    with pytest.raises(CheckpointMismatch, match=f"^{name} .*remove_parametrizations.*off"):
+        params_from_torch(state, abstract(model, ROWS), apply=model.apply, example=example)

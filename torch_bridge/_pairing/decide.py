@@ -176,19 +176,35 @@ def _read(
     if questions.wrong or not is_whole:
         match.match_shapes()
         _without_problems(match)
-    reading, difference = Search(match, questions.reading, evidence, tensors).prove()
+    try:
+        reading, difference = Search(match, questions.reading, evidence, tensors).prove()
+    except CheckpointMismatch as error:
+        raise CheckpointMismatch(
+            _reparametrized(tensors) + error.message,
+            ambiguous=error.ambiguous,
+            parameters=error.parameters,
+        ) from error
     unused = []
     for layer in match.torch:
         if layer not in reading.partners:
             unused += map(layer.line, layer.parts)
     if unused:
         warnings.warn(
-            f"Left out, since the Flax model has no place for it and gives torch's outputs on the "
-            f"example without it: {printable('; '.join(unused))}. ignore= says the same without a "
-            "warning.",
+            f"{_reparametrized(unused)}Left out, since the Flax model has no place for it and "
+            f"gives torch's outputs on the example without it: {printable('; '.join(unused))}. "
+            "ignore= says the same without a warning.",
             stacklevel=2,
         )
     return reading, difference
+
+
+def _reparametrized(names: Collection[str]) -> str:
+    """Says what to do about weights that torch makes of others; nothing where there are none."""
+    sentences = ""
+    for sentence, pattern in _REPARAMETRIZED.items():
+        if any(map(re.compile(pattern).match, names)):
+            sentences += f"{sentence} "
+    return sentences
 
 
 def _without_problems(match: Match) -> Reading:
@@ -211,9 +227,7 @@ def _without_problems(match: Match) -> Reading:
     message = _DIFFERENT
     if not is_different:
         message = _ORDER_IS_OPEN if orders else _FORMS_ARE_OPEN
-    for sentence, pattern in _REPARAMETRIZED.items():
-        if any(map(re.compile(pattern).match, problems["unexpected"])):
-            message = f"{sentence} {message}"
+    message = _reparametrized(problems["unexpected"]) + message
     if _packs(lonely):
         message = f"{_PACKED_IN_FLAX} {message}"
     elif lonely.torch and lonely.flax:
