@@ -1,5 +1,6 @@
 """Reading torch files: everything that torch writes, and what lies beside it."""
 
+import collections
 import functools
 
 import numpy as np
@@ -162,3 +163,18 @@ def test_several_optimizers_are_kept_as_they_are(put):
     checkpoint = load(put(files.saved({"state_dict": {"w": MODEL}, "optimizer": [{}, {}]})))
     assert checkpoint.optimizer is None
     assert checkpoint.extra == {"optimizer": [{}, {}]}
+
+
+def test_numbers_beside_the_tensors_of_a_flat_state_dict_are_kept(put):
+    document = files.model().state_dict() | {"epoch": 7, "best": collections.defaultdict(int, a=1)}
+    checkpoint = load(put(files.saved(document)))  # in protocol 2, where int is a long
+    assert list(checkpoint.model) == list(files.model().state_dict())
+    assert checkpoint.extra == {"epoch": 7, "best": {"a": 1}}
+
+
+def test_arguments_of_another_kind_are_not_put_down_to_the_file(put):
+    file = put(files.saved(files.documented()))
+    with pytest.raises(TypeError, match="`max_bytes` must be a number of bytes"):
+        load(file, max_bytes="1GB")
+    with pytest.raises(TypeError, match=r"the file's name, not what torch\.load made of it"):
+        load(files.model().state_dict())

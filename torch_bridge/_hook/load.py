@@ -65,7 +65,7 @@ def load(
       CheckpointMismatch: A file is damaged, cut short or of another kind, or files disagree.
       UnsafeCheckpoint: A file asks for a global that is not on the allow-list; it is named.
       OSError: A file cannot be opened.
-      TypeError: `paths` is something else.
+      TypeError: `paths` or `max_bytes` is something else.
 
     Example:
       >>> import tempfile, torch
@@ -77,6 +77,13 @@ def load(
     """
     if isinstance(paths, str | os.PathLike):
         paths = [paths]
+    if max_bytes is not None and type(max_bytes) is not int:
+        raise TypeError(f"`max_bytes` must be a number of bytes, an integer, got {max_bytes!r}.")
+    if isinstance(paths, Mapping):
+        raise TypeError(
+            "`paths` must be one path, or a list of one for each rank, got a dictionary. Pass the "
+            "file's name, not what torch.load made of it."
+        )
     try:
         files = [pathlib.Path(path) for path in paths]
     except TypeError as error:
@@ -151,8 +158,9 @@ def _fields(value: dict[Any, Any]) -> dict[str, Any]:
         fields["powersgd"] = (record_from_slots(state),)
     elif state is not None:
         raise Malformed("a `comm_hook_state` that is no PowerSGDState")
-    elif model is None:
-        return fields | {"model": rest}
+    elif model is None:  # a flat state_dict, in which loops put numbers such as the epoch
+        others = {key: x for key, x in rest.items() if not isinstance(x, np.ndarray)}
+        return fields | {"model": rest, "extra": others}
     return fields | {"model": model or {}, "extra": rest, "world_size": rest.get("world_size")}
 
 

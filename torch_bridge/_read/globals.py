@@ -26,6 +26,7 @@ _VALUES = frozenset(STORAGES) | {
     "torch.channels_last", "numpy.ndarray", "numpy.random._mt19937.MT19937",
     "numpy.random.bit_generator.SeedSequence", "builtins.int", "builtins.float", "builtins.bool",
     "builtins.str", "builtins.list", "builtins.dict",
+    "builtins.long",  # what protocol 2, torch's own, calls an int
 }  # fmt: skip
 # Likewise: torch's dtypes, and its hooks.
 _KINDS_OF_VALUES = re.compile(
