@@ -59,13 +59,13 @@ def check_keywords(kwargs: dict[str, Any], function: Callable[..., Any]) -> None
     """
     if not kwargs:
         return
+    refuse_misspelt_weight(kwargs.keys() - inspect.signature(function).parameters)
     for path, leaf in jax.tree.leaves_with_path(kwargs):
         if not _is_shared(leaf):
             raise ValueError(
                 f"The keyword argument {leaf_name(path)} holds an array with axes. Pass it by "
                 "position, where `batch_specs` says how it is split between the replicas."
             )
-    refuse_misspelt_weight(kwargs.keys() - inspect.signature(function).parameters)
 
 
 def split_specs(

@@ -236,6 +236,8 @@ def test_a_weight_under_another_name_is_not_lost_in_the_loss(name):
     for call in (functools.partial(run, state()), run.outputs):
         with pytest.raises(ValueError, match=f"no argument `{name}`: it is `weight`"):
             call(PARAMS, X, **{name: np.float32(2)})
+        with pytest.raises(ValueError, match=f"no argument `{name}`: it is `weight`"):
+            call(PARAMS, X, **{name: np.ones(len(X))})
 
 
 def test_what_is_near_weight_or_what_the_loss_names_itself_goes_to_it():
