@@ -172,6 +172,8 @@ def call_on_replicas(
 
 def only_replica(function: Callable[..., Any], axes: Sequence[str]) -> Callable[..., Any]:
     """Makes a function of a single replica along these axes one of global arrays."""
+    if not axes:
+        return function
     mapped = function
     for name in axes:
         mapped = jax.vmap(mapped, in_axes=None, axis_name=name, axis_size=1)

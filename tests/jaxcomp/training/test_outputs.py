@@ -215,6 +215,14 @@ def test_outputs_that_one_batch_cannot_tell_apart_have_no_word():
     assert make(loss, mesh=grid(2)).outputs(params, x.at[0].set(60), y) == (None,) * 5
 
 
+def test_outputs_may_be_numbers_of_python():
+    def loss(params, x, y):
+        return per_example(params, x, y)[1].mean(), {"examples": len(y), "rate": 0.5, "on": True}
+
+    words = make(loss, mesh=grid(2)).outputs(*data())
+    assert words == {"examples": "sum", "rate": "mean", "on": None}
+
+
 def test_a_loss_that_divides_by_the_global_batch_is_told_apart():
     def total(params, x, y):  # as if divided by a constant
         return per_example(params, x, y)[1].sum() / EXAMPLES
