@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxcomp._base.checks import check_axis_name, check_flag
+from jaxcomp._base.checks import check_flag
 from jaxcomp._base.leaves import arrays_only, with_arrays
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
@@ -377,7 +377,6 @@ def data_parallel(
     """
     _check_gradients_of(grad_fn, argnums)
     axis_name = named_axis(reducer, axis_name)
-    check_axis_name(axis_name)
     check_aux(aux)
     check_flag("check_vma", check_vma)
     if mesh is not None:

@@ -85,11 +85,12 @@ def check_averaged(means: PyTree, axis_name: AxisName) -> None:
     Raises:
       ValueError: Naming a leaf. Known under ``check_vma=True`` only.
     """
-    axes = set(axis_tuple(axis_name))
     for path, leaf in jax.tree_util.tree_leaves_with_path(means):
-        if leaf.dtype != jax.dtypes.float0 and axes & varying(leaf):
+        apart = [name for name in axis_tuple(axis_name) if name in varying(leaf)]
+        if leaf.dtype != jax.dtypes.float0 and apart:
             raise ValueError(
-                f"`reducer` leaves the gradient {leaf_name(path)} different on every replica: it "
-                "is no reducer. Pass jaxcomp.powersgd(...) or another one of jaxcomp's, or an "
-                "optax.chain that begins with one; the optimizer comes behind this call."
+                f"`reducer` leaves the gradient {leaf_name(path)} different on every replica along "
+                f"{', '.join(map(repr, apart))}: it is no reducer. Pass jaxcomp.powersgd(...) "
+                "or another one of jaxcomp's, or an optax.chain that begins with one; the "
+                "optimizer comes behind this call."
             )

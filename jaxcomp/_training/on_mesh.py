@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, varying
@@ -19,6 +20,7 @@ from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, context_mesh, repl
 from jaxcomp._mesh.per_replica import LOCAL, OWNER, SHARED, leaves_marked
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import check_not_spread, known_spec
+from jaxcomp._training.gradients import check_averaged
 
 
 def the_mesh(users_mesh: Any, axis_name: AxisName, *trees: PyTree) -> Any:
@@ -198,7 +200,7 @@ def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) 
       axis_name: All axes of the replicas.
 
     Raises:
-      ValueError: If what replicas share differs along an axis.
+      ValueError: If gradients, or what replicas share of the state, differ along an axis.
     """
     names = axis_tuple(axis_name)
     if isinstance(reducer, Reducer) or len(names) == 1:
@@ -206,7 +208,8 @@ def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) 
 
     def differing() -> dict[str, tuple[()]]:
         zeros = jax.tree.map(lambda x: jnp.zeros(np.shape(x), x.dtype), params)
-        _, state = reducer.update(as_local(zeros, axis_name), reducer.init(zeros), zeros)
+        means, state = reducer.update(as_local(zeros, axis_name), reducer.init(zeros), zeros)
+        check_averaged(means, axis_name)
         shared = leaves_marked(state, SHARED)
         apart = {name: sorted(varying(leaf)) for name, leaf in shared.items() if varying(leaf)}
         along = set(map(varying, leaves_marked(state, LOCAL, OWNER).values()))
@@ -247,7 +250,8 @@ def named_axis(reducer: Any, axis_name: AxisName | None) -> AxisName:
     """Returns the axis of the replicas.
 
     Raises:
-      ValueError: If `reducer` is none, or does not say along which axis it reduces.
+      ValueError: If `reducer` is none, or does not say along which axis it reduces, or says another
+        than `axis_name`.
     """
     if not (hasattr(reducer, "init") and hasattr(reducer, "update")):
         made = getattr(reducer, "__name__", None)
@@ -259,5 +263,14 @@ def named_axis(reducer: Any, axis_name: AxisName | None) -> AxisName:
         raise ValueError(
             f"A {type(reducer).__name__} does not say along which axis it reduces. Pass a jaxcomp "
             "reducer; or, for a chain that begins with one, axis_name=."
+        )
+    check_axis_name(axis_name)
+    own_axis = getattr(reducer, "axis_name", axis_name)
+    if set(axis_tuple(own_axis)) != set(axis_tuple(axis_name)):
+        raise ValueError(
+            f"`axis_name` is {axis_name!r}, and the reducer averages along {own_axis!r}. Make the "
+            "reducer with the axes of all replicas; or average exactly along the fast axis and "
+            "compress along the slow one behind it, as docs/meshes.md shows: optax.chain("
+            'jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd(axis_name="slow")).'
         )
     return axis_name

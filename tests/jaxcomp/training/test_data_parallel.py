@@ -294,3 +294,11 @@ def test_chains_that_compress_before_they_have_averaged_are_refused():
     for links in ((fast, slow), (slow, EXACT)):
         with pytest.raises(ValueError, match="Average exactly along the fast axis first"):
             on_two_levels(two_hosts(), *links).init(WEIGHTS)
+
+
+def test_a_chain_that_averages_along_one_axis_alone_is_refused():
+    chain = optax.chain(EXACT, optax.clip(1.0))
+    axes = ("slow", "fast")
+    run = jaxcomp.value_and_grad(squares, chain, mesh=two_hosts(), axis_name=axes, check_vma=False)
+    with pytest.raises(ValueError, match="different on every replica along 'slow'"):
+        run.init(WEIGHTS)

@@ -47,6 +47,10 @@ CASES = {
         r"must return \(value, gradients\)",
     ),
     "argnums": (lambda: make(argnums="w"), "`argnums` must be an integer or a tuple of them"),
+    "a reducer along another axis": (
+        lambda: make(mesh=grid(2, model=2), axis_name=("data", "model"), check_vma=False),
+        r"`axis_name` is \('data', 'model'\), and the reducer averages along 'data'",
+    ),
     "uncalled": (lambda: make(loss, jaxcomp.allreduce), r"call it, allreduce\(axis_name=\.\.\.\)"),
     "a chain": (
         lambda: make(loss, optax.chain(REDUCER, optax.sgd(0.1))),
@@ -54,7 +58,7 @@ CASES = {
     ),
     "an optimizer": (
         lambda: stepped(make(loss, optax.sgd(0.1), axis_name="data"), PARAMS, X),
-        "different on every replica: it is no reducer",
+        "different on every replica along 'data': it is no reducer",
     ),
     "parameters first": (
         lambda: make()(PARAMS, state(), X),
