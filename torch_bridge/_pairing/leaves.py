@@ -38,9 +38,10 @@ def plain_path(path: tuple[Any, ...]) -> Path:
 
     That is the collection of linen variables, and the entry under which nnx keeps an array.
     """
-    last = path[-1] if len(path) > 1 else None
-    if isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value"):
-        path = path[:-1]
+    if len(path) > 1:
+        last = path[-1]
+        if isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value"):
+            path = path[:-1]
     return without_collection(tuple(jax.tree_util.keystr((key,), simple=True) for key in path))
 
 
