@@ -104,6 +104,8 @@ TRICKS = {
     "a list that is filled after it was shown": "EMPTY_LIST MEMOIZE EMPTY_LIST GET0 APPEND 1 GET0 1"
     " APPEND",
     "150 lists in each other": "(EMPTY_LIST) * 150 (APPEND) * 149",
+    "60 lists in 60 others": "(EMPTY_LIST) * 60 (APPEND) * 59 KEEP (EMPTY_LIST) * 60 GET0"
+    " (APPEND) * 60",
     "an array of objects": "numpy:dtype 'O8' TUPLE1 REDUCE",
 }
 VIEWS = {
