@@ -238,7 +238,8 @@ class LocalSGDRound:
 
     def _step(self, carry: Any, batch: Any) -> tuple[Any, Any]:
         """Takes a local step, of which a loop carries parameters and inner state."""
-        result = self.step_fn(*carry, batch)
+        params, inner = carry
+        result = self.step_fn(params, inner, batch)
         in_three = isinstance(result, tuple) and len(result) == 3
         if not in_three or _types_of(result[:2]) != _types_of(carry):
             raise ValueError(

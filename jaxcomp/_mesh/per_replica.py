@@ -160,7 +160,9 @@ def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
     if not local:
         return False
     without = leaves_marked(jax.eval_shape(fresh), LOCAL)
-    return all(np.ndim(leaf) == 1 + np.ndim(without.get(name)) for name, leaf in local.items())
+    if local.keys() != without.keys():  # of other parameters, which is refused elsewhere
+        return False
+    return all(np.ndim(leaf) == 1 + np.ndim(without[name]) for name, leaf in local.items())
 
 
 def without_row(state: PyTree) -> PyTree:

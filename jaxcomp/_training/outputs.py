@@ -50,7 +50,7 @@ def taken_apart(result: Any) -> tuple[tuple[Any, ...], PyTree]:
             "The gradient function must return (value, gradients), ((value, auxiliary), "
             f"gradients) or (value, auxiliary, gradients), got {one_level(result)}."
         )
-    outputs = result[:-1]
+    outputs: Any = result[:-1]
     if len(outputs) == 1 and isinstance(outputs[0], tuple) and len(outputs[0]) == 2:
         outputs = outputs[0]
     value = outputs[0]
