@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -150,7 +150,7 @@ def update(rank: int, shapes: Shapes, steps: int, **options: Any) -> Run:
     profiled = 3
     launches, microseconds = kernels_of(step, profiled)
     row["launches"] = launches.total() / profiled
-    row["classes_us"] = classes = Counter()
+    row["classes_us"] = classes = defaultdict(float)
     row["kernels"] = {}
     for name, total in microseconds.most_common():
         classes[class_of(name)] += total / profiled

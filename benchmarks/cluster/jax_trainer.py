@@ -85,7 +85,7 @@ class Trainer:
         if rest and rest[0] == self._strategy.start:
             # From here on in rounds, which go on with the parameters and the optimizer's state.
             params, (_, inner) = self._state
-            self._state = self._programs[self._strategy, *later].init(params, inner)
+            self._state = self._programs[self._strategy, later[0]].init(params, inner)
         for phase in later:
             seconds += self._run(phase, rest)
         return seconds
@@ -117,6 +117,7 @@ class Trainer:
 
 def loss_of(task: Task, params: Any, batch: Any) -> jax.Array:
     """Returns the mean cross-entropy of inputs and targets with the model of a task."""
+    x: Any
     x, targets = batch
     if task.heads:
         context, width = task.params["positions/embedding"].shape

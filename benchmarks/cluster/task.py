@@ -82,7 +82,7 @@ def make_task(params: Any, tokens: np.ndarray, held_out: np.ndarray, **others: A
     """
     from flax.traverse_util import flatten_dict  # whose JAX torch does not need
 
-    flat = flatten_dict(params, sep=_SEPARATOR)
+    flat: Any = flatten_dict(params, sep=_SEPARATOR)
     text = (tokens[..., :-1], tokens[..., 1:], held_out[:, :-1], held_out[:, 1:])
     return Task(flat, *text, **others)
 

@@ -59,8 +59,10 @@ def make_model(task: Task) -> nn.Module:
     """Makes the model of a task, with its parameters."""
     params = task.params
     if task.heads:
-        sizes = (*params["tokens/embedding"].shape[:1], *params["positions/embedding"].shape)
-        model: nn.Module = Transformer(task.layers, *sizes, int(task.heads))
+        vocabulary = len(params["tokens/embedding"])
+        context, width = params["positions/embedding"].shape
+        heads = int(task.heads)
+        model: nn.Module = Transformer(task.layers, vocabulary, context, width, heads)
     else:
         parts: OrderedDict[str, nn.Module] = OrderedDict()
         for path, kernel in params.items():
