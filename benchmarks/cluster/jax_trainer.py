@@ -122,7 +122,7 @@ def loss_of(task: Task, params: Any, batch: Any) -> jax.Array:
     if task.heads:
         context, width = task.params["positions/embedding"].shape
         model = lm.Transformer(lm.ModelConfig(task.layers, width, int(task.heads), context))
-        x = model.apply({"params": params}, x)
+        x: Any = model.apply({"params": params}, x)
     else:
         *hidden, last = params.values()
         for layer in hidden:

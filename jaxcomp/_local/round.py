@@ -247,8 +247,9 @@ class LocalSGDRound:
                 "the first two like those it got; None third if there is nothing besides. It got "
                 f"{one_level(carry)} and returned {one_level(result)}."
             )
+        params, inner, auxiliary = result
         # What a step sets anew, a constant say, would change the type of the carry.
-        return self._marked(*result[:2]), result[2]
+        return self._marked(params, inner), auxiliary
 
     def _marked(self, params: PyTree, inner: PyTree) -> tuple[PyTree, PyTree]:
         """Marks what a step changes as this replica's own."""

@@ -54,7 +54,7 @@ def taken_apart(result: Any) -> tuple[tuple[Any, ...], PyTree]:
     if len(outputs) == 1 and isinstance(outputs[0], tuple) and len(outputs[0]) == 2:
         outputs = outputs[0]
     value = outputs[0]
-    scalar = isinstance(value, float) or (is_array(value) and not value.ndim)
+    scalar = isinstance(value, float) or (is_array(value) and not np.ndim(value))
     if not (scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating)):
         raise ValueError(
             "The value that the gradient function returns first must be a floating scalar, the "
