@@ -100,8 +100,8 @@ def _has_averaged_before(tree: PyTree) -> bool:
 
 
 def _is_chain_behind(node: Any) -> bool:
-    """Tells whether it is a chain's state with an accumulator behind a reducer."""
-    if type(node) is not tuple or not any(map(is_accumulator, node)):
+    """Tells whether it is a chain's state with an accumulator, however deep, behind a reducer."""
+    if type(node) is not tuple or not accumulators(node):
         return False
     return any(is_reducer_state(link) and not is_accumulator(link) for link in node)
 

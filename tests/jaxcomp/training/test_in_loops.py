@@ -298,6 +298,26 @@ def test_accumulation_behind_averaged_gradients(name, kind):
         assert accumulated.acc_grads["up"].shape == PARAMS["up"].shape
 
 
+def averaging(learning_rate=0.1):
+    return jaxcomp.accumulate(optax.sgd(learning_rate), 2)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optax.clip(1.0), averaging()),
+        optax.inject_hyperparams(averaging)(learning_rate=0.1),
+        optax.partition({"all": averaging()}, "all"),
+    ],
+    ids=["chain", "inject_hyperparams", "partition"],
+)
+def test_accumulation_deeper_behind_averaged_gradients_has_no_axis_of_replicas(optimizer):
+    tx = optax.chain(jaxcomp.hold_state(TX), optimizer)
+    state = tx.init(PARAMS)
+    found = jaxcomp.shard_state(state, grid(2), "data")
+    assert jax.tree.map(np.shape, found[1]) == jax.tree.map(np.shape, state[1])
+
+
 @pytest.mark.parametrize("name", ["powersgd", "feedback-int8"])
 def test_accumulated_gradients_beside_a_reducers_state_have_no_axis_of_replicas(name):
     """Places a state as of a TrainState with the reducer's state beside the optimizer's."""
