@@ -189,10 +189,13 @@ def _average(
 
 
 def in_dtypes_of(gradients: PyTree, averages: PyTree) -> PyTree:
-    """Returns the averages in the dtypes of the gradients; what carries nothing as it is."""
+    """Returns the averages in the dtypes of the gradients."""
 
     def cast(average: Any, gradient: Any) -> Any:
-        return saturated(average, gradient.dtype) if is_floating(gradient) else average
+        if is_floating(gradient):
+            return saturated(average, gradient.dtype)
+        # It carries nothing, and a constant is known to be the same on all replicas.
+        return np.zeros(gradient.shape, gradient.dtype)
 
     return jax.tree.map(cast, averages, gradients)
 

@@ -296,6 +296,16 @@ def test_chains_that_compress_before_they_have_averaged_are_refused():
             on_two_levels(two_hosts(), *links).init(WEIGHTS)
 
 
+def test_integer_parameters_have_gradients_that_carry_nothing():
+    mesh = two_hosts()
+    reducer = slow_powersgd(2, ("slow", "fast"))
+    params = WEIGHTS | {"n": np.arange(3)}
+    run = jaxcomp.data_parallel(jax.value_and_grad(squares, allow_int=True), reducer, mesh=mesh)
+    state = jaxcomp.shard_state(reducer.init(params), mesh, ("slow", "fast"))
+    (_, gradients), _ = jax.jit(run)(state, params, X)
+    assert gradients["n"].dtype == jax.dtypes.float0
+
+
 def test_a_chain_that_averages_along_one_axis_alone_is_refused():
     chain = optax.chain(EXACT, optax.clip(1.0))
     axes = ("slow", "fast")
