@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -258,7 +259,7 @@ def weight_spec(
     """Finds how weights are split: a number for each replica, or a mask or counts like the batch.
 
     Args:
-      weight: An array.
+      weight: An array, or a list of numbers.
       examples: How many there are, by the axis of the batch along which they lie.
       axis_name: The axis or axes of the replicas.
       replicas: How many there are.
@@ -266,6 +267,11 @@ def weight_spec(
     Raises:
       ValueError: If it is neither, or not of real numbers.
     """
+    if isinstance(weight, dict):
+        raise ValueError(
+            f"`weight` must be an array, got a dict of {', '.join(map(repr, weight))}."
+        )
+    weight = jnp.asarray(weight)
     if not is_real(weight.dtype):
         raise ValueError(f"`weight` must hold real numbers, got dtype {weight.dtype}.")
     if weight.shape == (replicas,):

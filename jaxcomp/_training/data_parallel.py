@@ -227,8 +227,8 @@ class DataParallel:
         call = self._call(arguments, mesh, replicas)
         weights = None
         if weight is not None:
-            weight = jnp.asarray(weight)
             weights = weight_spec(weight, call.examples, self.axis_name, replicas)
+            weight = jnp.asarray(weight)
         states = state_specs(state, state_axis)
         boundary = Boundary(mesh, axes)
         explicit = functools.partial(boundary.explicit, specs=typed_specs(call.arrays))
