@@ -300,7 +300,10 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
             line = f"{name}: expected {expected.get(name)}, got {shape}"
             wrong.append(line.replace("None", "none"))
     if not wrong and jax.tree.structure(state) != jax.tree.structure(fresh):
-        wrong.append("its trees are made of other containers than those of the gradients")
+        wrong.append(
+            "its trees are made of other containers than those of the gradients, or lack what was "
+            "a Python number among the parameters: make it an array, jnp.asarray(number)"
+        )
     if not wrong:
         return
     hint = (

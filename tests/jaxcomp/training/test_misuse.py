@@ -102,6 +102,16 @@ CASES = {
         lambda: make()(REDUCER.init(PARAMS), PARAMS, X),
         "4 replicas need a leading axis",
     ),
+    "a number of Python": (
+        lambda: jax.jit(make(lambda params, x: loss(params[0], x) * params[1]))(
+            make().init((PARAMS, 0.5)), (PARAMS, 0.5), X
+        ),
+        r"a Python number among the parameters: make it an array",
+    ),
+    "weights in a dict": (
+        lambda: make()(state(), PARAMS, X, weight={"mask": np.ones(16)}),
+        r"`weight` must be an array, got a dict of 'mask'",
+    ),
     "spread": (
         lambda: make().init(placed(MESH, PARAMS, P("data"))),
         r"sharded over .*'data'.*, the axis of the replicas",
