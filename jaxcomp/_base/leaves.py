@@ -155,6 +155,15 @@ def arrays_only(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x if is_array(x) else None, tree)
 
 
+def arrays_or_shapes(tree: PyTree) -> PyTree:
+    """Returns the tree with None in the place of what is neither an array nor the shape of one."""
+
+    def kept(leaf: Any) -> Any:
+        return leaf if is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) else None
+
+    return jax.tree.map(kept, tree)
+
+
 def with_arrays(tree: PyTree, arrays: PyTree) -> PyTree:
     """Returns the tree with other arrays in the places that `arrays_only` left; the rest stays."""
     return jax.tree.map(lambda x, array: x if array is None else array, tree, arrays)

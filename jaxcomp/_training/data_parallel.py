@@ -18,10 +18,11 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxcomp._base.checks import check_flag
-from jaxcomp._base.leaves import arrays_only, with_arrays
+from jaxcomp._base.leaves import arrays_only, arrays_or_shapes, with_arrays
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, replicas_on, split_axis, typed_specs
+from jaxcomp._mesh.per_replica import is_reducer_state, reducer_states
 from jaxcomp._mesh.weights import weighted_gradients
 from jaxcomp._reducers.reducer import Reducer, in_dtypes_of, takes_rows
 from jaxcomp._states.place import shard_state, state_specs
@@ -79,7 +80,7 @@ class DataParallel:
 
         Args:
           params: What gradients are taken of; with several `argnums` a tuple. Arrays as they are
-            laid out for training, or tracers.
+            laid out for training, tracers, or their `jax.ShapeDtypeStruct`.
 
         Returns:
           Global arrays. What each replica has of its own is ``(n, *leaf)`` for ``n`` replicas,
@@ -88,7 +89,7 @@ class DataParallel:
         Raises:
           ValueError: If there is no mesh, or parameters are sharded over `axis_name`.
         """
-        params = arrays_only(params)
+        params = arrays_or_shapes(params)
         mesh = the_mesh(self.mesh, self.axis_name, params)
         check_params(params, mesh, axis_tuple(self.axis_name))
         check_differentiable(params)
@@ -100,19 +101,26 @@ class DataParallel:
         """Places the state of a checkpoint on this mesh, compared with the parameters.
 
         Args:
-          state: Consolidated, or of any number of replicas.
+          state: Consolidated, or of any number of replicas; or a tree that holds it, as for a call.
           params: As for `init`.
 
         Returns:
-          The state; leaves lie over the other axes of the mesh as `init` would lay them.
+          The same, on the mesh; leaves of the reducer's state lie over its other axes as `init`
+          would lay them.
 
         Raises:
           ValueError: Listing every leaf whose shape does not fit.
         """
-        params = arrays_only(params)
+        params = arrays_or_shapes(params)
         mesh = the_mesh(self.mesh, self.axis_name, params)
         axes = axes_of_state(self.reducer, params, mesh, self.axis_name)
-        return shard_state(state, mesh, axes, like=self.reducer.init(params))
+        fresh = self.reducer.init(params)
+        alone = is_reducer_state(state) or not reducer_states(state)
+        if alone or not isinstance(self.reducer, Reducer):
+            return shard_state(state, mesh, axes, like=fresh)
+        tree = shard_state(state, mesh, axes)
+        own_state, put_back = state_in(tree, self.reducer, params)
+        return put_back(shard_state(own_state, mesh, axes, like=fresh))
 
     def __call__(self, state: PyTree, *args: Any, weight: Any = None, **kwargs: Any) -> Any:
         """Returns value and averaged gradients.

@@ -78,6 +78,8 @@ def test_a_state_is_found_in_what_holds_it_and_so_is_its_mesh(hold, kind):
     held = jaxcomp.shard_state(hold(TX.init(PARAMS)), mesh, "data")
     found = jax.jit(mean_gradients())(held, placed(mesh, PARAMS), *DATA)
     equal(found, (outputs, hold(state)))
+    saved = jax.device_get(jaxcomp.consolidate(held))
+    equal(given.restore(saved, PARAMS), held)
 
 
 def test_what_cannot_be_found_again_is_not_held():

@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose
 import jaxcomp
 from tests.helpers.autoencoder import loss, new_params
 from tests.helpers.classifier import grid, placed, stepped
-from tests.helpers.leaves import close, normal
+from tests.helpers.leaves import close, equal, normal
 from tests.helpers.reducers import powersgd, reducer
 from tests.helpers.runners import first
 
@@ -171,6 +171,13 @@ def test_restore_casts_to_what_the_reducer_keeps():
     narrow = powersgd(1, residual_dtype=jnp.bfloat16)
     wide = powersgd(1).init(params)
     assert make(tx=narrow).restore(wide, params).residual["w"].dtype == jnp.bfloat16
+
+
+def test_shapes_of_parameters_are_enough_for_a_state():
+    run = make()
+    shapes = jax.eval_shape(lambda: PARAMS)
+    equal(run.init(shapes), run.init(PARAMS))
+    equal(run.restore(REDUCER.init(PARAMS), shapes), run.init(PARAMS))
 
 
 def test_a_table_is_not_taken_for_a_batch():
