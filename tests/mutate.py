@@ -46,6 +46,8 @@ OPPOSITES = {
 TESTS = {
     "jaxcomp/__main__.py": ["tests/jaxcomp/adviser"],
     "jaxcomp/_base": ["tests/jaxcomp/reducers", "tests/jaxcomp/bytes"],
+    "jaxcomp/_lowrank": ["tests/jaxcomp/lowrank", "tests/jaxcomp/reducers"],
+    "jaxcomp/_mesh": ["tests/jaxcomp/mesh", "tests/jaxcomp/reducers"],
     "torch_bridge/__main__.py": ["tests/torch_bridge/test_cli.py", "tests/test_without_torch.py"],
     "torch_bridge/_base": ["tests/torch_bridge", "tests/fuzz"],
     "torch_bridge/_read": [

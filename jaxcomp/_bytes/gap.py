@@ -170,6 +170,7 @@ def read_momentum(opt_state: PyTree, matrix_dims: MatrixDimsFn | None = None) ->
     check_function("matrix_dims", matrix_dims)
     law = "adamw"
     parts = []
+    _check_on_host(opt_state)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: bool(_moments(node)))
     for fields in map(_moments, nodes):
         if _MUON in fields:
@@ -224,6 +225,25 @@ def _squared_singular_values(matrices: np.ndarray) -> np.ndarray:
     values = np.linalg.eigvalsh(np.swapaxes(matrices, -1, -2) @ matrices)[..., ::-1]
     # Rounding makes some of the smallest negative.
     return np.maximum(values, 0).reshape(-1, matrices.shape[-1]).sum(axis=0)
+
+
+def _check_on_host(opt_state: PyTree) -> None:
+    """Refuses what NumPy cannot read: traced arrays, and parts that lie in other processes.
+
+    Raises:
+      ValueError: Naming the leaf.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        if isinstance(leaf, jax.core.Tracer):
+            raise ValueError(
+                f"`opt_state` is traced at {leaf_name(path)}: read it outside of jax.jit, between "
+                "two steps."
+            )
+        if not getattr(leaf, "is_fully_addressable", True) and not leaf.is_fully_replicated:
+            raise ValueError(
+                f"`opt_state` has a part of {leaf_name(path)} in another process. Gather it first, "
+                "as with jax.experimental.multihost_utils.process_allgather(opt_state, tiled=True)."
+            )
 
 
 def _moments(node: Any) -> Any:
