@@ -351,10 +351,13 @@ def data_parallel(
         `axis_name` are left to the compiler.
       aux: What becomes of auxiliary outputs: one word for all, or a tree that may end early.
         "mean" averages floating values; values of any dtype that JAX knows to be equal on all
-        replicas stay as they are. "sum" adds up counts. "join" concatenates the rows of the
-        examples; an integer does so along that axis instead of the first. "stack" adds an axis of
-        replicas. An output without an entry is refused, with the line to write, unless the function
-        returns it just as it got it. `DataParallel.outputs` finds out what each output is.
+        replicas stay as they are. With ``check_vma=False`` it knows none: integers, flags and keys
+        that are said to be a "mean" are compared in the program, by one more all-reduce of their
+        bytes, and stay as they are; if they differ, the value is NaN. "sum" adds up counts. "join"
+        concatenates the rows of the examples; an integer does so along that axis instead of the
+        first. "stack" adds an axis of replicas. An output without an entry is refused, with the
+        line to write, unless the function returns it just as it got it. `DataParallel.outputs`
+        finds out what each output is.
       axis_name: The axis or axes of the replicas; None takes the reducer's.
       check_vma: Have JAX prove that the gradients are equal on all replicas. Turn it off for a
         function that it cannot type: loops that begin with ``zeros(shape)``, as most recurrent

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +17,14 @@ import numpy as np
 
 from jaxcomp._base.leaves import is_array, leaf_name
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.collectives import as_local, known_equal, total
+from jaxcomp._mesh.collectives import as_local, known_equal, maximum, total, vma_axes
 from jaxcomp._mesh.weights import averaged
 
 WORDS = ("mean", "sum", "join", "stack")
 # What becomes of a leaf that all replicas hold alike: it stays as it is.
 _EQUAL = "equal"
+# The same where JAX cannot know it, and the program looks.
+_COMPARED = "compared"
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +37,8 @@ class Outputs:
 
     leaves: list[Any]
     treedef: Any = dataclasses.field(metadata={"static": True})
-    # For each leaf "equal", "mean", "sum", "stack", or the axis along which its rows are joined.
+    # For each leaf "equal", "compared", "mean", "sum", "stack", or the axis along which its rows
+    # are joined.
     kinds: tuple[str | int, ...] = dataclasses.field(metadata={"static": True})
 
 
@@ -150,6 +153,8 @@ def _kind(
     """
     if word == "mean" and known_equal(x, axis_name):
         return _EQUAL
+    if word == "mean" and _is_compared(x, axis_name):
+        return _COMPARED
     what = f"The auxiliary output {name}, {described(x)},"
     possible = _possible(x, axis_name)
     if word in ("mean", "sum") and word not in possible:
@@ -176,13 +181,35 @@ def _possible(x: Array, axis_name: AxisName) -> str:
     words = []
     if x.ndim:
         words.append("join")
-    if jnp.issubdtype(x.dtype, jnp.floating) or known_equal(x, axis_name):
+    exact = not jnp.issubdtype(x.dtype, jnp.floating) and not known_equal(x, axis_name)
+    if not exact or _is_compared(x, axis_name):
         words.append("mean")
-    else:
+    if exact:
         words.append("stack")
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         words.append("sum")
     return "|".join(words)
+
+
+def _is_compared(x: Array, axis_name: AxisName) -> bool:
+    """Tells whether a leaf can only be equal on all replicas, and the program has to find out."""
+    return not vma_axes(axis_name) and not jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _all_equal(leaves: Sequence[Array], axis_name: AxisName) -> Array:
+    """Tells, in a bool scalar, whether integers, flags and keys are equal on all replicas."""
+    words = []
+    for leaf in leaves:
+        numbers = leaf
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            numbers = jax.random.key_data(leaf)
+        elif leaf.dtype == jnp.bool_:
+            numbers = leaf.astype(jnp.uint8)
+        # By bytes, so that one array holds all types and nothing is rounded.
+        words.append(jax.lax.bitcast_convert_type(numbers, jnp.uint8).astype(jnp.int32).ravel())
+    each = jnp.concatenate(words)
+    largest, least = jnp.split(maximum(jnp.concatenate([each, -each]), axis_name), 2)
+    return jnp.all(largest == -least)
 
 
 def reduced(
@@ -204,7 +231,7 @@ def reduced(
     leaves, _ = averaged(local, axis_name, weight)
     rows: list[Array] = []
     for i, (leaf, kind) in enumerate(pairs):
-        if kind == _EQUAL:
+        if kind in (_EQUAL, _COMPARED):
             leaves[i] = leaf
         elif kind == "sum":
             leaves[i] = total(leaf, axis_name)
@@ -212,6 +239,10 @@ def reduced(
             rows.append(as_local(leaf[None], axis_name))
         elif kind != "mean":
             rows.append(as_local(jnp.moveaxis(leaf, int(kind), 0), axis_name))
+    compared = [leaf for leaf, kind in pairs if kind == _COMPARED]
+    if compared:
+        # A program that runs raises nothing: the loss tells.
+        leaves[0] = jnp.where(_all_equal(compared, axis_name), leaves[0], jnp.nan)
     return dataclasses.replace(outputs, leaves=leaves), rows
 
 

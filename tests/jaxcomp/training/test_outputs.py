@@ -164,6 +164,38 @@ def test_stack_gives_an_axis_of_replicas_and_words_need_no_types():
     equal(aux["replica"], np.arange(4))
 
 
+@pytest.mark.parametrize("different", [None, "count", "flag", "key"])
+def test_without_types_counters_and_keys_are_compared(different):
+    """Keeps what is equal on all replicas, and says by the loss if it is not."""
+
+    def loss(params, x, y, rest):
+        replica = jax.lax.axis_index("data")
+        new = {
+            "count": rest["count"] + 1,
+            "flag": ~rest["flag"],
+            "key": jax.random.fold_in(rest["key"], 3),
+        }
+        apart = {
+            "count": new["count"] + replica,
+            "flag": replica > 0,
+            "key": jax.random.fold_in(rest["key"], replica),
+        }
+        if different:
+            new[different] = apart[different]
+        return per_example(params, x, y)[1].mean(), new
+
+    rest = {"count": jnp.int32(2**24), "flag": jnp.bool_(True), "key": jax.random.key(1)}
+    specs = (P("data"), P("data"), P())
+    run = make(loss, mesh=grid(2), aux="mean", batch_specs=specs, check_vma=False)
+    (value, new), _ = stepped(run, *data(), rest)
+    assert np.isnan(value) == (different is not None)
+    if different is None:
+        assert (int(new["count"]), bool(new["flag"])) == (2**24 + 1, False)
+        equal(
+            jax.random.key_data(new["key"]), jax.random.key_data(jax.random.fold_in(rest["key"], 3))
+        )
+
+
 def test_outputs_finds_out_what_each_of_them_is(capsys):
     run = make(loss_with(*OUTPUTS), mesh=grid(4))
     words = run.outputs(*placed(grid(4, "explicit"), data()))
