@@ -123,7 +123,7 @@ def advise(
     deep = sum(len(np.shape(leaf)) > 2 for leaf in jax.tree.leaves(params))
     if deep and matrix_dims is None:
         notes.append(
-            f"{deep} leaves have three axes or more and count as one matrix each: pass "
+            f"leaves of three axes or more, {deep} here, count as one matrix each: pass "
             "matrix_dims=jaxcomp.stacked(name) where the first axis counts layers"
         )
 

@@ -213,7 +213,7 @@ def test_stacked_layers_are_as_wide_as_one_of_them():
     found = advice.recommended
     assert (found.name, found.gap, found.half_width) == (apart.name, apart.gap, apart.half_width)
     assert found.step_time == pytest.approx(apart.step_time)
-    assert "1 leaves have three axes or more" in str(jaxcomp.advise(stack, **SLOW))
+    assert "leaves of three axes or more, 1 here" in str(jaxcomp.advise(stack, **SLOW))
     state = advice.reducer("data").init({"blocks": jnp.zeros((2, 256, 1024))})
     assert state.q["blocks"].shape[0] == 2
 
