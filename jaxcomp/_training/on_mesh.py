@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jaxcomp._mesh.collectives import as_local, axis_tuple, varying
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, context_mesh, replicas_on, resharded
 from jaxcomp._mesh.per_replica import LOCAL, OWNER, SHARED, leaves_marked
 from jaxcomp._reducers.reducer import Reducer
-from jaxcomp._states.place import check_not_spread, known_spec
+from jaxcomp._states.place import check_not_spread, known_spec, state_specs
 from jaxcomp._training.gradients import check_averaged
 
 
@@ -93,6 +94,11 @@ _NOTES = {
         "shape.shape, shape.dtype), axis_name), or zeros_like of the array itself; or pass "
         "check_vma=False to jaxcomp.data_parallel."
     ),
+    "do_update (?:.|\n)*reject_update": (
+        "optax.apply_if_finite and conditionally_transform choose between the average and this "
+        "replica's own gradients: wrap the optimizer behind jaxcomp.data_parallel in them, and "
+        "pass it the reducer itself. A step that is not finite leaves its state as it was."
+    ),
     "manual axis types": (
         "In jaxcomp.data_parallel what is trained or split is each replica's own, and what a loop "
         "carries, or a custom_vjp returns, must keep that type: zeros_like(x) has the type of x, "
@@ -162,8 +168,15 @@ def call_on_replicas(
         axis_names=set(axes),
         check_vma=check_vma,
     )
-    try:
+    with _explained(axes):
         return boundary.automatic(mapped, types)(*inputs)
+
+
+@contextlib.contextmanager
+def _explained(axes: Sequence[str]) -> Iterator[None]:
+    """Adds a note to what JAX says of a mapped function, if there is one."""
+    try:
+        yield
     except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
         for words, note in _NOTES.items():
             if re.search(words, str(error)):
@@ -223,8 +236,9 @@ def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) 
         # Keys only: a mapped function can return no names.
         return dict.fromkeys(frozenset().union(*along), ())
 
+    state_specs(jax.eval_shape(reducer.init, params), axis_name)  # refuses optax.MultiSteps
     alone = jax.sharding.AbstractMesh(tuple(mesh.shape[name] for name in names), names)
-    with jax.sharding.use_abstract_mesh(alone):
+    with jax.sharding.use_abstract_mesh(alone), _explained(names):
         along = jax.eval_shape(jax.shard_map(differing, in_specs=(), out_specs=PartitionSpec()))
     common = tuple(name for name in names if name in along)
     return common[0] if len(common) == 1 else common or names

@@ -306,6 +306,20 @@ def test_integer_parameters_have_gradients_that_carry_nothing():
     assert gradients["n"].dtype == jax.dtypes.float0
 
 
+def test_wrappers_of_optax_around_a_reducer_are_explained():
+    axes = ("slow", "fast")
+    for mesh, axis_name in ((grid(2), "data"), (two_hosts(), axes)):
+        tx = optax.apply_if_finite(slow_powersgd(2, axis_name), 3)
+        run = jaxcomp.value_and_grad(squares, tx, mesh=mesh, axis_name=axis_name)
+        with pytest.raises(TypeError) as error:
+            jax.eval_shape(run, run.init(WEIGHTS), WEIGHTS, X)
+        assert any("wrap the optimizer behind" in note for note in error.value.__notes__)
+    chain = optax.MultiSteps(optax.chain(EXACT, slow_powersgd(2)), 2)
+    run = jaxcomp.value_and_grad(squares, chain, mesh=two_hosts(), axis_name=axes)
+    with pytest.raises(ValueError, match=r"MultiSteps cannot .* Use jaxcomp.accumulate"):
+        run.init(WEIGHTS)
+
+
 def test_a_chain_that_averages_along_one_axis_alone_is_refused():
     chain = optax.chain(EXACT, optax.clip(1.0))
     axes = ("slow", "fast")
