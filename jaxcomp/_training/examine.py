@@ -163,7 +163,10 @@ def _verdict(
     fitting = [kind for kind, miss in misses.items() if miss <= most[kind]]
     if len(fitting) > 1:
         alike = " or ".join(fitting)
-        return Verdict(None, f"{alike} of both halves: take another batch, or say it yourself")
+        remark = f"{alike} of both halves: take another batch, or say it yourself"
+        if apart == 0 and not floating:
+            remark += '; "mean" keeps what is always the same, as a counter or a key'
+        return Verdict(None, remark)
     if fitting == ["sum"]:
         return Verdict("sum")
     if fitting == ["mean"] and floating:

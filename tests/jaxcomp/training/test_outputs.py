@@ -247,12 +247,13 @@ def test_outputs_that_one_batch_cannot_tell_apart_have_no_word():
     assert make(loss, mesh=grid(2)).outputs(params, x.at[0].set(60), y) == (None,) * 5
 
 
-def test_outputs_may_be_numbers_of_python():
+def test_outputs_may_be_numbers_of_python(capsys):
     def loss(params, x, y):
         return per_example(params, x, y)[1].mean(), {"examples": len(y), "rate": 0.5, "on": True}
 
     words = make(loss, mesh=grid(2)).outputs(*data())
     assert words == {"examples": "sum", "rate": "mean", "on": None}
+    assert '"mean" keeps what is always the same' in capsys.readouterr().out
 
 
 def test_a_loss_that_divides_by_the_global_batch_is_told_apart():
