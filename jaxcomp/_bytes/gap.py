@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import numpy as np
 
 from jaxcomp._base.checks import check_function, check_static_number
