@@ -23,12 +23,10 @@ parser.add_argument("--replicas", type=int, default=4, help="(default: %(default
 arguments = parser.parse_args()
 if arguments.replicas < 1 or BATCH % arguments.replicas:
     parser.error(f"--replicas must divide the batch of {BATCH}, got {arguments.replicas}")
-if arguments.directory.exists() and not arguments.directory.is_dir():
-    parser.error(f"{arguments.directory} is a file; checkpoints need a directory")
 try:
     arguments.directory.mkdir(parents=True, exist_ok=True)
 except OSError as error:
-    parser.error(f"cannot make {arguments.directory}: {error.strerror}")
+    parser.error(f"{arguments.directory}: {error.strerror}; checkpoints need a directory")
 
 jax.config.update("jax_num_cpu_devices", arguments.replicas)  # does nothing where there are GPUs
 devices = jax.devices()

@@ -14,6 +14,7 @@ from jax.flatten_util import ravel_pytree
 from jaxcomp._base.checks import check_int
 from jaxcomp._base.leaves import (
     checked_dtype,
+    clipped,
     floating_leaves,
     leaf_dtype,
     widest,
@@ -108,20 +109,29 @@ def batched_powersgd(
     ) -> Reduction:
         del params, extra_args
         arrays = floating_leaves(updates)
-        square_like = _square_of(updates)
-        flat, leaves_of = ravel_pytree([x.astype(square_like.dtype) for x in arrays])
-        padded = jnp.pad(flat, (0, square_like.size - flat.size))
-        dtypes = {x.dtype for x in floating_leaves(updates if like is None else like)}
-        if dtypes == {jnp.dtype(jnp.float16)}:
-            # What of a mean they cannot hold stays in the residual.
-            square_like = square_like.update(dtype=jnp.float16)
-        result = square.reduce(padded.reshape(square_like.shape), state, like=square_like)
+        shape = _square_of(updates)
+        flat, leaves_of = ravel_pytree([x.astype(shape.dtype) for x in arrays])
 
-        def unflattened(square: Array) -> PyTree:
-            return with_leaves(updates, leaves_of(square.reshape(-1)[: flat.size]))
+        def square_of(flat: Array) -> Array:
+            return jnp.pad(flat, (0, shape.size - flat.size)).reshape(shape.shape)
 
+        result = square.reduce(square_of(flat), state)
+        means = leaves_of(result.updates.reshape(-1)[: flat.size])
+        sent = leaves_of(result.sent.reshape(-1)[: flat.size])
+        state = result.state
+        dtypes = [x.dtype for x in floating_leaves(updates if like is None else like)]
+        if error_feedback and jnp.float16 in dtypes:
+            # What of a mean a leaf of float16 cannot hold was sent and reached nobody. Leaves of
+            # other dtypes lie in the same matrix, so that each is looked at by itself.
+            excess = []
+            for mean, dtype in zip(means, dtypes, strict=True):
+                held = clipped(mean, dtype) if dtype == jnp.float16 else mean
+                excess.append(mean - held)
+            unsent = jnp.where(result.finite, square_of(ravel_pytree(excess)[0]), 0)
+            residual = state.residual
+            state = state._replace(residual=(residual + unsent).astype(residual.dtype))
         return Reduction(
-            unflattened(result.updates), result.state, unflattened(result.sent), result.finite
+            with_leaves(updates, means), state, with_leaves(updates, sent), result.finite
         )
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:

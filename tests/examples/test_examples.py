@@ -151,7 +151,7 @@ train --checkpoint-dir {saved} --resume --width 64 | with --width 32, not
 train --checkpoint-dir {saved} --resume --rank 3 | with --rank 2, not
 train --checkpoint-dir {saved} --resume --strategy allreduce | with --strategy powersgd, not
 resume {tmp}/run --replicas 3 | --replicas must divide the batch of 64, got 3
-resume {tmp}/file | /file is a file; checkpoints need a directory
+resume {tmp}/file | /file: File exists; checkpoints need a directory
 resume {tmp}/file/below | /file/below: Not a directory
 quickstart --steps 3 | unrecognized arguments: --steps 3
 diloco --steps 3 | unrecognized arguments: --steps 3
