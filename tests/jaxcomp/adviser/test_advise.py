@@ -218,6 +218,12 @@ def test_stacked_layers_are_as_wide_as_one_of_them():
     assert state.q["blocks"].shape[0] == 2
 
 
+def test_quantities_are_written_with_three_digits_and_a_prefix():
+    about = {"workers": 2, "bandwidth": "0.1Gbit", "latency": "0us", "step_time": "999.6ms"}
+    said = "100 Mbit/s, latency 0 s, 1 s of computation"
+    assert said in str(jaxcomp.advise(PARAMS, device="cpu", **about))
+
+
 def test_what_cannot_be_compressed_gets_no_rank():
     vectors = jaxcomp.advise({"b": jnp.zeros(1_000_000)}, **SLOW)
     assert not powersgd(vectors)

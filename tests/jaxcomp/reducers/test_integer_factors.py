@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from numpy.testing import assert_allclose
@@ -11,7 +12,7 @@ from numpy.testing import assert_allclose
 import jaxcomp
 from tests.helpers.leaves import SMALL, close, random_grads, zeros
 from tests.helpers.reducers import powersgd
-from tests.helpers.runners import AXIS, first, updated
+from tests.helpers.runners import AXIS, first, simulate, updated
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,13 @@ def test_float64_gradients_keep_their_digits():
         total = outputs["w"][0] + state.residual["w"].mean(0)
         assert_allclose(total, grads["w"].mean(0), atol=1e-14)
         assert_allclose(outputs["bias"][0], grads["bias"].mean(0), rtol=1e-14)
+
+
+def test_columns_of_zeros_and_of_subnormals_stay_what_they_are():
+    grads = random_grads({"w": (24, 16)}, 2, 3)
+    grads["w"][..., 8:] = 0
+    grads["w"][..., 4:8] *= np.float32(1e-40)
+    outputs, state = simulate("vmap", powersgd(8, comm_dtype=jnp.int8), grads)
+    assert not np.any(outputs["w"][..., 8:])
+    assert np.abs(outputs["w"][..., 4:8]).max() < 1e-38
+    assert np.isfinite(state.residual["w"]).all()

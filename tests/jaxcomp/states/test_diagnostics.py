@@ -159,3 +159,26 @@ def test_the_table_says_which_ranks_are_off():
     assert [line.split()[0] for line in lines] == ["leaf", "['all']", "['one']", "all"]
     assert lines[1].endswith("4  too low: more is left than was sent")
     assert lines[2].endswith("4  higher than it need be: 1 carry 99% of the output")
+
+
+def test_the_size_of_gradients_does_not_matter_and_nothing_is_carried_whole():
+    state = trained(powersgd(3))
+
+    def share(scale):
+        residual, q = jax.tree.map(lambda x: scale * x, (state.residual, state.q))
+        return jaxcomp.diagnostics(state._replace(residual=residual, q=q)).share
+
+    close([share(1e-30), share(1e30)], [share(1)] * 2, rtol=1e-4)
+    assert share(0) == 1
+
+
+def test_there_is_no_collective_but_where_the_state_is_spread():
+    def program(state):
+        return jax.jit(jaxcomp.diagnostics).lower(state).compile().as_text()
+
+    state = trained(powersgd(3))
+    here = program(state)
+    assert "all-reduce" not in here
+    assert "all-gather" not in here
+    mesh = jax.make_mesh((REPLICAS,), (AXIS,), devices=jax.devices()[:REPLICAS])
+    assert "all-reduce" in program(jaxcomp.shard_state(state, mesh, AXIS))

@@ -94,3 +94,19 @@ def test_what_it_holds_beside_another_networks_reducer_is_each_replicas():
     accumulated = jaxcomp.accumulate(TXS["allreduce"], 2).init(params)
     axes = jaxcomp.state_axes({"one": accumulated, "other": powersgd(1).init(params)})
     assert axes["one"].acc_grads == 0
+
+
+def test_integer_parameters_are_left_alone():
+    inner = optax.masked(optax.sgd(0.5), {"w": True, "n": False})
+    tx = jaxcomp.accumulate(jaxcomp.local_sgd(inner, sync_every=1, axis_name=AXIS), 2)
+    params = {"w": jnp.zeros(2), "n": jnp.array(3)}
+
+    def step(target):
+        grads = {"w": -target, "n": np.zeros((), jax.dtypes.float0)}
+        nothing, state = tx.update(grads, tx.init(params), params)
+        updates, _ = tx.update(grads, state, params)
+        return nothing["w"], updates["w"]
+
+    first, second = jax.vmap(step, axis_name=AXIS)(jnp.array([[2.0, 4.0], [4.0, 8.0]]))
+    assert_array_equal(first, np.zeros((2, 2)))
+    assert_array_equal(second, [[1.5, 3.0]] * 2)
