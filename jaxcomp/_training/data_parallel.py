@@ -280,8 +280,7 @@ class DataParallel:
             weight = jnp.where(jnp.all(counts >= 0), jnp.sum(counts), jnp.nan)
         params = self._params(arrays[0])
         if isinstance(self.reducer, Reducer):
-            weights = {} if weight is None else {"weight": weight}
-            means, state = self.reducer.update(gradients, state, params, **weights)
+            means, state = self.reducer.update(gradients, state, params, weight=weight)
         else:
             shares = gradients
             if weight is not None:
