@@ -202,9 +202,8 @@ class OptimizerPlan:
         """
         if step is not None:
             return step
-        several = rates if isinstance(rates, Sequence) else [rates]
         counts = any(entry.hyper.algorithm != "sgd" for entry in self.entries.values())
-        if any(map(callable, several)) and not counts and calls is None:
+        if has_schedule(rates) and not counts and calls is None:
             raise ValueError(
                 "`learning_rate` is a schedule, and nothing in the file counts the steps that it "
                 "goes on from: torch.optim.SGD does not. Pass `step`, the updates that torch has "
@@ -273,6 +272,12 @@ class OptimizerPlan:
 
         known = (*MOMENTS, optax.ScaleByScheduleState)
         return jax.tree.map(filled, fresh, is_leaf=lambda node: isinstance(node, known))
+
+
+def has_schedule(rates: Rates) -> bool:
+    """Tells whether a learning rate is a schedule, which goes on from a step."""
+    several = rates if isinstance(rates, Sequence) else [rates]
+    return any(map(callable, several))
 
 
 def _refuse_untied(pairs: Pairs, model: Document) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Unpack
 
 import jax
@@ -15,7 +15,7 @@ import optax
 
 import jaxcomp
 from torch_bridge._base.terminal import some
-from torch_bridge._convert.optimizer import HELD, UNUSED, OptimizerPlan, Rates
+from torch_bridge._convert.optimizer import HELD, UNUSED, OptimizerPlan, Rates, has_schedule
 from torch_bridge._convert.optimizer_groups import ParamNames, doubts_about
 from torch_bridge._convert.powersgd import filled_state
 from torch_bridge._hook.arguments import powersgd_kwargs_from_torch, reducer_from_torch
@@ -327,8 +327,7 @@ def _doubts_of_steps(
       calls: Of the hook.
       rates: Learning rates whose place is to be told.
     """
-    schedules = rates if isinstance(rates, Sequence) else [rates]
-    if plan.counted not in (0, calls) and any(map(callable, schedules)):
+    if plan.counted not in (0, calls) and has_schedule(rates):
         yield (
             f"Adam has counted {plan.counted} steps and the hook {calls}, as with gradient "
             "accumulation, skipped steps or a fresh hook state; the schedule goes on at "

@@ -179,8 +179,11 @@ def _read(
     try:
         reading, difference = Search(match, questions.reading, evidence, tensors).prove()
     except CheckpointMismatch as error:
+        sentences = _reparametrized(tensors)
+        if not sentences:
+            raise
         raise CheckpointMismatch(
-            _reparametrized(tensors) + error.message,
+            sentences + error.message,
             ambiguous=error.ambiguous,
             parameters=error.parameters,
         ) from error
