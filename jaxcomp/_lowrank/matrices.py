@@ -126,7 +126,6 @@ def exact_einsum(subscripts: str, first: Array, second: Array) -> Array:
     return lax.platform_dependent(first, second, cuda=of_parts, default=plain)
 
 
-@functools.cache
 def _multiplies_parts() -> bool:
     """Returns whether every NVIDIA GPU that JAX sees has tensor cores for bfloat16.
 

@@ -1,5 +1,7 @@
 """Leaf to matrix and back, and the rule that decides what is compressed."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -78,6 +80,6 @@ def test_cards_older_than_ampere_multiply_in_float32(capabilities, expected, mon
     """XLA refuses products of parts in bfloat16 for them, and one is enough for all."""
     cards = [Card(capability) for capability in capabilities]
     monkeypatch.setattr(jax, "devices", lambda: cards)
-    matrices._multiplies_parts.cache_clear()
-    assert matrices._multiplies_parts() == expected
-    matrices._multiplies_parts.cache_clear()
+    matrix = jnp.ones((2, 2))
+    traced = jax.make_jaxpr(functools.partial(matrices.exact_einsum, "ij,jk->ik"))(matrix, matrix)
+    assert ("BF16_BF16_F32_X6" in str(traced)) == expected

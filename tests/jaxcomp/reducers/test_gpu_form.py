@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jaxcomp
-from jaxcomp._lowrank import matrices, orthogonalize
+from tests.helpers.control import apart, assert_no_further
 from tests.helpers.leaves import by_layer, random_grads
 from tests.helpers.runners import AXIS, simulate
 
@@ -26,15 +26,13 @@ def parts_of(x):
     return parts
 
 
-def product_of_parts(subscripts, first, second):
+def product_of_parts(subscripts, first, second, einsum=jnp.einsum):
     """Computes what ``DotAlgorithmPreset.BF16_BF16_F32_X6`` stands for."""
-    if first.dtype != jnp.float32:
-        return jnp.einsum(subscripts, first, second, precision="highest")
     left = parts_of(first)
     right = parts_of(second)
     total = 0
     for i, j in PAIRS:
-        total = total + jnp.einsum(subscripts, left[i], right[j], precision="highest")
+        total = total + einsum(subscripts, left[i], right[j], precision="highest")
     return total
 
 
@@ -42,11 +40,22 @@ def product_of_parts(subscripts, first, second):
 def on_gpus(monkeypatch):
     """Takes the form for others than CPUs in every choice by platform, with products of parts."""
 
+    einsum = jnp.einsum
+
+    def of_gpus(*arguments, default, cuda=None, **_):
+        """Takes the branch of NVIDIA GPUs where there is one, else that of all but CPUs."""
+        return (cuda or default)(*arguments)
+
+    def emulated(subscripts, *arrays, precision=None, **others):
+        """Multiplies in parts where a preset asks for it, which no CPU has."""
+        if precision == lax.DotAlgorithmPreset.BF16_BF16_F32_X6:
+            return product_of_parts(subscripts, *arrays, einsum=einsum)
+        return einsum(subscripts, *arrays, precision=precision, **others)
+
     def chosen():
         jax.clear_caches()
-        monkeypatch.setattr(lax, "platform_dependent", lambda *args, default, **_: default(*args))
-        monkeypatch.setattr(matrices, "exact_einsum", product_of_parts)
-        monkeypatch.setattr(orthogonalize, "exact_einsum", product_of_parts)
+        monkeypatch.setattr(lax, "platform_dependent", of_gpus)
+        monkeypatch.setattr(jnp, "einsum", emulated)
 
     yield chosen
     jax.clear_caches()
@@ -80,3 +89,62 @@ def test_an_update_is_that_of_the_cpu(rank, dtype, wire, atol, on_gpus):
         assert np.abs(one - other).max() < atol * np.abs(other).max()
 
     jax.tree.map(compare, run(), expected)
+
+
+def losses_of_training(rank, move=lambda params: params):
+    """Trains a small network for 20 steps on two replicas; returns the losses."""
+    mesh = jax.make_mesh((2,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(0)
+    params = {
+        "in": np.float32(rng.normal(size=(40, 64)) / 8),
+        "out": np.float32(rng.normal(size=(64, 30)) / 8),
+    }
+    params = move(params)
+    inputs = np.float32(rng.normal(size=(32, 40)))
+    targets = np.float32(np.sin(inputs @ rng.normal(size=(40, 30))))
+
+    def loss(params, inputs, targets):
+        return jnp.mean((jnp.tanh(inputs @ params["in"]) @ params["out"] - targets) ** 2)
+
+    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, min_compression_rate=1.0)
+    averaged = jaxcomp.value_and_grad(loss, tx, mesh=mesh)
+    state = averaged.init(params)
+
+    @jax.jit
+    def step(params, state):
+        (value, grads), state = averaged(state, params, inputs, targets)
+        return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads), state, value
+
+    losses = []
+    for _ in range(20):
+        params, state, value = step(params, state)
+        losses.append(float(value))
+    return np.array(losses)
+
+
+@pytest.mark.parametrize("rank", [2, 12])
+def test_training_is_that_of_the_cpu(rank, on_gpus):
+    expected = losses_of_training(rank)
+    control = losses_of_training(rank, apart)
+    on_gpus()
+    assert_no_further(losses_of_training(rank), expected, control)
+    assert expected[-1] < 0.9 * expected[0]
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "first", "second"),
+    [
+        ("ij,jr->ir", (768, 3072), (3072, 32)),
+        ("ir,jr->ij", (768, 128), (768, 128)),
+        ("ki,kj->ij", (512, 32), (512, 32)),
+    ],
+)
+def test_products_of_parts_round_as_those_of_float32(subscripts, first, second):
+    """Six products of parts in bfloat16 leave no more than one product of float32 does."""
+    rng = np.random.default_rng(0)
+    first = np.float32(rng.normal(size=first))
+    second = np.float32(rng.normal(size=second))
+    exact = np.einsum(subscripts, np.float64(first), np.float64(second))
+    of_parts = np.linalg.norm(product_of_parts(subscripts, first, second) - exact)
+    plain = np.linalg.norm(jnp.einsum(subscripts, first, second) - exact)
+    assert of_parts < max(2 * plain, 3e-7 * np.linalg.norm(exact))
