@@ -14,6 +14,7 @@ import pytest
 
 import jaxcomp
 from jaxcomp.__main__ import main
+from jaxcomp._bytes.gap import LAWS
 from tests.helpers.paths import DOCS
 
 
@@ -128,6 +129,37 @@ def test_where_the_times_do_not_cross_the_break_even_is_at_an_end(slower, limit)
 
 
 INSIDE = {"tokens": 1024, **SLOW}  # of the law, with PARAMS of width 256
+
+
+@pytest.mark.parametrize("optimizer", LAWS)
+@pytest.mark.parametrize("budget", [0.005, 0.02])
+def test_the_law_gives_the_lowest_rank_that_keeps_a_budget(optimizer, budget):
+    law = LAWS[optimizer]
+    for width, tokens in ((128, 512), (256, 1024), (512, 4096), (4096, 500_000)):
+        rank = law.rank(budget, width, tokens)
+        assert law.gap(rank, width, tokens) <= budget + 1e-12
+        assert rank == 8 or law.gap(rank - 8, width, tokens) > budget
+        assert law.half_width(16, width, tokens) >= law.half_width(64, width, tokens)
+
+
+def test_what_is_predicted_for_cores_is_near_what_was_measured_on_some():
+    """Compares with docs/performance.md: width 512, 160 ms of computation, two processes."""
+    sizes = {"qkv": 3, "out": 1, "up": 4, "down": 4}
+    block = shapes(**{name: (512, 512 * n) for name, n in sizes.items()})
+    params = {f"block_{i}": block for i in range(4)}
+    link = {"workers": 2, "latency": "100us", "step_time": "160ms", "device": "cpu"}
+    # With this budget rank 32 comes first, which was measured.
+    options = {"loss_budget": "0.8%", "tokens": 512, **link}
+    for bandwidth, exact, compressed in (("1Gbit", 592, 207), ("100Mbit", 4606, 347)):
+        advice = jaxcomp.advise(params, bandwidth=bandwidth, **options)
+        predictions = by_name(advice)
+        assert powersgd(advice)[0].name == "powersgd rank 32 int6"
+        for name, milliseconds in (
+            ("all-reduce float32", exact),
+            ("powersgd rank 32 int6", compressed),
+        ):
+            assert 1e3 * predictions[name].step_time == pytest.approx(milliseconds, rel=0.25)
+        assert "all-reduce float16" in predictions  # XLA's CPU backend sends bfloat16 as float32
 
 
 def test_inside_of_what_was_run_there_is_a_rank_and_outside_none():

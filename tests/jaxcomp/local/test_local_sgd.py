@@ -8,9 +8,12 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 import jaxcomp
+from tests.helpers import hlo
 from tests.helpers.leaves import close, equal, random_grads
 from tests.helpers.local_runs import NESTEROV, PARAMS, SHAPES, run, towards
 from tests.helpers.reducers import powersgd
@@ -60,6 +63,34 @@ def test_replicas_are_equal_after_the_steps_that_send_something(options, expecte
         assert synced.tolist() == [sends] * 2
         assert last_sync.tolist() == [latest] * 2
         assert bool(tx.bytes({"w": params[0]}, step=count - 1).bytes_after) == sends
+
+
+@settings(max_examples=10)
+@given(period=st.integers(1, 6), start=st.integers(0, 5), offset=st.integers(0, 9))
+def test_averages_fall_where_the_docstring_says(period, start, offset):
+    tx = local_sgd(optax.sgd(0.1), sync_every=period, start_step=start, offset=offset)
+    for count in range(start + 1, 20):
+        sends = tx.bytes(PARAMS, step=count - 1).bytes_after > 0
+        assert sends == ((count - offset) % period == 0)
+
+
+def test_weights_of_compressed_pseudo_gradients_cross_once():
+    """With no momenta to average there is no second all-reduce of weights."""
+    reducer = jaxcomp.powersgd(1, axis_name=AXIS, start_step=0)
+    tx = local_sgd(optax.sgd(0.1), sync_every=1, reducer=reducer)
+    params = {"w": jnp.zeros((32, 16))}
+    state = tx.init(params)
+
+    def update(grads, weight):
+        updates, _ = tx.update(grads, state, params, weight=weight[0])
+        return updates
+
+    mapped = sharded(2, update, (jax.P(), jax.P(AXIS)), jax.P(), check_vma=False)
+    program = hlo.program(mapped, params, jnp.ones(2))
+    arrays = []
+    for use in jaxcomp.collectives(program):
+        arrays += use.arrays
+    assert [values for _, values in arrays].count(1) == 1
 
 
 def test_the_start_of_a_reducer_counts_averages_of_its_level():

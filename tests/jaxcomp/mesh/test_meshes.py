@@ -79,6 +79,59 @@ def moved(compiled):
     return max(found, default=0), sum(found)
 
 
+VALUES = 96 + 2 * 64 * 96
+FACTORS = 2 * 2 * (64 + 96)
+
+
+@pytest.fixture(scope="module")
+def moved_by_hand():
+    """Returns what `lax.pmean` of every gradient, written by hand, moves within a host."""
+    mean = optax.stateless(lambda updates, _: jax.lax.pmean(updates, "dcn"))
+    tx = optax.chain(mean, optax.sgd(0.1))
+    return {name: moved(compiled_step(tx, layout)) for name, layout in LAYOUTS.items()}
+
+
+@pytest.mark.parametrize(("layout", "start_step"), [("tensor", 0), ("fsdp", 5)])
+def test_what_is_sharded_stays_so_and_no_weight_is_gathered(layout, start_step, moved_by_hand):
+    reducer = jaxcomp.powersgd(2, axis_name="dcn", start_step=start_step)
+    tx = optax.chain(reducer, optax.sgd(0.1))
+    step, params, state, batch = training(tx, LAYOUTS[layout])
+    compiled = hlo.program(step, params, state, batch)
+    # Everything once for the exact averages, a quarter on each device; factors and bias after them.
+    exact = VALUES // 4 if start_step else 0
+    assert crossing(compiled) == exact + (FACTORS + 96) // 4
+    # FSDP itself gathers weights for the forward pass. Beyond that, nothing but thin factors: to
+    # its share of each from everybody, and the own one of each replica.
+    largest, total = moved(compiled)
+    largest_by_hand, total_by_hand = moved_by_hand[layout]
+    assert largest <= max(largest_by_hand, 2 * 96)
+    assert total <= total_by_hand + 2 * FACTORS
+    if layout == "tensor":
+        assert total_by_hand == 0
+
+    for _ in range(2):
+        params, state = step(params, state, batch)
+    for name in ("down", "up"):
+        residual = state[0].residual[name]
+        assert residual.shape == (2, *SHAPES[name])
+        assert residual.addressable_shards[0].data.size == 64 * 96 // 4
+        assert params[name].addressable_shards[0].data.size == 64 * 96 // 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [None, jnp.float16])
+def test_an_average_moves_no_more_within_a_host_than_pmean(layout, dtype, moved_by_hand):
+    reducer = jaxcomp.allreduce(axis_name="dcn", comm_dtype=dtype)
+    compiled = compiled_step(optax.chain(reducer, optax.sgd(0.1)), LAYOUTS[layout])
+    assert crossing(compiled) == VALUES // 4
+    uses = jaxcomp.collectives(compiled, mesh=HOSTS)
+    assert ["host" in use.axes for use in uses].count(True) == 1  # one psum has all operands
+    largest, total = moved(compiled)
+    largest_by_hand, total_by_hand = moved_by_hand[layout]
+    assert largest <= largest_by_hand
+    assert total <= total_by_hand
+
+
 def test_equal_leaves_are_no_stack_beside_an_automatic_axis():
     """One array of them all would gather every leaf along the axis that it is sharded over."""
     devices = mesh()
