@@ -49,7 +49,7 @@ TESTS = {
     "jaxcomp/_lowrank": ["tests/jaxcomp/lowrank", "tests/jaxcomp/reducers"],
     "jaxcomp/_mesh": ["tests/jaxcomp/mesh", "tests/jaxcomp/reducers"],
     "torch_bridge/__main__.py": ["tests/torch_bridge/test_cli.py", "tests/test_without_torch.py"],
-    "torch_bridge/_base": ["tests/torch_bridge", "tests/fuzz"],
+    "torch_bridge/_base": ["tests/torch_bridge", "tests/fuzz", "tests/test_without_torch.py"],
     "torch_bridge/_read": [
         *("tests/torch_bridge/test_load.py", "tests/torch_bridge/test_refused.py"),
         "tests/fuzz/test_fuzz.py::test_what_torch_writes_is_read_as_torch_reads_it_or_refused",

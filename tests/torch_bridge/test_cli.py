@@ -216,7 +216,8 @@ usage | to-flax checkpoint.pt PARAMS --out x --flatten a=b | C,H,W
 usage | to-flax checkpoint.pt PARAMS --out x --unflatten a=b | --unflatten
 usage | to-flax checkpoint.pt PARAMS --out x --ignore * | '*'
 unsafe | inspect hostile.pt | os.system
-unusable | inspect none.pt | No such file
+unusable | inspect none.pt | none.pt: No such file
+unusable | inspect text.pt/none.pt | text.pt/none.pt: Not a directory
 unusable | inspect text.pt | Expected a torch.save file
 unusable | inspect checkpoint.pt --max-bytes 10 | --max-bytes
 unusable | inspect checkpoint.pt --layout text.pt | text.pt: A bucket
