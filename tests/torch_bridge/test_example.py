@@ -1,6 +1,7 @@
 """One example through both models: it finds out, proves or refuses."""
 
 import collections
+import functools
 
 import flax.linen as nn
 import jax
@@ -395,3 +396,18 @@ def test_weights_that_torch_makes_of_others_are_named_beside_an_example(name):
     model = nn.Dense(6)
     with pytest.raises(CheckpointMismatch, match=f"^{name} .*remove_parametrizations.*off"):
         params_from_torch(state, abstract(model, ROWS), apply=model.apply, example=example)
+
+
+def test_a_model_of_two_hundred_layers():
+    weights = values(200, 4, 4) / 2
+    like = {f"layers_{place}": {"kernel": weight} for place, weight in enumerate(weights)}
+    state = {f"layers.{place}.weight": weight for place, weight in enumerate(weights)}
+    x = values(3, 4)
+
+    def apply(params, x):
+        kernels = jnp.stack([params[name]["kernel"] for name in like])
+        return jax.lax.scan(lambda row, kernel: (row @ kernel, None), x, kernels)[0]
+
+    outputs = functools.reduce(lambda row, weight: row @ weight.T, weights, x)
+    params = params_from_torch(state, like, apply=apply, example=((x,), outputs))
+    np.testing.assert_array_equal(params["layers_199"]["kernel"].T, weights[199])

@@ -241,10 +241,12 @@ class Match:
         """
         ones, others = Group(torch, flax).without(decided)
         strengths = self._strengths(ones, others)
-        apart = np.arange(len(ones))[:, None] / len(ones) - np.arange(len(others)) / len(others)
+        places = np.arange(len(ones)) / len(ones)
+        targets = np.arange(len(others)) / len(others)
         # One layer more in its usual form outweighs all places, and one more at all outweighs that.
-        count = 1 + len(ones)
-        costs = apart**2 + count * (FITS - strengths) + count**2 * (strengths == 0)
+        count = 1.0 + len(ones)
+        penalties = np.array([count**2 + 2 * count, count, 0.0])  # for none, UNUSUAL and FITS
+        costs = np.subtract.outer(places, targets) ** 2 + penalties[strengths]
         partners = dict(decided)
         for row, column in zip(*linear_sum_assignment(costs), strict=True):
             if strengths[row, column]:
