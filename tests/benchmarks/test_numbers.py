@@ -68,26 +68,22 @@ def over_links():
 
 def readme():
     gaps, ratio = rank_in(study("width 512"), 48)
-    yield f"{ratio:.0f} times fewer bytes in a whole run ({ratio / 2:.0f} than in bfloat16)"
-    yield f"for a loss {mean(gaps):.2f} ± {half_width(gaps):.2f}% above the exact one"
-    yield f"{ratio:.0f} times fewer bytes than float32 and {ratio / 2:.0f} than bfloat16"
-    yield f"ends {mean(gaps):.2f} ± {half_width(gaps):.2f}% above the exact loss (Intel Xeon)"
+    yield f"{ratio:.0f} times fewer bytes than float32 ({ratio / 2:.0f} times fewer than bfloat16)"
+    yield f"its loss ended {mean(gaps):.2f} ± {half_width(gaps):.2f}% above the exact one (rank 48"
     yield from of_the_program()
     found = over_links()
     exact, low_rank = found[report.EXACT], found["jax/powersgd-32-int6"]
     hook = found["torch/powersgd-32"]
     gaps = low_rank.gaps(exact)
     fewer = exact.sent / low_rank.sent
-    yield f"sends {fewer:.0f} and {fewer / 2:.0f} times fewer"
-    yield f"ends {mean(gaps):.1f} ± {half_width(gaps):.1f}% above (AMD EPYC"
+    yield f"{fewer:.0f} times fewer bytes than float32 and"
+    yield f"and {fewer / 2:.0f} times fewer than bfloat16, and its loss"
+    yield f"its loss ends {mean(gaps):.1f} ± {half_width(gaps):.1f}% above the exact one (AMD EPYC"
 
     for rate, words in (
-        ("10mbit", "at 10 Mbit/s {} and {}"),
-        (
-            "100mbit",
-            "{} times sooner than the best 16-bit all-reduce, torch's, and {} than torch's",
-        ),
-        ("1gbit", "at 1 Gbit/s {}, and {} than torch's hook in float32"),
+        ("10mbit", "| 10 Mbit/s | {} | {}, with 16-bit factors |"),
+        ("100mbit", "| 100 Mbit/s | {} | {}, with 16-bit factors |"),
+        ("1gbit", "| 1 Gbit/s | {} | {}, with float32 factors"),
     ):
         times = report.sooner_than_the_best(found, low_rank, rate).values()
         yield words.format(*times).replace("x ±", " ±")
@@ -103,7 +99,7 @@ def readme():
     after_exact = goal / (steps[low_rank.name] * mixed)
     of_hook = mean(hook.sooner_than(exact, "100mbit"))
     yield f"| from the first step on | {fewer:.0f}, {fewer / 2:.0f} | {from_first:.1f} |"
-    yield f"| {ratio:.1f}, {ratio / 2:.1f} | {after_exact:.1f}, by the product"
+    yield f"| {ratio:.1f}, {ratio / 2:.1f} | {after_exact:.1f}, calculated"
     fewer = exact.sent / hook.sent
     yield f"| {fewer:.0f}, {fewer / 2:.1f} | {of_hook:.1f} |"
 
@@ -115,10 +111,10 @@ def of_the_program():
         reducer = jaxcomp.powersgd(rank, axis_name="data", start_step=0, comm_dtype="int6")
         run = reducer.bytes(params, replicas=4, steps=100)
         if rank == 8:
-            yield f"sends {run.bytes_after:,} bytes from each replica"
-            yield f"where float32 takes {run.bytes_before:,}: {run.ratio:.1f} times fewer"
+            yield f"each replica sends {run.bytes_after:,} bytes, {run.ratio:.1f} times fewer"
+            yield f"than the {run.bytes_before:,} of float32"
         else:
-            yield f"{run.ratio:.1f} times fewer. Larger models"
+            yield f"{run.ratio:.1f} times fewer bytes. Larger models"
 
 
 def performance():
