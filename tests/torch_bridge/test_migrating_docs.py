@@ -138,7 +138,7 @@ def test_the_loop_with_statistics_follows_torch(alone, tmp_path, monkeypatch):
 def test_the_page_shows_a_flatten():
     names = {}
     exec(program(-1), names)
-    said, pooled = (names[n]["fc"]["kernel"] for n in ("said", "pooled"))
+    mapped, pooled = (names[n]["fc"]["kernel"] for n in ("mapped", "pooled"))
     np.testing.assert_array_equal(pooled, names["model"]["fc.weight"].T)
     moved = names["model"]["fc.weight"].reshape(10, 8, 4, 4).transpose(2, 3, 1, 0)
-    np.testing.assert_array_equal(said, moved.reshape(128, 10))
+    np.testing.assert_array_equal(mapped, moved.reshape(128, 10))
