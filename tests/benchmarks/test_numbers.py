@@ -77,7 +77,7 @@ def readme():
     gaps = low_rank.gaps(exact)
     fewer = exact.sent / low_rank.sent
     yield f"{fewer:.0f} times fewer bytes than float32"
-    yield f"and {fewer / 2:.0f} times fewer than bfloat16, and its loss"
+    yield f"and {fewer / 2:.0f} times fewer than bfloat16, and "
     yield f"its loss ends {mean(gaps):.1f} ± {half_width(gaps):.1f}% above the exact one (AMD EPYC"
 
     for rate, words in (
