@@ -33,7 +33,7 @@ from jaxcomp._local.sync import (
 from jaxcomp._mesh.collectives import as_local, axis_tuple, from_step, owner_id, switch
 from jaxcomp._mesh.weights import refuse_misspelt_weight
 from jaxcomp._reducers.allreduce import allreduce
-from jaxcomp._reducers.reducer import check_gradients, takes_rows
+from jaxcomp._reducers.reducer import check_gradients
 from jaxcomp._reducers.transformation import Transformation, bytes_of, shown
 
 
@@ -132,8 +132,7 @@ def local_sgd(
         f"local_sgd({shown(inner)}, sync_every={shown(sync_every)}, axis_name={axis_name!r}, "
         f"start_step={start_step}, reducer={shown(reducer)}, outer={shown(outer)})"
     )
-    update = takes_rows(run.update, run.init)
-    return Transformation(run.init, update, made_by=made_by, count_bytes=run.count_bytes)
+    return Transformation(run.init, run.update, made_by=made_by, count_bytes=run.count_bytes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jaxcomp._local.fragments import Streaming, numbered, part_of, put_back
 from jaxcomp._local.sync import InnerInit, LocalSGDState, Sync, total
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound, owner_id
 from jaxcomp._mesh.explicit import Boundary, replicas_on, typed_specs
-from jaxcomp._mesh.per_replica import off_rows
+from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
 from jaxcomp._reducers.transformation import Transformation, shown
 from jaxcomp._states.place import shard_state, state_specs
 from jaxcomp._training.arguments import split_spec, weight_spec
@@ -170,7 +170,9 @@ class LocalSGDRound:
         self, params: PyTree, state: LocalSGDState, batches: Any, weight: Any
     ) -> tuple[PyTree, LocalSGDState, Any]:
         """Runs the round of one replica, whose state may have the row that shard_map leaves."""
-        state, as_it_was = off_rows(state)
+        rows = has_rows(state)
+        if rows:
+            state = without_row(state)
         streaming = self.streaming
         numbers = numbered(params, streaming.split)
         auxiliary: list[Any] = []  # of the steps, in pieces
@@ -230,7 +232,9 @@ class LocalSGDRound:
             owner=owner_id(self.axis_name),
         )
         auxiliary = jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *auxiliary)
-        return shared, as_it_was(state), auxiliary
+        if rows:
+            state = with_row(state)
+        return shared, state, auxiliary
 
     def _inner_begun(self, inner: PyTree, local: PyTree, new: PyTree) -> PyTree:
         """Returns the inner state as it begins with the new parameters, if that is known."""

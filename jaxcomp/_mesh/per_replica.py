@@ -7,8 +7,8 @@ part by declaring the same.
 Such leaves lie in one of two ways, and the axes of `owner` tell which. Outside of a mapped function
 a state that is training has a leading axis of replicas, residual ``(n, *leaf)`` and owner ``(n,)``;
 a consolidated one has none. Inside, the axis is mapped away by `jax.pmap` and `jax.vmap`;
-`jax.shard_map` leaves a row of it, ``(1, *leaf)`` and ``(1,)``, which whoever maps takes off, or
-else the door of a reducer.
+`jax.shard_map` leaves a row of it, ``(1, *leaf)`` and ``(1,)``, which the update of every
+`Transformation` takes off and puts on again.
 
 The owner is 0 for what is everybody's, as in a consolidated state; else the replica's index less
 the number of replicas, which is never 0. A step writes it with what it keeps. It is read where a
@@ -187,18 +187,6 @@ def without_row(state: PyTree) -> PyTree:
         return leaf.reshape(leaf.shape[1:])
 
     return jax.tree.map_with_path(taken_out, state, marks(state))
-
-
-def off_rows(
-    state: PyTree, fresh: Callable[[], PyTree] | None = None
-) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Returns a replica's state without rows, and a function that puts the next one as it was.
-
-    The arguments are those of `has_rows`.
-    """
-    if not has_rows(state, fresh):
-        return state, lambda state: state
-    return without_row(state), with_row
 
 
 def with_row(state: PyTree) -> PyTree:

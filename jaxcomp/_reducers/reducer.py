@@ -1,7 +1,7 @@
 """What a reducer is, and the door through which all gradients and states enter one.
 
-At the door gradients are checked and taken out of their boxes, weights multiplied in, and a state
-is seen as one replica's; behind it a reducer is arithmetic on plain trees.
+At the door gradients and states are checked, gradients taken out of their boxes, and weights
+multiplied in; behind it a reducer is arithmetic on plain trees.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from jaxcomp._base.leaves import boxed_as, is_floating, leaf_name, saturated, un
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import mesh_axes, varying, vma_axes
 from jaxcomp._mesh.explicit import call_on_automatic_axes, typed_specs
-from jaxcomp._mesh.per_replica import off_rows
 from jaxcomp._mesh.weights import refuse_misspelt_weight, weighted_gradients
 from jaxcomp._reducers.transformation import CountBytes, Transformation
 
@@ -83,10 +82,10 @@ class Reducer(Transformation):
       ([1.0, -1.0], [[2.0, 0.0], [-0.5, 0.0]])
     """
 
-    reduce: Callable[..., Reduction]
     axis_name: AxisName
     keeps_residual: bool
     in_phases = True  # exact steps, if any, and after them compressed ones
+    _reduce: Callable[..., Reduction]
 
     def __new__(
         cls,
@@ -104,88 +103,75 @@ class Reducer(Transformation):
         def unboxed_init(params: PyTree) -> PyTree:
             return init(unboxed(params))
 
-        entered = functools.partial(enter, reduce, axis_name, unboxed_init)
-
         def update(
             updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
         ) -> tuple[PyTree, PyTree]:
-            reduction = entered(updates, state, params, **extra_args)
+            reduction = self.reduce(updates, state, params, **extra_args)
             return reduction.updates, reduction.state
 
         made_by = made_by or f"{cls.__name__}(axis_name={axis_name!r})"
         self = super().__new__(cls, unboxed_init, update, made_by=made_by, count_bytes=count_bytes)
-        self.reduce = entered
         self.axis_name = axis_name
         self.keeps_residual = keeps_residual
+        self._reduce = reduce
         return self
 
+    def reduce(
+        self,
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        **extra_args: Any,
+    ) -> Reduction:
+        """Reduces gradients that come through the door, and says what was sent of them.
 
-def enter(
-    reduce: Callable[..., Reduction],
-    axis_name: AxisName,
-    init: Callable[[PyTree], PyTree],
-    updates: PyTree,
-    state: PyTree,
-    params: PyTree | None = None,
-    *,
-    weight: Any = None,
-    **extra_args: Any,
-) -> Reduction:
-    """Reduces gradients that came through the door: what `Reducer.reduce` and ``update`` call.
+        Args:
+          updates: This replica's gradients, possibly in boxes.
+          state: This replica's state, without the row that `jax.shard_map` leaves: ``update`` takes
+            it off.
+          params: Parameters or None.
+          weight: How much this replica counts, or None.
+          **extra_args: For the function that the reducer was made of.
 
-    Args:
-      reduce: The reducer's arithmetic, on plain trees of one replica.
-      axis_name: The mapped axis or axes of the replicas.
-      init: From parameters to a fresh state.
-      updates: Gradients, possibly in boxes.
-      state: This replica's state, possibly as a row ``(1, *leaf)``.
-      params: Parameters or None.
-      weight: How much this replica counts, or None.
-      **extra_args: For `reduce`.
-    """
-    refuse_misspelt_weight(extra_args)
-    gradients = unboxed(updates)
-    check_gradients(gradients, axis_name)
-    check_shapes(gradients, unboxed(params))
-    state, as_it_was = off_rows(state, functools.partial(init, gradients))
-    check_state(state, jax.eval_shape(init, gradients))
-    average = functools.partial(_average, reduce, axis_name)
-    if mesh_axes(AxisType.Explicit):
-        # Beside these every operation must say how its result is sharded, which the arithmetic of a
-        # reducer cannot know. In such a case the compiler decides, and the results are typed as
-        # what they replace.
-        like = typed_specs(gradients)
-        everywhere: Any = PartitionSpec()
-        types = Reduction(like, typed_specs(state), like, everywhere)
-        average = functools.partial(call_on_automatic_axes, average, types)
-    reduction = average(gradients, state, unboxed(params), weight, extra_args)
-    return Reduction(
-        updates=boxed_as(reduction.updates, updates),
-        state=as_it_was(reduction.state),
-        sent=boxed_as(reduction.sent, updates),
-        finite=reduction.finite,
-    )
+        Raises:
+          ValueError: If gradients or state are not what this reducer takes.
+        """
+        refuse_misspelt_weight(extra_args)
+        gradients = unboxed(updates)
+        params = unboxed(params)
+        check_gradients(gradients, self.axis_name)
+        check_shapes(gradients, params)
+        check_state(state, jax.eval_shape(self.init, gradients))
+        average = self._average
+        if mesh_axes(AxisType.Explicit):
+            # Beside these every operation must say how its result is sharded, which the arithmetic
+            # of a reducer cannot know. In such a case the compiler decides, and the results are
+            # typed as what they replace.
+            like = typed_specs(gradients)
+            types = Reduction(like, typed_specs(state), like, finite=PartitionSpec())
+            average = functools.partial(call_on_automatic_axes, average, types)
+        reduction = average(gradients, state, params, weight, extra_args)
+        averages = boxed_as(reduction.updates, updates)
+        return reduction._replace(updates=averages, sent=boxed_as(reduction.sent, updates))
 
-
-def _average(
-    reduce: Callable[..., Reduction],
-    axis_name: AxisName,
-    gradients: PyTree,
-    state: PyTree,
-    params: PyTree,
-    weight: Any,
-    extra_args: dict[str, Any],
-) -> Reduction:
-    """Weighs the gradients, reduces them, and returns averages in their dtypes."""
-    averaged = gradients
-    if weight is not None:
-        averaged = weighted_gradients(gradients, weight, axis_name)
-        extra_args = extra_args | {"like": gradients}
-    reduction = reduce(averaged, state, params, **extra_args)
-    return reduction._replace(
-        updates=in_dtypes_of(gradients, reduction.updates),
-        sent=in_dtypes_of(gradients, reduction.sent),
-    )
+    def _average(
+        self,
+        gradients: PyTree,
+        state: PyTree,
+        params: PyTree,
+        weight: Any,
+        extra_args: dict[str, Any],
+    ) -> Reduction:
+        """Weighs the gradients, reduces them, and returns averages in their dtypes."""
+        shares = gradients
+        if weight is not None:
+            shares = weighted_gradients(gradients, weight, self.axis_name)
+            extra_args = extra_args | {"like": gradients}
+        reduction = self._reduce(shares, state, params, **extra_args)
+        averages = in_dtypes_of(gradients, reduction.updates)
+        return reduction._replace(updates=averages, sent=in_dtypes_of(gradients, reduction.sent))
 
 
 def in_dtypes_of(gradients: PyTree, averages: PyTree) -> PyTree:
@@ -198,27 +184,6 @@ def in_dtypes_of(gradients: PyTree, averages: PyTree) -> PyTree:
         return np.zeros(gradient.shape, gradient.dtype)
 
     return jax.tree.map(cast, averages, gradients)
-
-
-def takes_rows(update: Callable[..., Any], init: Callable[[PyTree], PyTree]) -> Callable[..., Any]:
-    """Makes an Optax update that also takes a state whose per-replica leaves are rows.
-
-    So `jax.shard_map` hands a state over that is mapped by `state_specs`: ``(1, *leaf)``. What
-    comes out has rows where what went in had them.
-
-    Args:
-      update: For per-replica leaves of the shapes that `init` gives them.
-      init: From parameters to a state, to tell rows by where no class in the state has an owner.
-    """
-
-    def run(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, PyTree]:
-        state, as_it_was = off_rows(state, lambda: init(updates if params is None else params))
-        outputs, state = update(updates, state, params, **extra_args)
-        return outputs, as_it_was(state)
-
-    return run
 
 
 def check_gradients(updates: PyTree, axis_name: AxisName) -> None:

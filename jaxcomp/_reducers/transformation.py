@@ -14,6 +14,7 @@ from jaxcomp._base.checks import check_int
 from jaxcomp._base.leaves import unboxed
 from jaxcomp._base.stats import CompressionStats, whole_run
 from jaxcomp._base.typing import PyTree
+from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
 
 F = TypeVar("F", bound=Callable[..., Any])
 # (parameters, replicas or None, step or None) -> what one replica hands to the collectives
@@ -24,7 +25,15 @@ CountBytes = Callable[[PyTree, int | None, int | None], CompressionStats]
 class Transformation(optax.GradientTransformationExtraArgs):
     """An Optax transformation that shows how it was made and says what it sends.
 
-    To `optax.chain` and the like it is an ordinary one, a pair of ``init`` and ``update``.
+    To `optax.chain` and the like it is an ordinary one, a pair of ``init`` and ``update``. Its
+    update also takes a state whose per-replica leaves are rows ``(1, *leaf)``, as `jax.shard_map`
+    hands one over that is mapped by `state_specs`, and gives back the next one in rows.
+
+    Args:
+      init: From parameters to a state.
+      update: An Optax update, which sees the state of one replica, without rows.
+      made_by: What ``repr`` shows.
+      count_bytes: Answers ``bytes``.
     """
 
     made_by: str
@@ -41,7 +50,17 @@ class Transformation(optax.GradientTransformationExtraArgs):
         count_bytes: CountBytes | None = None,
     ) -> Self:
         """Makes a pair of functions, as Optax wants it, with two attributes."""
-        self = super().__new__(cls, init, update)
+
+        def update_of_row(
+            updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+        ) -> tuple[PyTree, PyTree]:
+            like = updates if params is None else params
+            if not has_rows(state, lambda: init(like)):
+                return update(updates, state, params, **extra_args)
+            outputs, state = update(updates, without_row(state), params, **extra_args)
+            return outputs, with_row(state)
+
+        self = super().__new__(cls, init, update_of_row)
         self.made_by = made_by
         self.count_bytes = count_bytes
         return self

@@ -14,7 +14,6 @@ from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree
 from jaxcomp._mesh.collectives import switch
 from jaxcomp._mesh.weights import refuse_misspelt_weight
-from jaxcomp._reducers.reducer import takes_rows
 from jaxcomp._reducers.transformation import Transformation, bytes_of, shown
 
 
@@ -148,4 +147,4 @@ def accumulate(
         return bytes_of(tx, params, replicas, step // every_k).scaled(due)
 
     made_by = f"accumulate({shown(tx)}, every_k={every_k})"
-    return Transformation(init, takes_rows(update, init), made_by=made_by, count_bytes=count_bytes)
+    return Transformation(init, update, made_by=made_by, count_bytes=count_bytes)

@@ -24,7 +24,8 @@ from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, replicas_on, split_axis, typed_specs
 from jaxcomp._mesh.per_replica import is_reducer_state, reducer_states
 from jaxcomp._mesh.weights import weighted_gradients
-from jaxcomp._reducers.reducer import Reducer, in_dtypes_of, takes_rows
+from jaxcomp._reducers.reducer import Reducer, in_dtypes_of
+from jaxcomp._reducers.transformation import Transformation
 from jaxcomp._states.place import shard_state, state_specs
 from jaxcomp._training.arguments import (
     check_keywords,
@@ -286,8 +287,8 @@ class DataParallel:
             if weight is not None:
                 # Each link of a chain would weigh along its axis alone, and a plain one not at all.
                 shares = weighted_gradients(gradients, weight, self.axis_name)
-            update = takes_rows(self.reducer.update, self.reducer.init)
-            means, state = update(shares, state, params)
+            chain = Transformation(self.reducer.init, self.reducer.update)
+            means, state = chain.update(shares, state, params)
             means = in_dtypes_of(gradients, means)
         check_averaged(means, self.axis_name)
         whole, rows = reduced(outputs, weight, self.axis_name)
