@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -58,6 +58,15 @@ def widest(dtypes: Iterable[Any], least: Any = jnp.float32) -> Any:
     ``jax_numpy_dtype_promotion='strict'``.
     """
     return max((jnp.dtype(least), *dtypes), key=lambda dtype: jnp.finfo(dtype).bits)
+
+
+def alike(kinds: Iterable[Hashable | None]) -> list[list[int]]:
+    """Returns the positions of equal kinds, for every kind in order; None is of no kind."""
+    positions: dict[Hashable, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        if kind is not None:
+            positions.setdefault(kind, []).append(i)
+    return list(positions.values())
 
 
 def wire_dtype(comm_dtype: Any, dtypes: Iterable[Any]) -> Any:

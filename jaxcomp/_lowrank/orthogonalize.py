@@ -20,7 +20,7 @@ direction of its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomp._base.leaves import alike
 from jaxcomp._base.typing import Array
 from jaxcomp._lowrank.matrices import exact_einsum
 
@@ -99,7 +100,7 @@ def orthonormal_bases(
 
     def elsewhere(stacks: Sequence[Array]) -> list[Array]:
         bases = list(stacks)
-        for positions in _alike(stacks, lambda x: (x.shape[-1], x.dtype)):
+        for positions in alike([(x.shape[-1], x.dtype) for x in stacks]):
             of_rank = [stacks[i] for i in positions]
             if torchs_eps is None or of_rank[0].shape[-1] > _GRAM_SCHMIDT_RANK:
                 of_rank = cholesky_bases(of_rank, rounds)
@@ -111,7 +112,7 @@ def orthonormal_bases(
                 bases[i] = basis
         return bases
 
-    groups = _alike(factors, lambda x: (x.shape, x.dtype))
+    groups = alike([(x.shape, x.dtype) for x in factors])
     stacks = []
     for positions in groups:
         stacks.append(jnp.stack([factors[i] for i in positions]))
@@ -121,14 +122,6 @@ def orthonormal_bases(
         for i, basis in zip(positions, stack, strict=True):
             bases[i] = basis
     return bases
-
-
-def _alike(arrays: Sequence[Array], kind_of: Callable[[Array], Any]) -> list[list[int]]:
-    """Returns the positions of arrays of one kind, for every kind."""
-    kinds: dict[Any, list[int]] = {}
-    for i, x in enumerate(arrays):
-        kinds.setdefault(kind_of(x), []).append(i)
-    return list(kinds.values())
 
 
 def _column_by_column(matrix: Array, eps: float | Array | None) -> Array:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
+import optax
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxcomp._base.leaves import clipped, widest
+from jaxcomp._base.leaves import alike, clipped, widest
 from jaxcomp._base.typing import Array, AxisName, PyTree
 
 # An array of at least so many bytes is an operand of its own. gloo sends one after the other, and a
@@ -35,11 +37,18 @@ _MOST_OPERANDS = 128
 T = TypeVar("T")
 
 
-def mesh_axes(kind: AxisType) -> tuple[str, ...]:
-    """Returns the axes of one kind: `jax.shard_map` maps over Manual ones, `jax.vmap` over none."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(name for name, other in kinds if other == kind)
+def mesh_axes(kind: AxisType, mesh: Any = None) -> tuple[str, ...]:
+    """Returns the axes of one kind, of a mesh or of the one in whose context this is called.
+
+    `jax.shard_map` maps over Manual ones, `jax.vmap` over none.
+    """
+    if mesh is None:
+        mesh = jax.sharding.get_abstract_mesh()
+    names = []
+    for name, other in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if other == kind:
+            names.append(name)
+    return tuple(names)
 
 
 def other_axes(*kinds: AxisType) -> tuple[str, ...]:
@@ -49,10 +58,12 @@ def other_axes(*kinds: AxisType) -> tuple[str, ...]:
     flat vector of them all could not keep their shardings: the compiler would gather each first.
     """
     shape = jax.sharding.get_abstract_mesh().shape
-    names: list[str] = []
+    names = []
     for kind in kinds or (AxisType.Auto, AxisType.Explicit):
-        names += mesh_axes(kind)
-    return tuple(name for name in names if shape[name] > 1)
+        for name in mesh_axes(kind):
+            if shape[name] > 1:
+                names.append(name)
+    return tuple(names)
 
 
 def known_equal(x: Any, axis_name: AxisName) -> bool:
@@ -69,7 +80,9 @@ def axes_known_equal(x: Any, axis_name: AxisName) -> tuple[str, ...]:
 
 def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
     """Returns the mapped axes as a tuple of names."""
-    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if isinstance(axis_name, tuple):
+        return axis_name
+    return (axis_name,)
 
 
 def axis_size(axis_name: AxisName) -> int:
@@ -79,13 +92,22 @@ def axis_size(axis_name: AxisName) -> int:
       ValueError: If an axis is not bound where this is called.
     """
     try:
-        return math.prod(lax.axis_size(name) for name in axis_tuple(axis_name))
+        return math.prod(map(lax.axis_size, axis_tuple(axis_name)))
     except NameError as error:
         raise ValueError(
             f"The axis {axis_name!r} is not bound here. Call update() inside jax.pmap, "
             f"jax.shard_map or jax.vmap with axis_name={axis_name!r}, or pass the axis name that "
             "you mapped over."
         ) from error
+
+
+def unbound_axis(error: BaseException) -> str | None:
+    """Returns the axis that an error of JAX, or of `axis_size`, says is not bound; else None."""
+    cause = error.__cause__ or error
+    named = re.search(r"unbound axis name: (.+?)(\. |$)", str(cause))
+    if named is None or not isinstance(cause, NameError):
+        return None
+    return named[1]
 
 
 def is_bound(axis_name: AxisName) -> bool:
@@ -99,9 +121,13 @@ def is_bound(axis_name: AxisName) -> bool:
 
 def varying(x: Any) -> frozenset[str]:
     """Returns the mesh axes over which JAX knows `x` to differ; none unless shard_map checks."""
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
-    kind = aval.manual_axis_type
-    return frozenset() if kind is None else kind.varying
+    shape = x
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        shape = jax.typeof(x)
+    kind = shape.manual_axis_type
+    if kind is None:
+        return frozenset()
+    return kind.varying
 
 
 def vma_axes(axis_name: AxisName) -> tuple[str, ...]:
@@ -137,7 +163,9 @@ def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
       [0.0, 1.0]
     """
     axes = frozenset(vma_axes(axis_name))
-    return jax.tree.map(lambda x: _marked(x, axes), tree) if axes else tree
+    if not axes:
+        return tree
+    return jax.tree.map(lambda x: _marked(x, axes), tree)
 
 
 def local_if_bound(tree: PyTree, axis_name: AxisName) -> PyTree:
@@ -145,13 +173,17 @@ def local_if_bound(tree: PyTree, axis_name: AxisName) -> PyTree:
 
     Under ``check_vma=True`` a scan can then carry it.
     """
-    return as_local(tree, axis_name) if is_bound(axis_name) else tree
+    if not is_bound(axis_name):
+        return tree
+    return as_local(tree, axis_name)
 
 
 def _marked(x: Any, axes: frozenset[str]) -> Any:
     """Types `x` as varying over these axes too."""
     missing = tuple(sorted(axes - varying(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    if not missing:
+        return x
+    return lax.pcast(x, missing, to="varying")
 
 
 def _varying_of_any(tree: PyTree) -> frozenset[str]:
@@ -178,7 +210,7 @@ def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
         return branches[0]()
     if not mesh_axes(AxisType.Manual):
         return lax.switch(index, branches)
-    shapes = [jax.eval_shape(branch) for branch in branches]
+    shapes = map(jax.eval_shape, branches)
     axes = jax.tree.map(lambda *xs: _varying_of_any(xs), *shapes)
 
     def marked(branch: Callable[[], T]) -> T:
@@ -189,7 +221,9 @@ def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
 
 def from_step(count: Array, step: int, before: Callable[[], T], after: Callable[[], T]) -> T:
     """Runs `before` while ``count < step``, then `after`; with ``step=0`` there is no branch."""
-    return switch((count >= step).astype(jnp.int32), [before, after]) if step else after()
+    if not step:
+        return after()
+    return switch((count >= step).astype(jnp.int32), [before, after])
 
 
 class Reduced(NamedTuple):
@@ -237,24 +271,28 @@ def reduce_mean(
       [[2.0, 2.0], [4.0, 4.0], [True, True]]
     """
     replicas = axis_size(axis_name)
-    if sum(part.size for part in parts) == 0:
+    if not any(part.size for part in parts):
         # Constants, which are replicated by their type under check_vma=True.
         nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
         return Reduced(nothing, list(parts), jnp.array(True))
     wire_dtype = jnp.dtype(wire_dtype)
-    dtype = widest([wire_dtype, *(part.dtype for part in parts)])
+    dtypes = [part.dtype for part in parts]
+    dtype = widest([wire_dtype, *dtypes])
     exact = dtype == wire_dtype
-    scale = 0.5 ** math.ceil(math.log2(replicas))
     shares = []
     scales = []
+    columns = 0  # of the widest factor
     for i, part in enumerate(parts):
         value = part.astype(dtype)
         if i < factors:
             value = clipped(value, wire_dtype)
-        scales.append(1.0 if exact and part.dtype == dtype else scale)
-        shares.append(value * scales[i])
+            columns = max(columns, part.shape[-1])
+        scale = 1.0
+        if not exact or part.dtype != dtype:
+            scale = 0.5 ** math.ceil(math.log2(replicas))
+        scales.append(scale)
+        shares.append(value * scale)
     values, unpacked = _operands(shares, factors)
-    columns = [x.shape[-1] for x in parts[:factors]]
     automatic = other_axes(AxisType.Auto)
     for i, value in enumerate(values):
         if not exact:
@@ -268,12 +306,14 @@ def reduce_mean(
         # isfinite before it combines them; x - x, which is 0 or NaN, it adds up as it reads.
         zeros_or_nan.append(jnp.sum(total - total))
         values[i] = values[i].astype(dtype)
-        if not exact and max(columns, default=0) > _FUSED_COLUMNS:
+        if not exact and columns > _FUSED_COLUMNS:
             # Widened once. Otherwise every use of a factor widens it: fewer kernels, on GPUs.
             totals[i] = lax.optimization_barrier(total)
             values[i] = lax.optimization_barrier(values[i])
     means = unpacked(totals)
-    sent = list(parts) if exact else unpacked(values)
+    sent = list(parts)
+    if not exact:
+        sent = unpacked(values)
     for i, part in enumerate(parts):
         means[i] = (means[i] / (replicas * scales[i])).astype(part.dtype)
         if automatic and i < factors:
@@ -308,9 +348,12 @@ def _operands(
     Returns:
       The operands, and a function that makes the arrays of operands like these.
     """
-    sizes = [part.nbytes for part in parts]
-    large = [i for i in range(factors, len(parts)) if sizes[i] >= _OWN_OPERAND_BYTES]
-    alone = sorted(large, key=lambda i: -sizes[i])[:_MOST_OPERANDS]
+    large = []
+    for i in range(factors, len(parts)):
+        if parts[i].nbytes >= _OWN_OPERAND_BYTES:
+            large.append(i)
+    large.sort(key=lambda i: -parts[i].nbytes)
+    alone = large[:_MOST_OPERANDS]
     if other_axes() or len(parts) - len(alone) <= 1:  # a single one keeps its shape
         return parts, list
     operands: list[Any] = [None]
@@ -340,11 +383,15 @@ def _laid_out(x: Array) -> Array:
     all of it.
     """
     axes = other_axes(AxisType.Auto)
-    devices = math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in axes)
-    divisible = [axis for axis in range(x.ndim) if x.shape[axis] % devices == 0]
+    shape = jax.sharding.get_abstract_mesh().shape
+    devices = math.prod(shape[name] for name in axes)
+    divisible = []
+    for axis, length in enumerate(x.shape):
+        if length % devices == 0:
+            divisible.append((length, axis))
     if not x.size or not divisible:
         return x
-    longest = max(divisible, key=lambda axis: (x.shape[axis], axis))
+    _, longest = max(divisible)
     spec: list[Any] = [None] * x.ndim
     spec[longest] = axes
     # Whole first: layouts travel backwards too, into the gradient and the model that made it.
@@ -359,11 +406,11 @@ def mean_each(
     sent = list(leaves)
     finite = jnp.array(True)
     dtypes = wire_dtypes or [x.dtype for x in leaves]
-    for dtype in dict.fromkeys(dtypes):
-        chosen = [i for i, other in enumerate(dtypes) if other == dtype]
-        reduced = reduce_mean([leaves[i] for i in chosen], axis_name, dtype)
+    for positions in alike(dtypes):
+        parts = [leaves[i] for i in positions]
+        reduced = reduce_mean(parts, axis_name, dtypes[positions[0]])
         finite &= reduced.finite
-        for place, i in enumerate(chosen):
+        for place, i in enumerate(positions):
             means[i] = reduced.means[place]
             sent[i] = reduced.sent[place]
     return Reduced(means, sent, finite)
@@ -399,7 +446,8 @@ def gather(x: Array, axis_name: AxisName) -> Array:
     """Gathers every `x` along a new axis 0, typed as replicated under ``check_vma=True``."""
     rows = x
     for names in reversed(_collective_axes(axis_name)):
-        rows = lax.all_gather(rows, names, to="invarying" if vma_axes(names) else "varying")
+        kind = "invarying" if vma_axes(names) else "varying"
+        rows = lax.all_gather(rows, names, to=kind)
     return rows.reshape(-1, *x.shape)
 
 
@@ -424,10 +472,10 @@ def _psum(xs: list[Array], axis_name: AxisName, dtype: Any) -> list[Array]:
     """
 
     def summed(xs: list[Array]) -> list[Array]:
-        return [total.astype(dtype) for total in lax.psum(xs, axis_name)]
+        return optax.tree.cast(lax.psum(xs, axis_name), dtype)
 
     def summed_wide(xs: list[Array]) -> list[Array]:
-        return lax.psum([x.astype(dtype) for x in xs], axis_name)
+        return lax.psum(optax.tree.cast(xs, dtype), axis_name)
 
     if xs[0].dtype != jnp.bfloat16:
         return summed(xs)

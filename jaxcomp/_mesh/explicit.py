@@ -56,14 +56,19 @@ def over_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
     """Returns a specification that says nothing of any but these axes."""
     parts: list[Any] = []
     for part in spec:
-        names = tuple(name for name in axis_tuple(part) if name in axes)
-        parts.append(names[0] if len(names) == 1 else names or None)
+        names: Any = tuple(name for name in axis_tuple(part) if name in axes)
+        if len(names) == 1:
+            (names,) = names
+        parts.append(names or None)
     return PartitionSpec(*parts)
 
 
 def split_axis(spec: PartitionSpec) -> int | None:
     """Returns the axis along which a leaf is split; None for what all replicas see whole."""
-    return next((axis for axis, part in enumerate(spec) if part), None)
+    for axis, part in enumerate(spec):
+        if part:
+            return axis
+    return None
 
 
 def resharded(x: Any, mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> Any:
@@ -71,21 +76,24 @@ def resharded(x: Any, mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> 
 
     `jax.shard_map` does this by itself for automatic axes; for Explicit ones it wants to be asked.
     """
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if all(kinds[name] != AxisType.Explicit for name in axes):
+    if set(axes).isdisjoint(mesh_axes(AxisType.Explicit, mesh)):
         return x
     before = jax.typeof(x).sharding.spec
-    others = over_axes(before, tuple(name for name in kinds if name not in axes))
+    others = tuple(name for name in mesh.axis_names if name not in axes)
     parts = []
-    for own, other in itertools.zip_longest(over_axes(spec, axes), others):
-        parts.append((*_names(own), *_names(other)) or None)
+    for part, kept in itertools.zip_longest(over_axes(spec, axes), over_axes(before, others)):
+        parts.append((*_names(part), *_names(kept)) or None)
     after = PartitionSpec(*parts)
-    return x if after == before else jax.sharding.reshard(x, NamedSharding(mesh, after))
+    if after == before:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, after))
 
 
 def _names(part: Any) -> tuple[str, ...]:
     """Returns the axes over which a specification splits one dimension."""
-    return () if part is None else axis_tuple(part)
+    if part is None:
+        return ()
+    return axis_tuple(part)
 
 
 def call_on_automatic_axes(function: Callable[..., Any], shardings: PyTree, /, *args: Any) -> Any:
@@ -119,13 +127,15 @@ class Boundary:
 
     def __init__(self, mesh: Any, axes: tuple[str, ...]):
         """Finds the Explicit axes beside those that are mapped, `axes`."""
-        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        others = [name for name, kind in kinds if kind == AxisType.Explicit and name not in axes]
-        self._beside = tuple(others)
-        self._around = self._beside if jax.__version_info__ < (0, 12) else ()
+        explicit = mesh_axes(AxisType.Explicit, mesh)
+        self._beside = tuple(name for name in explicit if name not in axes)
+        self._around = ()
         self.outer = mesh
         self.axes = axes
-        self.mesh = None if self._around else mesh  # None: the one of the context
+        self.mesh = mesh
+        if self._beside and jax.__version_info__ < (0, 12):
+            self._around = self._beside
+            self.mesh = None  # the one of the context
 
     def explicit(self, function: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
         """Wraps a function, inside, so that its arrays are typed as outside, by `specs`."""
@@ -139,5 +149,8 @@ class Boundary:
         if self._around:
             shardings = jax.tree.map(lambda spec: NamedSharding(self.outer, spec), like)
             mapped = jax.sharding.auto_axes(mapped, axes=self._around, out_sharding=shardings)
-        # Outside of `jax.jit` it would run op by op, where arrays keep the types of the whole mesh.
-        return jax.jit(mapped) if self._beside else mapped
+        if self._beside:
+            # Outside of `jax.jit` it would run op by op, where arrays keep the types of the whole
+            # mesh.
+            return jax.jit(mapped)
+        return mapped

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._base.leaves import leaf_name
+from jaxcomp._base.leaves import key_names, leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.collectives import local_if_bound
 
@@ -62,12 +62,13 @@ def marks(tree: PyTree) -> PyTree:
             local = ()
         children, treedef = jax.tree_util.tree_flatten_with_path(node, lambda x: x is not node)
         marked = []
-        for (key,), child in children:
-            field = getattr(key, "name", getattr(key, "key", None))
+        for path, child in children:
+            (field,) = key_names(path)
             below = jax.tree.map(mark, child, is_leaf=_is_state)
-            if field in local:
-                own = OWNER if field == "owner" else LOCAL
-                below = jax.tree.map(lambda mark, own=own: OWNER if mark == OWNER else own, below)
+            if field == "owner" and field in local:
+                below = jax.tree.map(lambda _: OWNER, below)
+            elif field in local:
+                below = jax.tree.map(lambda mark: mark if mark == OWNER else LOCAL, below)
             marked.append(below)
         return treedef.unflatten(marked)
 
@@ -137,8 +138,12 @@ def has_foreign(tree: PyTree) -> bool:
 
 def leaves_marked(state: PyTree, *kinds: str) -> dict[str, Any]:
     """Returns the leaves of a state that are marked so, by path."""
-    pairs = zip(jax.tree.leaves_with_path(state), jax.tree.leaves(marks(state)), strict=True)
-    return {leaf_name(path): leaf for (path, leaf), mark in pairs if mark in kinds}
+    chosen = {}
+    leaves = jax.tree.leaves_with_path(state)
+    for (path, leaf), mark in zip(leaves, jax.tree.leaves(marks(state)), strict=True):
+        if mark in kinds:
+            chosen[leaf_name(path)] = leaf
+    return chosen
 
 
 def no_owner(axis_name: AxisName) -> Array:

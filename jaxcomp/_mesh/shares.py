@@ -19,6 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcomp._base.leaves import alike, all_finite
 from jaxcomp._base.typing import Array, AxisName
 from jaxcomp._mesh.collectives import Reduced, axis_size, exchange, gather
 
@@ -179,19 +180,21 @@ def mean_by_shares(
     # Of what is empty constants, which are replicated by their type under check_vma=True.
     means = [jnp.zeros(x.shape, x.dtype) for x in parts]
     sent = list(parts)
-    groups = _alike(parts, layouts)
+    groups = _groups(parts, layouts)
     if not groups:
         return Reduced(means, sent, jnp.array(True))
-    kinds = [layouts[positions[0]] for positions in groups]
+    kinds = []
     shares = []
-    for layout, positions in zip(kinds, groups, strict=True):
+    for positions in groups:
+        layout = layouts[positions[0]]
         arrays = [parts[i].reshape(-1, layout.size) for i in positions]
+        kinds.append(layout)
         shares.append(layout.cut(jnp.concatenate(arrays)))
     wire = _encoded(kinds, shares)
-    averaged = [_mean_of_rows(x) for x in _decoded(kinds, exchange(wire, axis_name), shares)]
+    received = _decoded(kinds, exchange(wire, axis_name), shares)
+    averaged = list(map(_mean_of_rows, received))
     wire_of_means = _encoded(kinds, averaged)
     outputs = _decoded(kinds, gather(wire_of_means[0], axis_name), shares)
-    finite = jnp.stack([jnp.isfinite(x).all() for x in outputs]).all()
 
     owner = lax.axis_index(axis_name)
     rounded = _decoded(kinds, wire_of_means, shares)
@@ -205,20 +208,23 @@ def mean_by_shares(
         local = lax.dynamic_update_index_in_dim(local, twice, owner, axis=0)
         _put(means, groups[k], kinds[k].join(outputs[k]))
         _put(sent, groups[k], kinds[k].join(local))
-    return Reduced(means, sent, finite)
+    return Reduced(means, sent, all_finite(outputs))
 
 
-def _alike(parts: Sequence[Array], layouts: Sequence[Layout]) -> list[list[int]]:
+def _groups(parts: Sequence[Array], layouts: Sequence[Layout]) -> list[list[int]]:
     """Groups what is not empty by layout; a large part is a group of its own.
 
     A GPU would launch every kernel once for each of them.
     """
-    groups: dict[Any, list[int]] = {}
-    for i, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
-        alone = i if part.size > _LARGE else None
-        if part.size:
-            groups.setdefault((layout, part.dtype, alone), []).append(i)
-    return list(groups.values())
+    kinds: list[Any] = []
+    for i, part in enumerate(parts):
+        kind = None
+        if part.size > _LARGE:
+            kind = i
+        elif part.size:
+            kind = (layouts[i], part.dtype)
+        kinds.append(kind)
+    return alike(kinds)
 
 
 def _put(parts: list[Array], positions: Sequence[int], arrays: Array) -> None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp._base.leaves import compute_dtype, is_floating
+from jaxcomp._base.leaves import compute_dtype, floating_leaves, is_floating, with_leaves
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, mean_each, reduce_mean
 
@@ -85,7 +85,7 @@ def weighted(tree: PyTree, share: Array) -> PyTree:
     """
 
     def times(leaf: Any) -> Any:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if not is_floating(leaf):
             return leaf
         wide = leaf.astype(compute_dtype(leaf.dtype))
         return jnp.where(share == 0, jnp.zeros_like(wide), wide * share.astype(wide.dtype))
@@ -104,18 +104,18 @@ def averaged(tree: PyTree, axis_name: AxisName, weight: Any = None) -> tuple[PyT
     Returns:
       The averages, and whether any replica counted; None if all do.
     """
-    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
-    places = [i for i, leaf in enumerate(leaves) if is_floating(leaf)]
-    wide = [leaves[i].astype(compute_dtype(leaves[i].dtype)) for i in places]
-    wide = as_local(wide, axis_name)
+    tree = jax.tree.map(jnp.asarray, tree)
+    leaves = floating_leaves(tree)
+    wide = as_local([x.astype(compute_dtype(x.dtype)) for x in leaves], axis_name)
     counted = None
     if weight is not None:
         share, mean_weight = share_of_mean(weight, axis_name)
         wide = weighted(wide, share)
         counted = mean_weight != 0
-    for i, mean in zip(places, mean_each(wide, axis_name).means, strict=True):
-        leaves[i] = mean.astype(leaves[i].dtype)
-    return treedef.unflatten(leaves), counted
+    means = mean_each(wide, axis_name).means
+    for i, leaf in enumerate(leaves):
+        means[i] = means[i].astype(leaf.dtype)
+    return with_leaves(tree, means), counted
 
 
 def weighted_gradients(gradients: PyTree, weight: Any, axis_name: AxisName) -> PyTree:

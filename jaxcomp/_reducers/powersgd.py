@@ -29,6 +29,7 @@ from jaxcomp._base.checks import (
 from jaxcomp._base.leaves import (
     FACTOR_DTYPES,
     RESIDUAL_DTYPES,
+    alike,
     checked_dtype,
     compute_dtype,
     is_masked,
@@ -273,20 +274,22 @@ def grouped(plans: Sequence[LeafPlan]) -> Groups:
     """Groups floating leaves: small equal ones that are compressed, up to `_MOST_VALUES`."""
     # A leaf may be sharded along an axis that is left to the compiler: a group would gather it.
     largest = -1 if other_axes() else _SMALL
-    kinds: dict[Any, list[int]] = {}
+    kinds: list[Any] = []
     for i, plan in enumerate(plans):
-        small = plan.view is not None and plan.size <= largest
-        kind = dataclasses.replace(plan, path="") if small else i
-        if jnp.issubdtype(plan.dtype, jnp.floating):
-            kinds.setdefault(kind, []).append(i)
+        kind = None
+        if plan.view is not None and plan.size <= largest:
+            kind = dataclasses.replace(plan, path="")
+        elif jnp.issubdtype(plan.dtype, jnp.floating):
+            kind = i
+        kinds.append(kind)
     groups = []
     values = 0
-    for kind in sorted(kinds.values(), key=lambda kind: plans[kind[0]].size):
-        if len(kind) > 1:
-            values += len(kind) * plans[kind[0]].size
+    for equal in sorted(alike(kinds), key=lambda equal: plans[equal[0]].size):
+        if len(equal) > 1:
+            values += len(equal) * plans[equal[0]].size
         most = _MOST_LEAVES if values <= _MOST_VALUES else 1
-        for start in range(0, len(kind), most):
-            groups.append(tuple(kind[start : start + most]))
+        for start in range(0, len(equal), most):
+            groups.append(tuple(equal[start : start + most]))
     groups.sort(key=lambda group: (plans[group[0]].view is None, group))
     return Groups(groups, [_of_group(plans[group[0]], len(group)) for group in groups])
 
