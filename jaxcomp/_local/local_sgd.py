@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -30,7 +29,14 @@ from jaxcomp._local.sync import (
     total,
     wide_leaves,
 )
-from jaxcomp._mesh.collectives import as_local, axis_tuple, from_step, owner_id, switch
+from jaxcomp._mesh.collectives import (
+    as_local,
+    axis_tuple,
+    from_step,
+    owner_id,
+    switch,
+    unbound_axis,
+)
 from jaxcomp._mesh.weights import refuse_misspelt_weight
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import check_gradients
@@ -287,15 +293,44 @@ class _LocalSGD:
 def _sends_something(
     inner: Any, axis_name: AxisName, treedef: Any, shapes: tuple[Any, ...]
 ) -> bool:
-    """Tells whether an inner optimizer has collectives over these axes, as with a reducer in it."""
+    """Tells whether an inner optimizer has collectives over these axes, as with a reducer in it.
+
+    Raises:
+      ValueError: If it cannot be told, because the optimizer needs more than gradients.
+    """
     params = treedef.unflatten(shapes)
-    axes = [(name, 2) for name in axis_tuple(axis_name)]
     state = jax.eval_shape(inner.init, params)
-    try:
-        step = jax.make_jaxpr(inner.update, axis_env=axes)(params, state, params)
-    except ValueError:  # over others, which are not counted
-        return False
-    return re.search("psum|all_gather|all_to_all", str(step)) is not None
+    axes = list(axis_tuple(axis_name))
+    step = None
+    while step is None:
+        trace = jax.make_jaxpr(inner.update, axis_env=[(name, 2) for name in axes])
+        try:
+            # Under strict promotion Adam does not run, and dtypes are not asked about here.
+            with jax.numpy_dtype_promotion("standard"):
+                step = trace(params, state, params)
+        except (NameError, TypeError, ValueError) as error:
+            other = unbound_axis(error)
+            if other is None or other in axes:
+                raise ValueError(
+                    "What `inner` sends is not known, because it does not run on gradients, state "
+                    f"and parameters alone: {error}"
+                ) from error
+            axes.append(other)  # which is not counted
+    for equation in _equations(step):
+        names = equation.params.get("axes", equation.params.get("axis_name", ()))
+        asks = equation.primitive.name in ("axis_index", "pvary")
+        if not asks and not set(axis_tuple(axis_name)).isdisjoint(axis_tuple(names)):
+            return True
+    return False
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a program, and those of the programs in them."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(equation.params):
+            if hasattr(value, "eqns"):
+                yield from _equations(value)
 
 
 def _difference(update: Array, param: Array, new: Array) -> Array:

@@ -115,6 +115,35 @@ def test_an_inner_optimizer_that_sends_something_is_not_counted_as_nothing():
         assert local_sgd(inner).bytes(PARAMS, step=0).bytes_after == 0
 
 
+def largest(axis):
+    """Scales by the largest gradient of all replicas: neither a sum nor a gather."""
+    return optax.stateless(lambda g, _: jax.tree.map(lambda x: x / jax.lax.pmax(x, axis), g))
+
+
+@pytest.mark.parametrize(
+    ("link", "sends"),
+    [
+        (largest(AXIS), True),
+        (largest("within"), False),
+        (optax.chain(largest("within"), jaxcomp.allreduce(axis_name=AXIS)), True),
+    ],
+    ids=["maximum", "another axis", "both"],
+)
+def test_the_axes_of_an_inner_collective_are_read(link, sends):
+    tx = local_sgd(optax.chain(link, optax.sgd(0.1)))
+    if not sends:
+        assert tx.bytes(PARAMS, step=0).bytes_after == 0
+        return
+    with pytest.raises(ValueError, match="`inner` sends something in every step"):
+        tx.bytes(PARAMS, step=0)
+
+
+def test_an_inner_optimizer_that_needs_more_than_gradients_is_not_counted_as_nothing():
+    inner = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+    with pytest.raises(ValueError, match=r"What `inner` sends is not known.*value"):
+        local_sgd(inner).bytes(PARAMS, step=0)
+
+
 def test_average_inner_state():
     def momenta(mode):
         tx = local_sgd(optax.sgd(0.1, momentum=0.9), average_inner_state=mode)
