@@ -22,7 +22,7 @@ from jaxcomp._base.leaves import arrays_only, arrays_or_shapes, with_arrays
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, replicas_on, split_axis, typed_specs
-from jaxcomp._mesh.per_replica import is_reducer_state, reducer_states
+from jaxcomp._mesh.per_replica import reducer_states
 from jaxcomp._mesh.weights import weighted_gradients
 from jaxcomp._reducers.reducer import Reducer, in_dtypes_of
 from jaxcomp._reducers.transformation import Transformation
@@ -36,7 +36,7 @@ from jaxcomp._training.arguments import (
 )
 from jaxcomp._training.examine import examined
 from jaxcomp._training.gradients import check_averaged, check_loss
-from jaxcomp._training.hold_state import state_in
+from jaxcomp._training.hold_state import is_alone, state_in
 from jaxcomp._training.on_mesh import (
     axes_of_state,
     call_on_replicas,
@@ -116,12 +116,11 @@ class DataParallel:
         mesh = the_mesh(self.mesh, self.axis_name, params)
         axes = axes_of_state(self.reducer, params, mesh, self.axis_name)
         fresh = self.reducer.init(params)
-        alone = is_reducer_state(state) or not reducer_states(state)
-        if alone or not isinstance(self.reducer, Reducer):
+        if is_alone(state, self.reducer) or not reducer_states(state):
             return shard_state(state, mesh, axes, like=fresh)
         tree = shard_state(state, mesh, axes)
-        own_state, put_back = state_in(tree, self.reducer, params)
-        return put_back(shard_state(own_state, mesh, axes, like=fresh))
+        placed, put_back = state_in(tree, self.reducer, params)
+        return put_back(shard_state(placed, mesh, axes, like=fresh))
 
     def __call__(self, state: PyTree, *args: Any, weight: Any = None, **kwargs: Any) -> Any:
         """Returns value and averaged gradients.

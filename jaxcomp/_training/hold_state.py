@@ -79,6 +79,13 @@ def hold_state(reducer: optax.GradientTransformation) -> optax.GradientTransform
     return optax.GradientTransformation(init, update)
 
 
+def is_alone(tree: PyTree, reducer: Any) -> bool:
+    """Tells whether a tree is the state itself, and not one that holds it among others."""
+    if not isinstance(reducer, Reducer):
+        return True  # the state of a chain is not looked for
+    return is_reducer_state(tree) and not accumulators(tree)
+
+
 def state_in(
     tree: PyTree, reducer: Any, params: PyTree
 ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
@@ -87,8 +94,7 @@ def state_in(
     Raises:
       ValueError: If there is none, or more than one that may be it.
     """
-    alone = is_reducer_state(tree) and not accumulators(tree)
-    if alone or not isinstance(reducer, Reducer):
+    if is_alone(tree, reducer):
         return tree, lambda state: state
     for node in accumulators(tree):
         if reducer_states(node.inner_opt_state):
@@ -99,21 +105,29 @@ def state_in(
             )
     fresh_state = jax.eval_shape(reducer.init, params)
     fresh = jax.tree.structure(fresh_state)
-    expected = (fresh,) if fresh.num_leaves else (fresh, jax.tree.structure(Held()))
-    nodes, treedef = jax.tree.flatten(tree, is_leaf=lambda x: jax.tree.structure(x) in expected)
-    places = [i for i, node in enumerate(nodes) if jax.tree.structure(node) in expected]
-    # Without a state of its own a reducer takes any, but for what can only be the parameters.
-    like_params = bool(nodes) and all(is_array(x) and is_floating(x) for x in nodes)
-    if not fresh.num_leaves and (places or not like_params):
-        return fresh_state, lambda state: tree
+    expected = [fresh]
+    if not fresh.num_leaves:
+        expected.append(jax.tree.structure(Held()))
+
+    def is_it(node: Any) -> bool:
+        return jax.tree.structure(node) in expected
+
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_it)
+    places = [i for i, node in enumerate(nodes) if is_it(node)]
+    if not fresh.num_leaves:
+        # Without a state of its own a reducer takes any, but for what can only be the parameters.
+        like_params = bool(nodes) and all(is_array(x) and is_floating(x) for x in nodes)
+        if places or not like_params:
+            return fresh_state, lambda state: tree
     if len(places) != 1:
         raise ValueError(_not_one_state(tree, type(fresh_state), len(places)))
+    (place,) = places
 
     def put_back(state: PyTree) -> PyTree:
-        nodes[places[0]] = state
+        nodes[place] = state
         return treedef.unflatten(nodes)
 
-    return nodes[places[0]], put_back
+    return nodes[place], put_back
 
 
 def _not_one_state(tree: PyTree, kind: type, fitting: int) -> str:
