@@ -69,6 +69,12 @@ def alike(kinds: Iterable[Hashable | None]) -> list[list[int]]:
     return list(positions.values())
 
 
+def put_at(values: list[Any], positions: Iterable[int], new: Iterable[Any]) -> None:
+    """Puts new values at positions of a list."""
+    for i, value in zip(positions, new, strict=True):
+        values[i] = value
+
+
 def wire_dtype(comm_dtype: Any, dtypes: Iterable[Any]) -> Any:
     """Returns what an all-reduce of gradients of these dtypes has on the wire: never integers."""
     exact = comm_dtype is None or isinstance(comm_dtype, Integers)

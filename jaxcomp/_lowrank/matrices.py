@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,8 @@ _FUSED_RANK = 8
 _BLOCK_BYTES = 1 << 20
 # Key-path entries under which flax.nnx keeps the array of a variable; they name no parameter.
 _ANONYMOUS = ("value", "raw_value")
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,12 +77,19 @@ class MatrixView:
     def order(self) -> tuple[int, ...]:
         """Returns the axes of the leaf as `matricize` has them."""
         batch, rows, cols = self.dims
-        return batch + cols + rows if self.cols_first else batch + rows + cols
+        first, second = self.in_order(rows, cols)
+        return batch + first + second
 
     @property
     def is_reshape(self) -> bool:
         """Tells whether `matricize` moves nothing in memory, as by the default rule."""
         return self.order == tuple(range(len(self.shape)))
+
+    def in_order(self, of_rows: T, of_cols: T) -> tuple[T, T]:
+        """Returns what belongs to rows and columns in the order of `cols_first`; and back."""
+        if self.cols_first:
+            return of_cols, of_rows
+        return of_rows, of_cols
 
     def sizes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the sizes of some axes of the leaf."""
@@ -88,9 +97,7 @@ class MatrixView:
 
     def matricize(self, leaf: Array) -> Array:
         """Makes a leaf a batch of matrices, in the memory order that `cols_first` tells."""
-        pair = (self.n_rows, self.n_cols)
-        if self.cols_first:
-            pair = (self.n_cols, self.n_rows)
+        pair = self.in_order(self.n_rows, self.n_cols)
         return leaf.transpose(self.order).reshape(*self.batch, *pair)
 
     def unmatricize(self, matrix: Array) -> Array:
@@ -108,7 +115,7 @@ class MatrixView:
 
 def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
     """Returns where each axis is in an order of axes, or in a part of one."""
-    return tuple(int(axis) for axis in np.argsort(order))
+    return tuple(np.argsort(order).tolist())
 
 
 def exact_einsum(subscripts: str, first: Array, second: Array) -> Array:
@@ -173,9 +180,7 @@ def outer(view: MatrixView, p: Array, q: Array) -> Array:
     """Rebuilds ``P Q^T`` in the shape of the leaf."""
     # What is fused with the arithmetic around it would be computed anew for each leaf of a stack.
     if p.shape[-1] > _FUSED_RANK or view.is_group:
-        if view.cols_first:
-            return view.unmatricize(_dense(q, p))
-        return view.unmatricize(_dense(p, q))
+        return view.unmatricize(_dense(*view.in_order(p, q)))
     as_they_lie = functools.partial(_sum_of_outer_products, view)
     column_by_column = functools.partial(_sum_by_columns, view)
     return lax.platform_dependent(p, q, cpu=as_they_lie, default=column_by_column)
@@ -188,15 +193,13 @@ def _sum_by_columns(view: MatrixView, p: Array, q: Array) -> Array:
     `r` apart: up to three times the time of the whole kernel at rank 8. So its columns come behind
     each other first. Only an array of one axis has no other layout that XLA could choose.
     """
-    last, other = (p, q) if view.cols_first else (q, p)
+    first, last = view.in_order(p, q)
     columns = jnp.moveaxis(last, -1, 0)
     # Held together, the factors of an output and of a residual are not the same to XLA. It would
     # make one kernel of both, which cannot write the output in the place of the sum.
-    flat, other = lax.optimization_barrier((columns.reshape(-1), other))
+    flat, first = lax.optimization_barrier((columns.reshape(-1), first))
     last = jnp.moveaxis(flat.reshape(columns.shape), 0, -1)
-    if view.cols_first:
-        return _sum_of_outer_products(view, last, other)
-    return _sum_of_outer_products(view, other, last)
+    return _sum_of_outer_products(view, *view.in_order(first, last))
 
 
 def _sum_of_outer_products(view: MatrixView, p: Array, q: Array) -> Array:
@@ -261,9 +264,7 @@ def _in_blocks(
     function: Callable[[Array, Array, Array], Array],
 ) -> Array:
     """``function(P Q^T, total, old)``, elementwise, in blocks of the first axis of the matrix."""
-    first, second = p, q
-    if view.cols_first:
-        first, second = q, p
+    first, second = view.in_order(p, q)
     matrix = view.matricize(total)
     new = view.matricize(old)
     number = min(matrix.size * matrix.dtype.itemsize // _BLOCK_BYTES, matrix.shape[0])
@@ -273,8 +274,9 @@ def _in_blocks(
         def cut(x: Array) -> Array:
             return lax.dynamic_slice_in_dim(x, start, size)
 
-        # Only batch axes are common to both factors; the second has all the columns otherwise.
-        columns = cut(second) if view.batch else second
+        columns = second
+        if view.batch:  # the first axis of both factors; else the second has all the columns
+            columns = cut(second)
         product = _dense(cut(first), columns)
         value = function(product, cut(matrix), cut(new))
         return lax.dynamic_update_slice_in_dim(new, value, start, axis=0)
@@ -362,7 +364,10 @@ def plan_leaves(
     if check_leaves is not None:
         check_leaves(leaves)
     dims = matrix_dims or default_matrix_dims
-    return [_plan(path, leaf, rank, min_compression_rate, dims) for path, leaf in leaves]
+    plans = []
+    for path, leaf in leaves:
+        plans.append(_plan(path, leaf, rank, min_compression_rate, dims))
+    return plans
 
 
 def is_compressed(rows: int, cols: int, rank: int, min_compression_rate: float) -> bool:
@@ -391,7 +396,9 @@ def _plan(
         ) from error
     if not jnp.issubdtype(plain.dtype, jnp.floating):
         return plain
-    leaf_rank = rank(path, leaf) if callable(rank) else rank
+    leaf_rank: Any = rank
+    if callable(rank):
+        leaf_rank = rank(path, leaf)
     if leaf_rank is None:
         return plain
     integer = isinstance(leaf_rank, (int, np.integer)) and not isinstance(leaf_rank, bool)
@@ -452,8 +459,9 @@ def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
     if ndim < 2:
         return None
     names = [name for name in key_names(path) if isinstance(name, str)]
-    named = [name for name in names if name not in _ANONYMOUS]
-    if ndim == 2 and named[-1:] == ["embedding"]:
+    while names and names[-1] in _ANONYMOUS:
+        names.pop()
+    if ndim == 2 and names[-1:] == ["embedding"]:
         return MatrixDims(rows=(0,), cols=(1,))
     cuts = range(ndim - 1, 0, -1)  # later cuts first: min() keeps the first of equals
     cut = min(cuts, key=lambda k: math.prod(shape[:k]) + math.prod(shape[k:]))

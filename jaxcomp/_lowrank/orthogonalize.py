@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp._base.leaves import alike
+from jaxcomp._base.leaves import alike, put_at
 from jaxcomp._base.typing import Array
 from jaxcomp._lowrank.matrices import exact_einsum
 
@@ -93,7 +93,9 @@ def orthonormal_bases(
     if not factors:
         return []
     # XLA's form for eps = 0 is another one: a number that is traced may be anything.
-    torchs_eps = None if isinstance(eps, (int, float)) and eps == 0 else eps
+    torchs_eps: Any = eps
+    if isinstance(eps, (int, float)) and eps == 0:
+        torchs_eps = None
 
     def on_cpu(stacks: Sequence[Array]) -> list[Array]:
         return [_column_by_column(stack, torchs_eps) for stack in stacks]
@@ -108,8 +110,7 @@ def orthonormal_bases(
                 # torch's eps is defined by columns that are taken one after the other. Without the
                 # barrier jaxlib 0.10 fails for GPUs: "'scf.if' op along control flow edge".
                 of_rank = on_cpu(lax.optimization_barrier(of_rank))
-            for i, basis in zip(positions, of_rank, strict=True):
-                bases[i] = basis
+            put_at(bases, positions, of_rank)
         return bases
 
     groups = alike([(x.shape, x.dtype) for x in factors])
@@ -119,8 +120,7 @@ def orthonormal_bases(
     stacks = lax.platform_dependent(stacks, cpu=on_cpu, default=elsewhere)
     bases = list(factors)
     for positions, stack in zip(groups, stacks, strict=True):
-        for i, basis in zip(positions, stack, strict=True):
-            bases[i] = basis
+        put_at(bases, positions, stack)
     return bases
 
 
@@ -231,8 +231,10 @@ def _scaled_blocks(factors: Array) -> tuple[Array, Array]:
 
 def _rows_of_a_block(n: int) -> int:
     """Returns the largest number of rows in a block whose padding is cheap, else the smallest."""
-    cheap = [size for size in _BLOCK_ROWS if n + -n % size <= _PADDING * n]
-    return max(cheap, default=min(_BLOCK_ROWS))
+    for size in _BLOCK_ROWS:  # the largest first
+        if n + -n % size <= _PADDING * n:
+            return size
+    return _BLOCK_ROWS[-1]
 
 
 def _round(
@@ -250,9 +252,10 @@ def _round(
         grams.append(jnp.sum(exact_einsum("mbni,mbnj->mbij", x, x), axis=1))
     gram = jnp.concatenate(grams)
     inverse, lost = inverse_factors(gram, jnp.asarray(lost_below, gram.dtype))
-    ends = np.cumsum([len(x) for x in stacks])[:-1]
-    inverses = jnp.split(inverse, ends)
-    columns = [exact_einsum("mbni,mij->mbnj", x, y) for x, y in zip(stacks, inverses, strict=True)]
+    ends = np.cumsum(list(map(len, stacks)))[:-1]
+    columns = []
+    for x, upper in zip(stacks, jnp.split(inverse, ends), strict=True):
+        columns.append(exact_einsum("mbni,mij->mbnj", x, upper))
     return columns, gram, jnp.split(lost, ends)
 
 

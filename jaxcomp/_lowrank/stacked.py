@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 
 from jaxcomp._base.leaves import key_names, leaf_dtype, leaf_name
 from jaxcomp._base.typing import KeyPath, MatrixDims, MatrixDimsFn
-from jaxcomp._lowrank.matrices import default_matrix_dims
+from jaxcomp._lowrank.matrices import default_matrix_dims, plan_leaves
 
 _LEAST_AXES = 3  # of a stacked matrix
 _SHOWN = 4  # leaves in a message
@@ -47,7 +46,7 @@ def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsF
         raise ValueError(
             f"`stacked` takes names of parts of the tree, got {names!r}, as in stacked('blocks')."
         )
-    rule = default_matrix_dims if matrix_dims is None else matrix_dims
+    rule = matrix_dims or default_matrix_dims
 
     def dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
         if not set(names) & set(key_names(path)):
@@ -101,7 +100,10 @@ def _check_part(part: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
             f"`stacked` would compress nothing in {part}, where no leaf has an axis of layers and "
             f"two more: {_listed(shapes)}. Leave its name out, and a matrix is compressed as one."
         )
-    thin = {name: shape for name, shape in shapes.items() if _too_thin(shape[1:])}
+    thin = {}
+    for name, shape in shapes.items():
+        if _too_thin(shape[1:]):
+            thin[name] = shape
     if thin:
         warnings.warn(
             f"`stacked` compresses nothing of {_listed(thin)} in {part}: one layer is no smaller "
@@ -117,6 +119,5 @@ def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 def _too_thin(layer: tuple[int, ...]) -> bool:
     """Tells whether the matrix of one layer is not compressed, even at rank 1, by the default."""
-    cuts = range(1, len(layer))
-    factors = [math.prod(layer[:cut]) + math.prod(layer[cut:]) for cut in cuts]
-    return bool(factors) and math.prod(layer) <= _LEAST_RATE * min(factors)
+    (plan,) = plan_leaves(jax.ShapeDtypeStruct(layer, np.float32), 1, _LEAST_RATE)
+    return len(layer) > 1 and plan.view is None

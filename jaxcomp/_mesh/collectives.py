@@ -21,7 +21,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxcomp._base.leaves import alike, clipped, widest
+from jaxcomp._base.leaves import alike, clipped, put_at, widest
 from jaxcomp._base.typing import Array, AxisName, PyTree
 
 # An array of at least so many bytes is an operand of its own. gloo sends one after the other, and a
@@ -365,8 +365,7 @@ def _operands(
 
     def unpacked(operands: list[Array]) -> list[Array]:
         arrays = unravel(operands[0])
-        for i, array in zip(alone, operands[1:], strict=True):
-            arrays[i] = array
+        put_at(arrays, alone, operands[1:])
         return arrays
 
     return operands, unpacked
@@ -410,9 +409,8 @@ def mean_each(
         parts = [leaves[i] for i in positions]
         reduced = reduce_mean(parts, axis_name, dtypes[positions[0]])
         finite &= reduced.finite
-        for place, i in enumerate(positions):
-            means[i] = reduced.means[place]
-            sent[i] = reduced.sent[place]
+        put_at(means, positions, reduced.means)
+        put_at(sent, positions, reduced.sent)
     return Reduced(means, sent, finite)
 
 
