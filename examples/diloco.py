@@ -1,4 +1,4 @@
-"""DiLoCo: four replicas train on their own for 16 steps, then an outer optimizer joins them."""
+"""DiLoCo: four replicas train alone for 16 steps, then an outer optimizer joins them."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ jax.config.update("jax_num_cpu_devices", 4)  # leave out where there are GPUs
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
 START, STEPS, H, BATCH, CONTEXT = 64, 512, 16, 256, 16
 
-# The text is Python's own source; a byte is predicted from the 16 before it.
+# The text is Python's own source; the model predicts a byte from the 16 before it.
 files = sorted(Path(os.__file__).parent.glob("*.py"))
 text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
 train_text, held_out_text = np.split(text, [len(text) * 9 // 10])
@@ -34,7 +34,7 @@ def loss_fn(params, tokens):
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, -1]).mean()
 
 
-def local_step(params, opt_state, tokens):  # on one device; nothing in it knows of the others
+def local_step(params, opt_state, tokens):  # an ordinary step for one device
     loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, loss
@@ -50,14 +50,14 @@ def new_params():
 
 
 def main():
-    # As in the paper, it begins with a model that has been trained a little. A step on the whole
-    # batch is the exact average.
+    # As in the paper, DiLoCo begins with a model that is already trained a little. A step on the
+    # whole batch equals a step with the exact average.
     params, exact_step = new_params(), jax.jit(local_step)
     opt_state = optimizer.init(params)
     for i in range(START):
         params, opt_state, _ = exact_step(params, opt_state, draw(train_text, BATCH, (0, i)))
 
-    # H local steps, then Nesterov momentum on what they have moved the parameters by.
+    # H local steps, then Nesterov momentum on the average change of the parameters.
     nesterov = optax.sgd(0.7, momentum=0.9, nesterov=True)
     diloco = jaxcomp.local_sgd_round(
         local_step, sync_every=H, axis_name="data", mesh=mesh, outer=nesterov
@@ -68,7 +68,7 @@ def main():
     for i in range(START, STEPS, H):
         tokens = draw(train_text, (H, BATCH), (0, i))
         params, state, losses = jax.block_until_ready(train_round(params, state, tokens))
-        for batch in tokens:  # beside it, the exact average in every step
+        for batch in tokens:  # for comparison: the exact average in every step
             exact, exact_state, _ = exact_step(exact, exact_state, batch)
         if (i + H) % 64 == 0:
             print(f"step {i + H}: loss {losses.mean():.3f}", flush=True)

@@ -1,6 +1,6 @@
 """A data-parallel `jit` loop with and without compression: four lines differ, marked (1) to (4).
 
-It checks what crosses the data axis, and restores its checkpoint on half as many replicas.
+It checks what the step sends, and restores its checkpoint on half as many replicas.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def batch(mesh, step, size=256):
 
 
 def training(mesh):
-    """Makes the training step and the object that takes gradients in it."""
+    """Makes the training step, its gradient function, the optimizer and the reducer."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
     reducer = jaxcomp.powersgd(rank=4, axis_name="data", start_step=0)
     value_and_grad = jaxcomp.value_and_grad(loss_fn, reducer, mesh=mesh)  # (1) jax.value_and_grad
@@ -43,7 +43,7 @@ def training(mesh):
 
 
 def main():
-    """Trains, checks the compiled step, and goes on with fewer replicas."""
+    """Trains, checks the compiled step, and continues with fewer replicas."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
     steps = parser.parse_args().steps
@@ -67,7 +67,7 @@ def main():
 
     replicas = mesh.size // 2 or 1
     half = jax.make_mesh((replicas,), ("data",), devices=jax.devices()[:replicas])
-    saved = jax.device_get(state)  # a checkpoint: every array says what it holds
+    saved = jax.device_get(state)  # a checkpoint with one residual for each replica
     step, value_and_grad, *_ = training(half)
     params, opt_state = jax.device_put(saved[:2], jax.NamedSharding(half, jax.P()))
     reducer_state = value_and_grad.restore(saved[2], params)

@@ -1,4 +1,4 @@
-"""A small language model, trained twice on four replicas: exact gradients, then compressed ones."""
+"""Trains a small language model on four replicas: with exact gradients, then with compressed."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ jax.config.update("jax_num_cpu_devices", 4)  # leave out where there are GPUs
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
 STEPS, BATCH, CONTEXT = 300, 512, 16
 
-# The text is Python's own source; a byte is predicted from the 16 before it.
+# The text is Python's own source; the model predicts a byte from the 16 before it.
 files = sorted(Path(os.__file__).parent.glob("*.py"))
 text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
 train_text, held_out_text = np.split(text, [len(text) * 9 // 10])

@@ -1,4 +1,4 @@
-"""Trains for 60 steps and saves; run again, goes on where it stopped, on any number of replicas.
+"""Trains for 60 steps and saves. A second call continues, on any number of replicas.
 
 python examples/resume.py checkpoints --replicas 4
 python examples/resume.py checkpoints --replicas 2
@@ -18,7 +18,7 @@ import jaxcomp
 STEPS, BATCH = 60, 64
 
 parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-parser.add_argument("directory", type=Path, help="of the checkpoints")
+parser.add_argument("directory", type=Path, help="where the checkpoints are")
 parser.add_argument("--replicas", type=int, default=4, help="(default: %(default)s)")
 arguments = parser.parse_args()
 if arguments.replicas < 1 or BATCH % arguments.replicas:
@@ -38,7 +38,7 @@ if len(devices) < arguments.replicas:
 mesh = jax.make_mesh((arguments.replicas,), ("data",), devices=devices[: arguments.replicas])
 
 
-def draw(step):  # by its number only: a resumed run sees what an uninterrupted one would
+def draw(step):  # depends on the step only: a resumed run sees the same data
     a, b = jax.random.split(jax.random.key(step))
     x, noise = jax.random.normal(a, (BATCH, 32)), jax.random.normal(b, (BATCH, 64))
     return x, jnp.tanh(x @ jax.random.normal(jax.random.key(0), (32, 64)) / 8) + noise / 4
@@ -81,9 +81,9 @@ try:
         if done % 10 == 0:
             print(f"{arguments.replicas} replicas, step {done}: loss {loss:.6f}", flush=True)
 except KeyboardInterrupt:
-    sys.exit(f"resume.py: interrupted; step {start} is what was saved last")
+    sys.exit(f"resume.py: interrupted; the last checkpoint is of step {start}")
 
-# The mean of the residuals is all that counts: one state, whatever the number of replicas.
+# Only the mean of the residuals matters: one state for any number of replicas.
 state = jax.device_get((params, opt_state, jaxcomp.consolidate(reducer_state)))
 manager.save(start + STEPS, args=ocp.args.StandardSave(state))
 manager.close()  # waits for the files

@@ -1,9 +1,9 @@
-"""Checkpoints of a run, by orbax, with what orbax leaves out: a checksum of every leaf.
+"""Checkpoints of a run, with orbax, and with checksums, which orbax does not store.
 
-orbax writes in the background, renames the directory when all is there, and deletes what is beyond
-`keep`: a run killed at any moment leaves its last complete checkpoint. But a flipped bit loads as
-another value, and a copied or renamed directory as another step. To notice both, the step is stored
-beside the state, with a checksum of each leaf and one of this record.
+orbax writes in the background, renames the directory when it is complete, and deletes checkpoints
+beyond `keep`. So a run that is killed at any moment leaves its last complete checkpoint. But orbax
+loads a flipped bit as another value, and a copied or renamed directory as another step. To detect
+both, the state is stored with its step, a checksum of each leaf, and a checksum of this record.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Checkpoints:
     """The directory of one run. All processes make one, and call its methods together."""
 
     def __init__(self, directory: Path, *, keep: int, resume: bool):
-        """Opens `directory`, and creates it for a new run; the last `keep` checkpoints stay.
+        """Opens `directory`, or creates it for a new run; the last `keep` checkpoints stay.
 
         With `resume` an empty directory starts a new run, so that a scheduler can always start the
-        same command; without, one that holds checkpoints is refused.
+        same command. Without `resume` a directory with checkpoints is refused.
         """
         self._directory = directory
         if directory.exists() and not directory.is_dir():
@@ -58,14 +58,14 @@ class Checkpoints:
 
         Args:
           like: A tree of NumPy arrays of the same structure; its values are not used.
-          must_equal: Values that the run had to be started with, by the names of its flags.
+          must_equal: Values that must equal those of the saved run, by the names of their flags.
 
         Returns:
-          The state, in NumPy arrays, and what was stored beside it; None if there is none.
+          The state, as NumPy arrays, and the values beside it; None if there is no checkpoint.
 
         Raises:
-          CheckpointError: It is damaged, of another run, or not what its name says. Nothing goes
-            on from it, nor from the one before without being told to.
+          CheckpointError: The checkpoint is damaged, of another run, or of another step than its
+            name says. The run does not continue from an earlier checkpoint by itself.
         """
         step = self._orbax.latest_step()
         if step is None:
@@ -102,15 +102,15 @@ class Checkpoints:
         return state, run
 
     def save(self, step: int, state: Any, about: dict[str, Any]) -> None:
-        """Starts to write a checkpoint and returns; raises if the one before was not written.
+        """Starts to write a checkpoint; raises an error if the one before could not be written.
 
-        With several processes it waits until this one is written: one that goes on where another
-        could not write would wait for it in the next step.
+        With several processes it waits until this checkpoint is written. If one process could not
+        write, another one that went on would wait for it in the next step.
 
         Args:
-          step: Steps done.
+          step: The number of steps done.
           state: NumPy arrays, the same on all processes.
-          about: Stored beside them, as JSON.
+          about: Values to store beside the state, as JSON.
         """
         run = about | {"step": step, "leaves": checksums(state)}
         run["checksum"] = _checksum_of(run)
@@ -123,7 +123,7 @@ class Checkpoints:
             raise self._not_written(error) from error
 
     def close(self) -> None:
-        """Waits for what is being written, and raises as `save` does."""
+        """Waits until the last checkpoint is written, and raises the same errors as `save`."""
         try:
             self._orbax.wait_until_finished()
             self._orbax.close()
@@ -138,7 +138,7 @@ class Checkpoints:
 
 
 def checksums(tree: Any) -> dict[str, str]:
-    """Returns by leaf its dtype, its shape and a CRC-32 of its bytes."""
+    """Returns the dtype, the shape and a CRC-32 of the bytes of each leaf, by its path."""
     by_leaf = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         x = np.asarray(leaf)

@@ -1,9 +1,9 @@
 """Shows what compression costs and saves: trains one small language model with several strategies.
 
-Trains the same model on the same data with an exact all-reduce and with PowerSGD. The bytes of rank
-4 are spent in three ways: as they are, on five times the rank with 6-bit factors, and on 6-bit
-factors whose ranks follow the gradients' spectrum. Runs data parallel over CPU devices (or GPUs).
-Prints a table and five lines, and writes the curves as a picture and as JSON.
+It trains the same model on the same data with an exact all-reduce and with PowerSGD. PowerSGD sends
+the same bytes in three ways: rank 4 in float32, five times that rank with 6-bit factors, and 6-bit
+factors whose ranks follow the spectrum of the gradients. It runs data parallel over CPU devices (or
+GPUs), prints a table and five lines, and writes the curves as a picture and as JSON.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Result:
     """Holds the results of one strategy.
 
     Attributes:
-      name: For the table and the picture.
-      steps: Where the held-out loss was evaluated.
-      held_out: The losses there, in nats per byte.
-      bytes_sent: Bytes per replica sent up to there.
-      bytes_step: Bytes per replica of the last step.
-      seconds: Of the whole run, compilation and evaluations included.
-      excess: Of the last held-out loss over that of the exact run: 0.02 is 2% worse.
+      name: The name in the table and the picture.
+      steps: The steps at which the held-out loss was evaluated.
+      held_out: The losses at these steps, in nats per byte.
+      bytes_sent: The bytes that each replica sent up to these steps.
+      bytes_step: The bytes that each replica sent in the last step.
+      seconds: The time of the whole run, compilation and evaluations included.
+      excess: The last held-out loss, relative to the exact run: 0.02 is 2% worse.
       ratio: How many times fewer bytes than the exact run.
     """
 
@@ -67,7 +67,7 @@ class Result:
 
 
 def progress(records: Iterable[Record], name: str, steps: int) -> Iterable[Record]:
-    """Shows in a terminal how far a run is; writes nothing to a file."""
+    """Shows the progress of a run in a terminal; writes nothing to a file."""
     console = Console(stderr=True)
     if not console.is_terminal:
         return records
@@ -94,7 +94,7 @@ def train(name: str, config: RunConfig, mesh: Mesh, ranks: Any = None) -> tuple[
 
 
 def train_all(runs: dict[str, RunConfig], mesh: Mesh) -> list[Result]:
-    """Trains the exact run, the others, and the last of them again with ranks by spectrum."""
+    """Trains the exact run, the compressed runs, and the last one again with ranks by spectrum."""
     names = list(runs)
     exact, momentum = train(names[0], runs[names[0]], mesh)
     results = [exact, *(train(name, runs[name], mesh)[0] for name in names[1:])]
@@ -126,7 +126,7 @@ def table(results: list[Result]) -> str:
 
 
 def conclusions(results: list[Result], folder: Path) -> list[str]:
-    """Says the table in five lines."""
+    """Writes the results of the table as five lines."""
     exact, plain, narrow, last = results[0], results[1], results[-2], results[-1]
     return [
         f"The exact average sends {readable(exact.bytes_step)} per step and replica and ends at "
@@ -140,7 +140,7 @@ def conclusions(results: list[Result], folder: Path) -> list[str]:
 
 
 def save(folder: Path, config: RunConfig, replicas: int, results: list[Result]) -> None:
-    """Writes everything that was measured as JSON, and draws it."""
+    """Writes all measurements as JSON, and draws them."""
     packages = ("jax", "flax", "optax", "jaxcomp")
     content = {
         "config": asdict(config) | {"replicas": replicas},
@@ -168,15 +168,15 @@ def parser() -> Parser:
     shown = " (default: %(default)s)"
     p.add_argument("--output", type=Path, default=Path("out"), help="directory to write to" + shown)
     p.add_argument("--steps", type=int, default=CONFIG.steps, help="length of each run" + shown)
-    p.add_argument("--ranks", type=int, nargs="+", default=[4], help="of PowerSGD" + shown)
+    p.add_argument("--ranks", type=int, nargs="+", default=[4], help="ranks of PowerSGD" + shown)
     p.add_argument("--devices", type=int, default=4, help="number of replicas" + shown)
-    p.add_argument("--width", type=int, default=CONFIG.width, help="of the model" + shown)
-    p.add_argument("--seed", type=int, default=CONFIG.seed, help="of model and data" + shown)
+    p.add_argument("--width", type=int, default=CONFIG.width, help="width of the model" + shown)
+    p.add_argument("--seed", type=int, default=CONFIG.seed, help="seed of model and data" + shown)
     return p
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Trains, compares, prints and writes."""
+    """Trains all runs, compares and prints their results, and writes the files."""
     same = {name: getattr(arguments, name) for name in ("steps", "width", "seed")}
     config = replace(CONFIG, strategy="allreduce", eval_every=max(1, arguments.steps // 12), **same)
     powersgd = replace(config, strategy="powersgd")

@@ -1,9 +1,9 @@
 """PowerSGD between hosts, sharded weights within each: a 2 x 4 mesh of 8 CPU devices.
 
-The axis "slow" stands for the network between two hosts, "fast" for the links within one. Only the
-first is manual in `jax.shard_map`: there jaxcomp compresses. "fast" is left to the compiler, which
-splits the weights over it (tensor or FSDP parallel). With --mode replicated the weights are not
-split; then gradients are averaged exactly over "fast", and compressed over "slow".
+The axis "slow" stands for the network between two hosts, and "fast" for the links within one host.
+Only "slow" is manual in `jax.shard_map`: jaxcomp compresses over it. The compiler handles "fast",
+and shards the weights over it (tensor or FSDP parallelism). With --mode replicated the weights are
+not sharded; gradients are then averaged exactly over "fast", and compressed over "slow".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BY_COLUMNS, BY_ROWS = ("qkv", "mlp_in", "output"), ("attention_out", "mlp_out")
 
 
 def weight_spec(mode: str, fast_devices: int, path: Any, leaf: jax.Array) -> P:
-    """Says how one parameter lies over the fast axis."""
+    """Returns the PartitionSpec of one parameter over the fast axis."""
     if mode == "fsdp":
         axis = int(np.argmax(leaf.shape))
         if leaf.shape[axis] % fast_devices:
@@ -49,7 +49,7 @@ def weight_spec(mode: str, fast_devices: int, path: Any, leaf: jax.Array) -> P:
 
 
 def sharded_params(model: Transformer, mesh: Mesh, mode: str) -> Any:
-    """Makes the first parameters, laid out over the fast axis and repeated over the slow one."""
+    """Makes the initial parameters, sharded over the fast axis and replicated over the slow one."""
 
     def placed(path: Any, leaf: jax.Array) -> jax.Array:
         spec = weight_spec(mode, mesh.shape[FAST], path, leaf)
@@ -61,8 +61,8 @@ def sharded_params(model: Transformer, mesh: Mesh, mode: str) -> Any:
 def make_step(model: Transformer, tx: Any, mesh: Mesh, params: Any, state: Any, mode: str) -> Any:
     """Makes the training step: (params, state, tokens) -> (params, state, losses).
 
-    With sharded weights only the slow axis is manual. Replicated weights take both axes: `tx` then
-    begins with an exact average over the fast one.
+    With sharded weights only the slow axis is manual. With replicated weights both axes are manual,
+    and `tx` begins with an exact average over the fast axis.
     """
     axes = (SLOW, FAST) if mode == "replicated" else SLOW
 
@@ -87,7 +87,7 @@ def make_step(model: Transformer, tx: Any, mesh: Mesh, params: Any, state: Any, 
 
 
 def slow_bytes(compiled: Any, mesh: Mesh) -> int:
-    """Adds up the bytes of the all-reduces between hosts, per device, of a compiled program."""
+    """Adds the bytes of the all-reduces between hosts in a compiled program, per device."""
     total = 0
     for collective in jaxcomp.collectives(compiled, mesh=mesh):
         if SLOW in collective.axes and collective.kind == "all-reduce":

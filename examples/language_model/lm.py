@@ -1,8 +1,8 @@
 """Byte-level language modelling on the source of Python's own standard library.
 
-The data, the model, the loss and the held-out evaluation that every example and study of this
-repository shares. Nothing is downloaded: the text is the `.py` files that came with the
-interpreter. Nothing here knows about devices or communication; `training.py` adds that.
+This file has the data, the model, the loss and the held-out evaluation of every example and study
+in this repository. Nothing is downloaded: the text is the `.py` files of the interpreter. Devices
+and communication are in `training.py`.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def source_files(root: Path | None = None, suffix: str = ".py") -> list[tuple[st
 def load_corpus(root: Path | None = None, suffix: str = ".py") -> Corpus:
     """Reads the corpus and splits it by file.
 
-    A file's side is decided by a checksum of its path alone, so that it stays on that side when
-    other files come or go, and no held-out file is ever seen in training.
+    Only a checksum of its path decides whether a file is held out. So a file stays on its side
+    when other files come or go, and training never uses a held-out file.
 
     Raises:
-      ValueError: There is no text (some distributions ship the library without its source).
+      ValueError: There is no text (some distributions have the library without its source).
     """
     sides: tuple[list[bytes], list[bytes]] = ([], [])
     for name, content in source_files(root, suffix):
@@ -82,9 +82,9 @@ def training_batch(
 ) -> np.ndarray:
     """Draws the global batch of one step: int32 (size, context + 1).
 
-    The last token of a row is a target only. The batch depends on the seed and the step, not on
-    what was drawn before and not on the number of replicas: a resumed run, on any number of
-    devices, sees the same data as an uninterrupted one.
+    The last token of a row is only a target. The batch depends on the seed and the step, and not on
+    earlier batches or on the number of replicas. So a resumed run on any number of devices sees the
+    same data as an uninterrupted run.
     """
     starts = np.random.default_rng((seed, step)).integers(0, len(text) - context, size)
     return text[starts[:, None] + np.arange(context + 1)].astype(np.int32)
@@ -136,7 +136,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer over bytes; positions are learned, the output layer is its own."""
+    """A decoder-only transformer over bytes, with learned positions and untied output layer."""
 
     config: ModelConfig
 
@@ -157,7 +157,7 @@ class Transformer(nn.Module):
 
 
 def init_params(model: Transformer, seed: int) -> Any:
-    """Makes the initial parameters, float32; the same for the same seed on any device count."""
+    """Makes the initial float32 parameters; they depend on the seed only."""
     # Under `jit`, because one by one the initialisers' operations take longer to compile.
     return jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 1), jnp.int32))["params"]
 

@@ -1,8 +1,8 @@
-"""Local SGD and DiLoCo against data parallel: held-out loss, and the bytes that it took.
+"""Compares local SGD and DiLoCo with data parallel: held-out loss and bytes.
 
-The language model of train.py, small enough for a CPU, trained six times on the same data. What
-a training script of your own needs is in `local_step`, an ordinary training step for one device,
-and in `STRATEGIES`, which says how replicas synchronise.
+It trains the language model of train.py, at a size for a CPU, six times on the same data. Your own
+training script needs two parts of it: `local_step`, an ordinary training step for one device, and
+`STRATEGIES`, which says how replicas synchronise.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Config:
 
 
 class Phase(NamedTuple):
-    """A part of a run in which replicas synchronise in one way."""
+    """A part of a run; replicas synchronise in one way during it."""
 
     steps: int  # in one call of `run`
     run: Round
@@ -60,7 +60,7 @@ class Phase(NamedTuple):
 
 
 class Strategy(NamedTuple):
-    """A name for the table, and the phases of a run, each with its first step."""
+    """The name in the table, and the phases of a run, each with its first step."""
 
     name: str
     phases: Callable[[Config, Tree], list[tuple[int, Phase]]]
@@ -69,7 +69,7 @@ class Strategy(NamedTuple):
 def local_step(
     model: lm.Transformer, optimizer: Any, params: Tree, state: Tree, batch: jax.Array
 ) -> tuple[Tree, Tree, jax.Array]:
-    """Takes a training step on one device: nothing in it knows of replicas."""
+    """Takes an ordinary training step on one device."""
     loss, grads = jax.value_and_grad(partial(lm.loss_fn, model))(params, batch)
     updates, state = optimizer.update(grads, state, params)
     return optax.apply_updates(params, updates), state, loss
@@ -81,7 +81,7 @@ def model_of(config: Config) -> lm.Transformer:
 
 
 def data_parallel(config: Config, params: Tree, steps: int = 8) -> Phase:
-    """Averages gradients in every step; several steps to a call, as in the other phases."""
+    """Averages gradients in every step; a call takes several steps, as in the other phases."""
     optimizer = adamw(config.learning_rate, config.steps)
     mean = jaxcomp.allreduce(axis_name=AXIS)
     value_and_grad = jaxcomp.local_value_and_grad(partial(lm.loss_fn, model_of(config)), AXIS)
@@ -103,7 +103,7 @@ def data_parallel(config: Config, params: Tree, steps: int = 8) -> Phase:
 def local(
     config: Config, params: Tree, steps: int, rank: int | None = None, **options: Any
 ) -> Phase:
-    """Takes local steps, then one average; `options` are `jaxcomp.local_sgd_round`'s."""
+    """Takes local steps, then averages once; `options` are those of `jaxcomp.local_sgd_round`."""
     optimizer = adamw(config.learning_rate, config.steps)
     if rank is not None:
         options["reducer"] = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0)
@@ -113,7 +113,7 @@ def local(
 
 
 def post_local(config: Config, params: Tree) -> list[tuple[int, Phase]]:
-    """Trains the first quarter data parallel, then with local SGD."""
+    """Trains data parallel for the first quarter of the steps, then with local SGD."""
     start = config.steps // 4 // 8 * 8
     return [(0, data_parallel(config, params)), (start, local(config, params, 8))]
 
@@ -133,7 +133,7 @@ STRATEGIES = (
 
 
 class Point(NamedTuple):
-    """What is known at an evaluation."""
+    """The results of one evaluation."""
 
     step: int
     held_out: float  # nats per byte

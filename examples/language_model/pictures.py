@@ -1,7 +1,8 @@
-"""One look for all pictures of this repository: few lines, each with its name beside it.
+"""One style for all pictures of this repository: few lines, each with its name beside it.
 
-Every picture has its own white ground, so that it reads the same on a light and on a dark page. The
-colours are those of Okabe and Ito, which most people with a colour vision deficiency tell apart.
+Every picture has a white background, so that it looks the same on a light and on a dark page. The
+colours are those of Okabe and Ito. Most people with a colour vision deficiency can distinguish
+them.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ def panels(
 
 
 def name_points(axis: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
-    """Writes names beside points, moved up where one would lie on another.
+    """Writes names beside points, and moves a name up if it would cover another.
 
-    Call it when the limits and scales of the axis are the final ones.
+    Call it after you have set the limits and scales of the axis.
 
     Args:
       axis: The panel.

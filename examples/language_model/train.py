@@ -1,13 +1,13 @@
 """Trains a byte-level transformer on Python's standard library: data parallel, on one host or many.
 
-On one host it takes all GPUs, or --devices CPU devices. On many, one process each runs this same
-command: with --distributed under Slurm, Open MPI or Kubernetes, where JAX finds the others by
-itself, and elsewhere with --coordinator, --processes and --process-id.
+On one host it uses all GPUs, or --devices CPU devices. On many hosts, one process on each runs this
+command. Under Slurm, Open MPI or Kubernetes pass --distributed, and JAX finds the other processes.
+Elsewhere pass --coordinator, --processes and --process-id.
 
-SIGTERM or Ctrl-C, to any process, saves after one of the next steps and ends all with exit code 75.
-Started again with the same command and --resume, the run continues from the last checkpoint, on
-any number of devices, with the curve of an uninterrupted one. If a process dies or is silent for
---heartbeat-timeout, JAX ends the others, with messages of its own.
+After SIGTERM or Ctrl-C to any process, all save after one of the next steps and exit with code 75.
+Start the same command with --resume, and the run continues from the last checkpoint, on any number
+of devices, with the curve of an uninterrupted run. If a process dies or is silent for
+--heartbeat-timeout, JAX ends the others, with its own messages.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ FREE = ("eval_every", "eval_sequences")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers a wrong argument with one sentence and exit code 2."""
+    """A parser that reports a wrong argument in one sentence, with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        """Prints the sentence, without the screenful of usage that argparse puts before it."""
+        """Prints the sentence, without argparse's usage text."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
@@ -70,32 +70,32 @@ def parser() -> Parser:
     group = p.add_argument_group("files")
     group.add_argument("--log", type=Path, help="write the curve to this file, as JSON lines")
     group.add_argument("--checkpoint-dir", type=Path, help="save here; all processes must see it")
-    group.add_argument("--checkpoint-every", type=int, default=100, help="steps between" + shown)
+    group.add_argument("--checkpoint-every", type=int, default=100, help="steps in between" + shown)
     group.add_argument("--keep", type=int, default=3, help="checkpoints to keep" + shown)
     group.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
-    group.add_argument("--stop-at", type=int, help="stop after so many steps, to resume later")
+    group.add_argument("--stop-at", type=int, help="stop after this step, to resume later")
 
     group = p.add_argument_group("devices and processes")
-    group.add_argument("--devices", type=int, help="of each process (default: all GPUs, or 8 CPU)")
-    group.add_argument("--distributed", action="store_true", help="a scheduler started several")
+    group.add_argument("--devices", type=int, help="per process (default: all GPUs, or 8 CPU)")
+    group.add_argument("--distributed", action="store_true", help="with a scheduler, as Slurm")
     group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
-    group.add_argument("--processes", type=int, help="how many there are")
-    group.add_argument("--process-id", type=int, help="which one this is, from 0")
+    group.add_argument("--processes", type=int, help="number of processes")
+    group.add_argument("--process-id", type=int, help="number of this process, from 0")
     group.add_argument("--start-timeout", type=int, default=300, help="seconds to wait" + shown)
     group.add_argument("--heartbeat-timeout", type=int, default=30, help="s of silence" + shown)
     return p
 
 
 def config_of(arguments: argparse.Namespace) -> RunConfig:
-    """Returns the run that the command line asks for."""
+    """Returns the configuration of the run from the command line."""
     return RunConfig(**{field.name: getattr(arguments, field.name) for field in fields(RunConfig)})
 
 
 def local_devices(count: int | None, default_cpus: int = 8) -> list[Any]:
     """Returns the devices to train on, those of other processes too.
 
-    Must be called before JAX looks at the devices. Takes `count` of each process; None takes all
-    GPUs, or CPU devices where there is no GPU.
+    Call it before JAX initialises its devices. Each process uses `count` devices; None means all
+    GPUs, or CPU devices if there is no GPU.
     """
     # A CPU is split into as many devices as one asks for, but only before JAX looks at it; after
     # that (in a notebook, say) one takes what is there. Where GPUs are found it changes nothing.
@@ -131,9 +131,9 @@ def connect(arguments: argparse.Namespace) -> None:
 
 
 class Stop:
-    """Knows whether SIGTERM or Ctrl-C asks for an end, after a step on which all processes agree.
+    """Detects SIGTERM or Ctrl-C, and chooses a step after which all processes stop.
 
-    Before one of these is made, a signal ends the process at once: nothing has been computed.
+    Before it exists, a signal ends the process at once, and nothing is lost.
     """
 
     EVERY = 8  # steps between two questions to all processes, each a collective of a byte
@@ -149,7 +149,7 @@ class Stop:
         signal.signal(number, signal.SIG_DFL)  # a second one does not wait
 
     def __call__(self, step: int) -> bool:
-        """Tells whether to end after this step; all processes must ask after every step."""
+        """Returns whether to stop after this step; all processes must call it after every step."""
         if jax.process_count() == 1:
             return self._asked
         if step % self.EVERY:
@@ -163,7 +163,7 @@ class Log:
     EVERY = 10
 
     def __init__(self, path: Path, config: RunConfig, start: int):
-        """Begins the file; a resumed run keeps the records up to where it continues."""
+        """Opens the file; a resumed run keeps the records of the steps before it."""
         if path.is_dir():
             raise UsageError(f"{path} is a directory; --log needs a file")
         self._path = path
@@ -177,7 +177,7 @@ class Log:
 
     @classmethod
     def takes(cls, record: Record) -> bool:
-        """Tells whether a record is one to write."""
+        """Returns whether a record is to be written."""
         return record.step % cls.EVERY == 0 or record.held_out is not None
 
     def add(self, record: Record) -> None:
@@ -197,7 +197,7 @@ class Log:
 
 
 def readable(size: float) -> str:
-    """Writes a number of bytes for a person: 1234567 -> '1.23 MB'."""
+    """Writes a number of bytes in a readable form: 1234567 -> '1.23 MB'."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 999.5 or unit == "GB":
             break
@@ -206,7 +206,7 @@ def readable(size: float) -> str:
 
 
 def open_checkpoints(arguments: argparse.Namespace) -> Checkpoints | None:
-    """Opens the directory of checkpoints that the command line asks for, if it does."""
+    """Opens the directory of checkpoints, if the command line names one."""
     if arguments.stop_at is not None and arguments.stop_at <= 0:
         raise UsageError("--stop-at must be positive")
     if arguments.resume and not arguments.checkpoint_dir:
@@ -219,12 +219,12 @@ def open_checkpoints(arguments: argparse.Namespace) -> Checkpoints | None:
 
 
 def together(action: Callable[[], None]) -> None:
-    """Does something on all processes, and raises on all of them where it fails on one.
+    """Runs an action on all processes; if it fails on one, raises an error on all.
 
     If one process ended alone, the others would wait in their next step until JAX aborts them.
 
     Raises:
-      UsageError, CheckpointError: The action failed on this process, or on another, which says why.
+      UsageError, CheckpointError: The action failed here, or on a process that reports why.
     """
     failure: UsageError | CheckpointError | None = None
     try:
@@ -246,14 +246,14 @@ def together(action: Callable[[], None]) -> None:
 
 
 def nothing() -> None:
-    """Does what process 0 alone has to do on the others."""
+    """Does nothing: the action of the processes other than process 0."""
 
 
 def train(arguments: argparse.Namespace) -> int | None:
-    """Runs to the end, or to where it is stopped. Process 0 does the talking.
+    """Trains to the last step, or until a signal stops it. Only process 0 prints.
 
     Returns:
-      The step that a signal stopped it after; None if none did.
+      The step after which a signal stopped the run; None if no signal came.
     """
     config = config_of(arguments)
     devices = local_devices(arguments.devices)
@@ -301,7 +301,7 @@ def train(arguments: argparse.Namespace) -> int | None:
 
 
 def leave(message: str, code: int) -> NoReturn:
-    """Ends this process at once: at exit JAX would wait for others that may never come."""
+    """Ends this process at once, because at exit JAX would wait for lost processes."""
     print(f"process {jax.process_index()}: {message}", file=sys.stderr, flush=True)
     if jax.process_index() == 0 and jax.process_count() > 1:
         time.sleep(GRACE)  # the others, which JAX aborts where they find this one gone

@@ -1,7 +1,7 @@
 """One training run of the language model, as an iterator over its steps.
 
-`train.py` gives it a command line, signals and checkpoints, on one host or on many; `demo.py` runs
-several beside each other. `Run._step` is all that a training step of your own needs.
+`train.py` adds a command line, signals and checkpoints, on one host or on many. `demo.py` compares
+several runs. `Run._step` has everything that your own training step needs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ AXIS = "data"
 
 
 class UsageError(ValueError):
-    """Reports an input that cannot work, in one sentence for the user."""
+    """Reports a wrong input in one sentence for the user."""
 
 
 def option(default: Any, about: str) -> Any:
-    """Makes a field of `RunConfig`, with what the command line says about it."""
+    """Makes a field of `RunConfig`, with its help text for the command line."""
     return field(default=default, metadata={"help": f"{about} (default: %(default)s)"})
 
 
@@ -53,7 +53,7 @@ class RunConfig:
     eval_sequences: int = option(512, "held-out, rounded up to whole batches")
 
     def check(self) -> None:
-        """Raises a `UsageError` that names everything wrong with the values."""
+        """Raises one `UsageError` that names every wrong value."""
         positive = ("rank", "steps", "batch_size", "layers", "width", "heads", "context")
         positive += ("learning_rate", "eval_every", "eval_sequences")
         wrong = [f"{flag(name)} must be positive" for name in positive if getattr(self, name) <= 0]
@@ -94,7 +94,7 @@ STRATEGIES: dict[str, Callable[[RunConfig, Any], jaxcomp.types.Transformation]] 
 def adamw(learning_rate: float, steps: int) -> optax.GradientTransformation:
     """Makes AdamW with clipping, 10% linear warm-up and a cosine decay to 5%.
 
-    Put it after the reducer: clipping then sees the averaged gradient, equal on all replicas.
+    Put it after the reducer: it then clips the averaged gradient, equal on all replicas.
     """
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
@@ -107,7 +107,7 @@ def adamw(learning_rate: float, steps: int) -> optax.GradientTransformation:
 
 
 class State(NamedTuple):
-    """Holds everything that a step changes; consolidated, it is what a checkpoint holds."""
+    """Holds everything that a step changes; a checkpoint holds its consolidated form."""
 
     params: Any
     opt_state: Any
@@ -129,20 +129,20 @@ class Run:
     """A run that is ready to start, or to continue.
 
     Attributes:
-      config: As given.
+      config: The configuration.
       parameters: Number of model parameters.
-      start: Steps that were done before, by the run that wrote the checkpoint.
-      bytes_sent: By each replica, up to the last record.
-      state: That of the last record, on the devices.
+      start: The number of steps before this run, up to its checkpoint.
+      bytes_sent: The bytes that each replica sent, up to the last record.
+      state: The state at the last record, on the devices.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, *, ranks: Any = None):
         """Builds the model and the optimizer.
 
         Args:
-          config: The run.
-          mesh: Of one axis, `AXIS`, over the replicas' devices, those of other processes too.
-          ranks: A function of path and leaf, instead of the one rank of the configuration.
+          config: The configuration of the run.
+          mesh: One axis, `AXIS`, over the devices of all replicas in all processes.
+          ranks: A function of path and leaf, which replaces the rank of the configuration.
 
         Raises:
           UsageError: The configuration cannot work here.
@@ -179,7 +179,7 @@ class Run:
         self.state = self._placed(jax.device_get(fresh))
 
     def _step(self, state: State, batch: jax.Array) -> tuple[State, jax.Array]:
-        """Trains on the global batch, of which each replica has its rows."""
+        """Trains on the global batch; each replica has a part of its rows."""
         (loss, grads), reducer_state = self._value_and_grad(
             state.reducer_state, state.params, batch
         )
@@ -189,8 +189,8 @@ class Run:
     def consolidated(self) -> State:
         """Returns the one state to save, in host memory; it restores onto any number of replicas.
 
-        The run itself goes on with it: then a run that is restored from it computes the same
-        numbers, bit for bit. With residuals of its own it would differ by rounding, which training
+        The run itself continues with this state, so that a restored run computes the same numbers,
+        bit for bit. If it kept its own residuals, the two would differ by rounding, which training
         amplifies.
         """
         reducer_state = self._consolidate(self.state.reducer_state)
@@ -200,7 +200,7 @@ class Run:
         return saved
 
     def restore(self, start: int, state: State, bytes_sent: float) -> None:
-        """Goes on from a consolidated state after `start` steps, of any number of replicas."""
+        """Continues from the consolidated state after `start` steps, of any number of replicas."""
         self.start, self.state, self.bytes_sent = start, self._placed(state), bytes_sent
 
     def _placed(self, state: State) -> State:
@@ -209,7 +209,7 @@ class Run:
         return State(params, opt_state, self._value_and_grad.restore(state.reducer_state, params))
 
     def _split(self, batch: np.ndarray) -> jax.Array:
-        """Puts the rows of the global batch, which each process has, on the replicas' devices."""
+        """Puts the rows of the global batch on the replicas' devices; each process has all rows."""
         return jax.make_array_from_callback(batch.shape, self._rows, lambda index: batch[index])
 
     def held_out_loss(self) -> float:
@@ -226,7 +226,7 @@ class Run:
     def carried(self) -> float | None:
         """Returns the share of the gradients' energy that the last step's factors carried.
 
-        All processes must call it together. None where nothing is sent as factors.
+        All processes must call it together. It is None if nothing is sent as factors.
         """
         if self.config.strategy != "powersgd":
             return None

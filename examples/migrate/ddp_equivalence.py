@@ -1,9 +1,9 @@
-"""Three ways to the same weights: n devices, one device that accumulates, and torch's DDP.
+"""Compares three ways to the same weights: n devices, accumulation on one device, torch's DDP.
 
-Every way reads the same samples in the same order: device k of n reads every n-th of a permutation,
-as torch's DistributedSampler deals them out, and the one device reads their batches one after the
-other and updates after n of them. The weights at the end are printed side by side. Where torch is
-not installed its column is left out.
+All three read the same samples in the same order. Device k of n reads every n-th sample of a
+permutation, as with torch's DistributedSampler. The single device reads the batches of all devices
+one after the other, and updates after n of them. The program prints the final weights side by side,
+without torch's column if torch is not installed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def loss_fn(weights: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def batches(n: int) -> Iterator[list[np.ndarray]]:
-    """Yields for every step the indices of the batch of each of n devices."""
+    """Yields, for every step, the sample indices of the batch of each of n devices."""
     for epoch in range(EPOCHS):
         shards = [
             torch_bridge.sharded_indices(SAMPLES, n, k, seed=SEED, epoch=epoch) for k in range(n)
@@ -161,7 +161,7 @@ def torch_process(rank: int, n: int, folder: Path) -> None:
 
 
 def in_torch(n: int) -> Weights:
-    """Trains the same under DistributedDataParallel, in n processes over gloo."""
+    """Trains the same model with DistributedDataParallel, in n processes over gloo."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--devices", str(n), "--torch-folder", folder]
         processes = [subprocess.Popen([*command, "--torch-rank", str(rank)]) for rank in range(n)]

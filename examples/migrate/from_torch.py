@@ -2,11 +2,11 @@
 
     python examples/migrate/from_torch.py --out out/migration
 
-Each run trains in PyTorch DDP with powerSGD_hook (2 processes over gloo), is saved, goes on in JAX
-on 2 devices, is saved, and goes on in PyTorch. Beside it the same run stays in PyTorch throughout.
-Prints the largest relative difference of the losses after each move, and beside it that of a
-control: the run that stays, with weights moved by one rounding before every step after the first
-move.
+Each run trains in PyTorch DDP with powerSGD_hook (2 processes over gloo), continues in JAX on 2
+devices, and then continues in PyTorch again. The same run also stays in PyTorch for all steps. The
+program prints the largest relative difference of the losses after each move, and that of a control.
+The control is the run that stays, with weights moved by one rounding before every step after the
+first move.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TIMES_CONTROL = 10
 
 
 def torch_job(phase: str, folder: pathlib.Path) -> None:
-    """Runs both ranks of the torch half."""
+    """Runs both ranks of the PyTorch part."""
     job = pathlib.Path(__file__).with_name("torch_job.py")
     ranks = [
         subprocess.Popen([sys.executable, str(job), phase, str(rank), str(folder)])
@@ -60,7 +60,7 @@ def torch_job(phase: str, folder: pathlib.Path) -> None:
 
 
 def mean_losses(run: str, folder: pathlib.Path) -> dict[str, np.ndarray]:
-    """Reads what the ranks wrote; returns for every case the mean loss of each step."""
+    """Reads the losses of all ranks; returns the mean loss of each step for every case."""
     by_rank = []
     for rank in range(WORLD):
         losses = json.loads((folder / f"{run}.{rank}.json").read_text())
@@ -69,7 +69,7 @@ def mean_losses(run: str, folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def continue_in_jax(case: Case, folder: pathlib.Path, mesh: Mesh) -> np.ndarray:
-    """Trains from the first move to the second; leaves a checkpoint and returns the losses."""
+    """Trains from the first move to the second; writes a checkpoint and returns the losses."""
     checkpoint = torch_bridge.load(folder / f"{case.name}.to_jax.pt")
     module = FLAX_MODELS[case.model]()
     x = flax_batch(case.model, 0, 1)["x"]
@@ -104,7 +104,7 @@ def continue_in_jax(case: Case, folder: pathlib.Path, mesh: Mesh) -> np.ndarray:
 def compare(
     cases: Sequence[Case], folder: pathlib.Path, mesh: Mesh
 ) -> dict[str, dict[str, np.ndarray]]:
-    """Runs everything; returns by case the losses that stayed, moved, and those of the control."""
+    """Runs everything; returns the losses that stayed, that moved, and those of the control."""
     folder.mkdir(parents=True, exist_ok=True)
     for case in CASES:  # those of an earlier run
         (folder / case.name).unlink(missing_ok=True)
@@ -135,7 +135,7 @@ def differences(losses: dict[str, np.ndarray], run: str) -> tuple[float, float]:
 
 
 def show(runs: dict[str, dict[str, np.ndarray]]) -> bool:
-    """Prints the table; returns whether every run is as near to the first as its control."""
+    """Prints the table; returns whether each run that moved is as close as its control."""
     print("First loss, last losses, and how far they are apart after each move")
     names = ("first", "stayed", "moved", "in JAX", "control", "back", "control")
     print(f"{'':24}" + "".join(f"{name:>10}" for name in names))

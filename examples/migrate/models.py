@@ -1,8 +1,8 @@
-"""The models of `from_torch.py` and their data: each once in torch and once in Flax.
+"""The models of `from_torch.py` in torch and in Flax, and their data.
 
-The names agree (``block_0.qkv.weight`` and ``block_0/qkv/kernel``), so that no rule is needed to
-find the counterpart of a tensor. Attention's query, key and value are one kernel in both. GELU
-rather than ReLU, whose kinks would make two runs that differ by rounding part sooner.
+The names are equal (``block_0.qkv.weight`` and ``block_0/qkv/kernel``), so the bridge needs no rule
+to pair them. Query, key and value are one kernel in both. The models use GELU and not ReLU: at
+ReLU's kink, runs that differ by rounding would diverge sooner.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ FLAX_MODELS = {"cnn": FlaxCNN, "transformer": FlaxTransformer}
 
 
 def flax_batch(model: str, step: int, replicas: int) -> dict[str, np.ndarray]:
-    """Draws the global batch: the replicas' shares one after the other, images in NHWC."""
+    """Draws the global batch: the batches of all replicas, concatenated, with images in NHWC."""
     shares = [batch(model, step, replica) for replica in range(replicas)]
     data = jax.tree.map(lambda *arrays: np.concatenate(arrays), *shares)
     if model == "cnn":

@@ -1,4 +1,4 @@
-"""What `from_torch.py` runs: the cases and when they move. Imports no framework."""
+"""The cases of `from_torch.py`, and the steps at which they move. Imports no framework."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The PyTorch half of `from_torch.py`: one rank of a DDP job over gloo.
+"""The PyTorch part of `from_torch.py`: one rank of a DDP job over gloo.
 
     python examples/migrate/torch_job.py FIRST|LAST RANK FOLDER
 
-FIRST trains every case without a break, and writes a checkpoint at the first move on the way; then
-it trains a control, whose weights are moved by one rounding before every later step: that is how
-far training drives two right runs apart. LAST goes on from the checkpoints that came back from JAX.
-Losses go to FOLDER, one file per run and rank.
+FIRST trains every case to the end, and writes a checkpoint at the first move. It then trains a
+control, whose weights are moved by one rounding before every later step: the control shows how far
+two correct runs diverge. LAST continues from the checkpoints that JAX wrote. Both write the losses
+to FOLDER, one file per run and rank.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def move_by_one_rounding(model: torch.nn.Module, generator: torch.Generator) -> 
 
 
 def one_rounding_apart(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
-    """Trains in torch; from the first move on, weights are moved before each step."""
+    """Trains in torch; from the first move on, changes weights by one rounding before a step."""
     model, optimizer = fresh(case)
     state = powerSGD_hook.PowerSGDState(None, case.rank, start_powerSGD_iter=START)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -94,7 +94,7 @@ def one_rounding_apart(case: Case, rank: int, folder: pathlib.Path) -> list[floa
 
 
 def returned(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
-    """Trains on after the second move, from the checkpoint that came back from JAX."""
+    """Trains after the second move, from the checkpoint that JAX wrote."""
     path = folder / f"{case.name}.to_torch.pt"
     document = torch.load(path, weights_only=True)
     checkpoint = torch_bridge.load(path)

@@ -56,7 +56,7 @@ def test_the_documents_show_the_programs_as_they_are(page):
         (
             "resume",
             ("STEPS, BATCH = 60", "STEPS, BATCH = 10**9"),
-            "interrupted; step 0 is what was saved last",
+            "interrupted; the last checkpoint is of step 0",
         ),
     ],
 )
