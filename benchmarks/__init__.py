@@ -1,4 +1,4 @@
-"""What the library costs and what it saves, measured; each part is a command with ``--help``.
+"""Measurements of what the library costs and saves; each part is a command with ``--help``.
 
 Run from the root of the repository: ``python -m benchmarks.cluster``, ``.overhead``,
 ``.convergence``, ``.optimizers``, ``.card``,

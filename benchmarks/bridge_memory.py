@@ -1,9 +1,9 @@
-"""Peak memory of converting a large PyTorch checkpoint, torch -> Flax -> torch.
+"""Measures the peak memory to convert a large PyTorch checkpoint, torch -> Flax -> torch.
 
     python -m benchmarks.bridge_memory --megabytes 1024
 
-Writes a checkpoint of that size (parameters, momentum and one rank's PowerSGD errors), converts it
-with the command line in a process of its own and prints the peak resident memory beside the size.
+It writes a checkpoint of that size (parameters, momentum and one rank's PowerSGD errors), converts
+the checkpoint with the command line in a separate process, and prints peak memory and size.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> None:
     """Measures both directions and prints a table."""
     parser = command_line("benchmarks.bridge_memory", __doc__)
     least = at_least(int, 1)
-    parser.add_argument("--megabytes", type=least, default=1024, help="of the checkpoint")
+    parser.add_argument("--megabytes", type=least, default=1024, help="size of the checkpoint")
     layers = max(1, (parser.parse_args().megabytes << 20) // _BYTES_PER_LAYER)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)

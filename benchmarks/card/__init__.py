@@ -1,1 +1,1 @@
-"""What an update and a training step cost on a GPU, and whether every form is right there."""
+"""Measures updates and training steps on a GPU, and checks every form of the reducers there."""

@@ -1,11 +1,11 @@
-"""A GPU on trial: is every form right there, and what do updates and training steps cost?
+"""Measures updates and training steps on a GPU, and checks every form of the reducers there.
 
     python -m benchmarks.card                          # one card; at most nine minutes
     python -m benchmarks.card --quick                  # at most three minutes
     python -m benchmarks.card --devices 8              # several cards of one machine as well
-    python -m benchmarks.card --device cpu --small     # that it runs, without a GPU
+    python -m benchmarks.card --device cpu --small     # try the command without a GPU
 
-Parts, the most valuable first; choose some with --parts:
+The parts, the most useful first; choose some with --parts:
     updates  one update of `powersgd` at ranks 1 to 216 on GPT-2 small's gradients, beside copies
              of two and seven words for each value, with a profile by class of kernel
     forms    every form of every reducer, four steps of ordinary and hard gradients: GPU against CPU
@@ -14,9 +14,9 @@ Parts, the most valuable first; choose some with --parts:
              with no reducer, with ranks 4, 32 and 128, with factors in int6, and with `allreduce`
     devices  with --devices: replicas equal bit for bit, bytes sent, times on 2, 4 and 8 cards
 
-Each part is a process of its own with a limit in seconds: one that breaks the driver's context
-costs itself alone. They run one after the other, and nothing compiles beside what is timed. The
-JSON is written after every part, with the rows that it printed until its end.
+Each part is a separate process with a limit in seconds, so a part that breaks the driver's context
+does not stop the others. The parts run one after the other, and nothing compiles while a program is
+timed. The JSON is written after every part, with all rows that the part printed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MODULE = "benchmarks.card"
 
 
 def run_here(part: str, small: bool, quick: bool, devices: int) -> Iterator[Run]:
-    """Yields the rows of a part, in the process that was started for it."""
+    """Yields the rows of a part; runs in that part's own process."""
     import jax
 
     platforms = {"platform": jax.default_backend(), "device": jax.devices()[0].device_kind}
@@ -59,7 +59,7 @@ def run_here(part: str, small: bool, quick: bool, devices: int) -> Iterator[Run]
 
 
 def run_part(part: str, options: argparse.Namespace) -> Run:
-    """Runs a part in a process of its own, which has so many seconds; returns its rows."""
+    """Runs a part in a separate process with a limit in seconds; returns its rows."""
     limit = LIMITS[part][options.quick]
     platforms = "cuda,cpu" if part == "forms" else "cuda"
     if options.device == "cpu":
@@ -83,7 +83,7 @@ def run_part(part: str, options: argparse.Namespace) -> Run:
 
 
 def summary(parts: dict[str, Run]) -> str:
-    """Returns what a person wants to know first, as Markdown."""
+    """Returns the most important results as Markdown."""
     rows: list[Run] = []
     failures = []
     for name, part in parts.items():
@@ -101,7 +101,7 @@ def summary(parts: dict[str, Run]) -> str:
 
 
 def updates_table(rows: list[Run]) -> Iterator[str]:
-    """Yields updates beside torch's hook and a kernel that moves seven words, if there are any."""
+    """Yields a table of updates, torch's hook and a kernel that moves seven words, if measured."""
     seven = math.nan
     torch_ms = {}
     table = []
@@ -130,7 +130,7 @@ def updates_table(rows: list[Run]) -> Iterator[str]:
 
 
 def steps_table(rows: list[Run]) -> Iterator[str]:
-    """Yields whole training steps, if there are any."""
+    """Yields a table of whole training steps, if measured."""
     table = []
     for row in rows:
         if row["kind"] == "step":
@@ -144,18 +144,18 @@ def parser() -> argparse.ArgumentParser:
     """Makes the command line."""
     p = command_line(_MODULE, __doc__)
     add = p.add_argument
-    add("--out", type=Path, default=Path("card.json"), help="the JSON")
-    add("--parts", type=listed(one_of(LIMITS)), default=",".join(LIMITS), help="some, by commas")
-    add("--device", choices=["gpu", "cpu"], default="gpu", help="where")
+    add("--out", type=Path, default=Path("card.json"), help="the JSON file")
+    add("--parts", type=listed(one_of(LIMITS)), default=",".join(LIMITS), help="by commas")
+    add("--device", choices=["gpu", "cpu"], default="gpu", help="device")
     add("--devices", type=at_least(int, 1), default=1, help="cards to use")
     add("--quick", action="store_true", help="fewer ranks, forms and reducers")
-    add("--small", action="store_true", help="tiny sizes, to see that it runs")
+    add("--small", action="store_true", help="tiny sizes, to try the command")
     add("--run-part", help=argparse.SUPPRESS)
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 1 if a form is wrong or a part did not end well."""
+    """Runs the command line; returns 1 if a form is wrong or a part failed."""
     options = parser().parse_args(argv)
     if options.run_part:
         for row in run_here(options.run_part, options.small, options.quick, options.devices):

@@ -1,4 +1,4 @@
-"""Several devices of one machine: replicas stay equal bit for bit, and what a step costs."""
+"""Checks that replicas on several devices stay equal bit for bit, and times their steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.common.runs import Run
 
 
 def equal_everywhere(values: Any) -> bool:
-    """Returns whether every device holds the same bits of every array, all of them replicated."""
+    """Returns whether every device has the same bits of every (replicated) array."""
     for x in jax.tree.leaves(values):
         copies = {np.asarray(shard.data).tobytes() for shard in x.addressable_shards}
         if len(copies) > 1:
@@ -26,7 +26,7 @@ def equal_everywhere(values: Any) -> bool:
 
 
 def update(name: str, reducer: Any, mesh: Any, small: bool) -> Run:
-    """Runs updates of gradients that differ by device; looks at the outputs, counts the bytes."""
+    """Runs updates with other gradients on each device; checks outputs and counts bytes."""
     params = jax.tree.map(jnp.zeros, tree(small), is_leaf=lambda x: isinstance(x, tuple))
     state = jaxcomp.shard_state(reducer.init(params), mesh, AXIS)
     specs = jaxcomp.state_specs(state, AXIS)

@@ -1,4 +1,4 @@
-"""Every form of every reducer on a GPU and on the CPU: both must agree to rounding."""
+"""Compares every form of every reducer on a GPU and on the CPU: both must agree to rounding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STEPS = 4
 
 
 class Form(NamedTuple):
-    """A reducer, what it is given, and what is expected of it."""
+    """A reducer, its inputs, and the expected precision."""
 
     reducer: Any
     allowed: float = EXACT  # how far GPU and CPU may be apart
@@ -75,7 +75,7 @@ def forms(quick: bool = False) -> dict[str, Form]:
 
 
 def gradients(kind: str, seed: int, small: bool) -> dict[str, np.ndarray]:
-    """Draws gradients; hard ones, too: without a direction, with one, at both ends of float32."""
+    """Draws gradients, also hard ones: zeros, of rank one, at both ends of float32."""
     rng = np.random.default_rng(seed)
     grads = {}
     for name, shape in SHAPES.items():
@@ -93,7 +93,7 @@ def gradients(kind: str, seed: int, small: bool) -> dict[str, np.ndarray]:
 
 
 def steps_on(device: Any, form: Form, small: bool) -> Iterator[tuple[str, list[Any], Any]]:
-    """Yields for each kind of gradients the outputs of some steps and the residual in the end."""
+    """Yields, for each kind of gradients, the outputs of some steps and the final residual."""
     mesh = mesh_of([device])
 
     def loss(params: Any, grads: Any) -> Any:
@@ -119,9 +119,9 @@ def steps_on(device: Any, form: Form, small: bool) -> Iterator[tuple[str, list[A
 
 
 def apart(one: Any, other: Any, largest: float = 0.0) -> float:
-    """Returns the largest difference of two trees, of their largest value.
+    """Returns the largest difference of two trees, relative to their largest value.
 
-    It is infinite where one has a NaN that the other has not.
+    It is infinite if one tree has a NaN where the other has none.
     """
     worst = 0.0
     for first, second in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):

@@ -1,4 +1,4 @@
-"""A whole training step of a transformer of GPT-2 small's sizes: in bfloat16, Adam, a reducer."""
+"""Times a training step of a transformer of GPT-2 small's size: bfloat16, Adam, a reducer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GPT2 = lm.ModelConfig(12, 768, 12, 1024, jnp.bfloat16, vocabulary=50257)
 
 
 def strategies(quick: bool) -> dict[str, Any]:
-    """Lists what averages gradients, by name; None averages nothing."""
+    """Lists the reducers by name; None averages nothing."""
     powersgd = partial(jaxcomp.powersgd, axis_name=AXIS, start_step=0)
     every = {"none": None, "rank 32": powersgd(32)}
     if not quick:

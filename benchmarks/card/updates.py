@@ -1,4 +1,4 @@
-"""One update of PowerSGD on one device: its time, memory and kernels beside those of copies."""
+"""Measures one update of PowerSGD on one device: time, memory and kernels, beside copies."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def mesh_of(devices: Sequence[Any]) -> jax.sharding.Mesh:
 
 
 def seconds_of(call: Callable[[], Any], warm_up: int, steps: int) -> list[float]:
-    """Returns the wall-clock seconds of each of `steps` calls, each waited for."""
+    """Returns the wall-clock seconds of each of `steps` calls; waits for each call."""
     taken = []
     for _ in range(warm_up + steps):
         start = time.perf_counter()
@@ -73,7 +73,7 @@ def queued_ms(call: Callable[[], Any], steps: int) -> float:
 
 
 def kernels_of(call: Callable[[], Any], steps: int) -> tuple[Counter[str], Counter[str]]:
-    """Profiles a call; returns launches and microseconds of each kernel of a GPU, in all calls."""
+    """Profiles calls; returns launches and microseconds of each GPU kernel, over all calls."""
     launches: Counter[str] = Counter()
     microseconds: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -108,10 +108,10 @@ def copies(values: int, steps: int) -> Run:
 
 
 class Update:
-    """One compiled update of the gradients of a tree, which a call makes of the last outputs."""
+    """One compiled update of a tree of gradients; each call takes the last outputs as gradients."""
 
     def __init__(self, tx: Any, shapes: Mapping[str, Sequence[int]]):
-        """Compiles it on one device, and draws gradients."""
+        """Compiles the update on one device, and draws gradients."""
         mesh = mesh_of(jax.devices()[:1])
         grads = {}
         for i, (name, shape) in enumerate(shapes.items()):

@@ -1,1 +1,1 @@
-"""Step times and bytes over shaped links, jaxcomp beside PyTorch's DDP."""
+"""Measures step times and bytes over slow links, jaxcomp beside PyTorch's DDP."""

@@ -1,19 +1,19 @@
-"""Step times and bytes of data-parallel training over slow links: jaxcomp beside PyTorch's DDP.
+"""Measures step times and bytes over slow links, jaxcomp beside PyTorch's DDP.
 
     sudo python -m benchmarks.cluster
     sudo python -m benchmarks.cluster --rates 1gbit --models mlp --strategies none,powersgd-4
 
-Starts several processes on this machine, each in its own network namespace and on one core, joins
-them by links of a given rate, and trains the same models with the same strategies in JAX and in
-PyTorch, both over gloo, in turn: at every rate each strategy is timed in the one and then in the
-other, so that ratios are within one run. Bytes are read from the counters of the interfaces.
+It starts several processes on this machine, each in its own network namespace and on one core, and
+joins them by links of a given rate. It then trains the same models with the same strategies in JAX
+and in PyTorch, both over gloo. At every rate it times each strategy first in one framework and then
+in the other, so that ratios come from one run. It reads bytes from the counters of the interfaces.
 
-Needs Linux, root (namespaces, tc) and iproute2; everything that it sets up lies in namespaces of
-this run, and is gone afterwards. Links have a rate but no added delay, because the kernels this was
-written for lack sch_netem: what latency costs is in the model of `python -m jaxcomp advise`. Run it
-on a quiet machine with at least one core per process.
+It needs Linux, root (namespaces, tc) and iproute2. Everything that it sets up is in namespaces of
+this run, and is removed at the end. Links have a rate but no added delay, because some kernels lack
+sch_netem; the model of `python -m jaxcomp advise` includes latency. Run it on a quiet machine with
+at least one core per process.
 
-Writes cluster.json (everything, each sample too), cluster.md and cluster.png.
+It writes cluster.json (all results and samples), cluster.md and cluster.png.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ _PROGRAM = "benchmarks.cluster"
 
 
 def parser() -> argparse.ArgumentParser:
-    """Makes the command line, whose arguments are the fields of a plan."""
+    """Makes the command line; its arguments are the fields of a plan."""
     p = command_line(_PROGRAM, __doc__)
     add = p.add_argument
     add("--processes", type=at_least(int, 2), default=2, metavar="N", help="at least 2")
     rates = "unlimited,1gbit,100mbit,10mbit"
-    add("--rates", type=listed(parse_rate), default=rates, help="of every link")
+    add("--rates", type=listed(parse_rate), default=rates, help="rates of the links")
     for name, known in (("--models", MODELS), ("--frameworks", FRAMEWORKS)):
-        add(name, type=listed(one_of(known)), default=",".join(known), help="some, by commas")
+        add(name, type=listed(one_of(known)), default=",".join(known), help="separated by commas")
     add("--strategies", type=listed(_of_one_phase), default=STRATEGIES, help="any rank")
-    add("--steps", type=at_least(int, 2), default=40, help="at most, per case")
+    add("--steps", type=at_least(int, 2), default=40, help="steps per case, at most")
     fewer = "a case whose steps take longer gets by on fewer, at least 2"
     add("--seconds-per-case", type=at_least(float, 0.1), default=3.0, help=fewer)
-    add("--tiny", action="store_true", help="small models, to see whether it works here")
+    add("--tiny", action="store_true", help="small models, to try the command")
     add("--out", type=Path, help=f"folder, by default benchmarks/results, or {TRIAL} if --tiny")
-    add("--report", action="store_true", help="only write table and picture of a cluster.json anew")
+    add("--report", action="store_true", help="only write table and picture again")
     return p
 
 

@@ -1,4 +1,4 @@
-"""What the commands of both benchmarks over links have in common: signals and exit codes."""
+"""Signals and exit codes of the two commands that measure over links."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = {"jax": ("jax", "flax", "optax"), "torch": ("torch",)}
 
 
 def over_links(program: str, work: Callable[[], None]) -> int:
-    """Does what takes processes on a network; returns the exit code."""
+    """Runs an action that starts processes on a network; returns the exit code."""
     try:
         check_available()
         _on_signals(_interrupt)
@@ -40,6 +40,6 @@ def _on_signals(handler: Any) -> None:
 
 
 def _interrupt(*_: Any) -> NoReturn:
-    """Ends the run; what takes it down must not be interrupted in turn."""
+    """Ends the run; further signals must not interrupt the cleanup."""
     _on_signals(signal.SIG_IGN)
     raise KeyboardInterrupt

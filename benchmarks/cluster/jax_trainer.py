@@ -26,7 +26,7 @@ _PORT = 29_500
 
 
 class Program(NamedTuple):
-    """A compiled step, how its state begins, and how its data get where the step wants them."""
+    """A compiled step, a function that makes its state, and one that places its data."""
 
     step: Callable[..., Any]
     init: Callable[..., Any]  # rounds may go on with an inner state
@@ -34,16 +34,16 @@ class Program(NamedTuple):
 
 
 class Trainer:
-    """One process of a `jax.distributed` job; `process.answer` says what is asked of it."""
+    """One process of a `jax.distributed` job; `process.answer` calls its methods."""
 
     def __init__(self, folder: Path, index: int, processes: int, address: str):
         """Joins the other processes.
 
         Args:
-          folder: Where `task` has written what is trained, a file for each seed.
-          index: Of this process.
-          processes: How many there are.
-          address: Of the first.
+          folder: The folder with the tasks, a file for each seed.
+          index: The number of this process.
+          processes: The number of processes.
+          address: The address of the first process.
         """
         jax.config.update("jax_num_cpu_devices", 1)
         jax.distributed.initialize(f"{address}:{_PORT}", processes, index)
@@ -59,7 +59,7 @@ class Trainer:
         self.parameters = sum(map(np.size, self._task.params.values()))
 
     def start(self, strategy: Strategy, seed: int) -> float | None:
-        """Begins anew; returns the bytes a step that jaxcomp promises."""
+        """Makes new parameters and state; returns the bytes per step that jaxcomp predicts."""
         self._state = ()  # gives its memory back before there is a second one
         self._task = read_task(self._folder / f"{seed}.npz")
         self._strategy = strategy
@@ -110,7 +110,7 @@ class Trainer:
         return seconds
 
     def loss(self) -> float:
-        """Evaluates this process's share."""
+        """Evaluates this process's share of the held-out data."""
         params = jax.tree.map(lambda x: x.addressable_data(0), self._state[0])
         return float(self._evaluate(params, self._task.share(self._index)))
 
@@ -132,7 +132,7 @@ def loss_of(task: Task, params: Any, batch: Any) -> jax.Array:
 
 
 def make_optimizer(task: Task, start: int) -> optax.GradientTransformation:
-    """Makes SGD, or AdamW behind clipping; from step `start` on for rounds, where that is not 0."""
+    """Makes SGD, or clipping and AdamW; if `start` is not 0, for rounds from that step on."""
     rates = jnp.asarray(task.rates)
 
     def rate(step: jax.typing.ArrayLike) -> jax.Array:
@@ -164,11 +164,11 @@ def make_program(
     """Maps the training step of a strategy over all devices, with donation.
 
     Args:
-      strategy: Of one phase.
-      loss: Of parameters and a batch.
+      strategy: A strategy with one phase.
+      loss: A function of parameters and a batch.
       tx: The optimizer.
-      params: For their shapes.
-      mesh: All devices.
+      params: The parameters; only their shapes are used.
+      mesh: A mesh of all devices.
     """
     if strategy.in_rounds:
         batch_spec = P(None, AXIS)
@@ -200,7 +200,7 @@ def make_program(
 
 
 def _step_together(strategy: Strategy, loss: Any, tx: Any) -> tuple[Any, Any]:
-    """Returns a step on averaged gradients (of "none", on those of each), and its state's init."""
+    """Returns a step on averaged gradients (local ones for "none"), and the init of its state."""
     chain = optax.chain(make_reducer(strategy), tx)
 
     def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
@@ -212,7 +212,7 @@ def _step_together(strategy: Strategy, loss: Any, tx: Any) -> tuple[Any, Any]:
 
 
 def _round(strategy: Strategy, loss: Any, tx: Any) -> Any:
-    """Returns a round of local steps, behind which parameters or their change are averaged."""
+    """Returns a round of local steps; at its end parameters, or their change, are averaged."""
 
     def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, Any]:
         value, grads = jax.value_and_grad(loss)(params, batch)
@@ -229,7 +229,7 @@ def _round(strategy: Strategy, loss: Any, tx: Any) -> Any:
 
 
 def make_reducer(strategy: Strategy) -> Any:
-    """Makes what a user of jaxcomp would put first in the chain."""
+    """Makes the reducer of a strategy."""
     if strategy.kind == "none":
         return optax.identity()
     if strategy.kind == "allreduce":
@@ -244,7 +244,7 @@ def make_reducer(strategy: Strategy) -> Any:
 
 
 def payload(strategy: Strategy, params: Any, processes: int) -> float:
-    """Returns the bytes per step that jaxcomp's own figures promise, per process."""
+    """Returns the bytes per step and process that jaxcomp predicts."""
     if strategy.kind == "none":
         return 0.0
     if not strategy.in_rounds:

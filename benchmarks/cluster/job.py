@@ -1,4 +1,4 @@
-"""The processes of one framework and model: how they are started, talked to and timed."""
+"""Starts, controls and times the processes of one framework and model."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ Times = list[list[float]]  # seconds of each process, in each call: a step, or a
 
 
 class JobFailed(RuntimeError):
-    """A process ended, reported an error, or did not answer in time."""
+    """Reports that a process ended, failed, or did not answer in time."""
 
 
 class Job:
-    """One process on every host of a network; a context manager that ends them."""
+    """One process on every host of a network; a context manager that ends them at its exit."""
 
     def __init__(self, network: Network, framework: str, folder: Path):
-        """Takes what is to be started when it is entered.
+        """Stores what `__enter__` starts.
 
         Args:
-          network: Where they run.
+          network: The network with the hosts.
           framework: "jax" or "torch".
-          folder: What is trained, as `task` has written it; they leave their logs there.
+          folder: The folder with the tasks; the processes write their logs there.
         """
         self.network = network
         self.framework = framework
@@ -60,10 +60,10 @@ class Job:
         self._processes: list[Any] = []  # whose pipes are never None
 
     def __enter__(self) -> Self:
-        """Starts the processes and waits until they have found each other.
+        """Starts the processes and waits until they are connected.
 
         Raises:
-          JobFailed: If they do not.
+          JobFailed: If they do not connect.
         """
         try:
             for i, log in enumerate(self._logs):
@@ -96,25 +96,25 @@ class Job:
         self.close()
 
     def start(self, strategy: Strategy, seed: int = 0) -> float | None:
-        """Begins anew; returns the bytes a step that jaxcomp says it sends."""
+        """Makes new parameters and state; returns the bytes per step that jaxcomp predicts."""
         self._call = strategy.round_steps
         return self._ask(_ANSWER_SECONDS, do="start", strategy=strategy.name, seed=seed)[0]
 
     def train(self, first: int, count: int) -> Times:
-        """Takes so many steps; returns the seconds of each process's calls."""
+        """Takes `count` steps; returns the seconds of each process's calls."""
         # No step of any model here takes minutes, whatever the link.
         return self._ask(60 + 120 * count, do="train", first=first, count=count)
 
     def sample(self, rate: Rate, most: int, seconds: float) -> tuple[np.ndarray, np.ndarray]:
-        """Times calls at a rate.
+        """Times calls at one rate.
 
         Args:
-          rate: Of the links.
-          most: So many calls at most.
-          seconds: A rate at which they take longer gets by on fewer, at least two.
+          rate: The rate of the links.
+          most: The largest number of calls.
+          seconds: The time after which no more calls are made, but at least two.
 
         Returns:
-          (processes, calls) seconds; and (processes, 2) bytes that each sent and received in them.
+          (processes, calls) seconds, and (processes, 2) bytes that each process sent and received.
         """
         self.network.shape(rate)
         # All processes have ended their steps when the counters are read, so nothing is on its way.
@@ -130,7 +130,7 @@ class Job:
         return np.concatenate([times, rest], axis=1), sent
 
     def loss(self) -> float:
-        """Evaluates all shares.
+        """Evaluates the loss on all shares.
 
         Raises:
           JobFailed: If the loss is not finite.
@@ -148,7 +148,7 @@ class Job:
         """Sends all processes the same request (see `process`); returns their answers.
 
         Raises:
-          JobFailed: If one has none in time.
+          JobFailed: If a process does not answer in time.
         """
         line = json.dumps(request).encode() + b"\n"
         for process in self._processes:
@@ -159,7 +159,7 @@ class Job:
         return self._answers(seconds)
 
     def _answers(self, seconds: float) -> list[Any]:
-        """Reads a line of each process, in whatever order they come: a failure must not wait."""
+        """Reads a line from each process in any order, so that a failure is reported at once."""
         end = time.monotonic() + seconds
         waiting = {}
         for index, process in enumerate(self._processes):

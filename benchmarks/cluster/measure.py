@@ -1,4 +1,4 @@
-"""The measuring of `benchmarks.cluster`: who runs when, at which rate, for how many steps."""
+"""The order of the measurements of `benchmarks.cluster`: strategies, rates, numbers of steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WARM_UP = 2
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is to be measured."""
+    """The strategies, rates and limits to measure."""
 
     processes: int
     models: tuple[str, ...]
@@ -33,10 +33,10 @@ class Plan:
 
 
 def measure(plan: Plan) -> Generator[Case]:
-    """Yields all cases: for each model and rate every strategy, in each framework in turn.
+    """Yields all cases: every strategy for each model and rate, in both frameworks in turn.
 
-    Both frameworks' processes live as long as their model is measured; who is not measured waits
-    for a line on a pipe, which takes no time of the cores.
+    The processes of both frameworks exist while their model is measured. Processes that are not
+    measured wait for a line on a pipe, which takes no processor time.
 
     Raises:
       NetworkUnavailable: If the network cannot be made.

@@ -1,7 +1,7 @@
-"""A small network on one machine: a namespace for each process, joined by a bridge, links shaped.
+"""A small network on one machine: a namespace for each process, a bridge, links with a rate.
 
-The bridge has a namespace of its own and nothing is ever added to the machine's own network, so
-that any number of these networks can exist beside each other.
+The bridge has its own namespace, and nothing is added to the machine's own network. So any number
+of these networks can exist at the same time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _ENTER = 'echo "$1" > /proc/sys/kernel/hostname; mount --bind "$2" /etc/hosts; s
 
 
 class NetworkUnavailable(RuntimeError):
-    """This machine cannot have such a network; the message is one sentence with the remedy."""
+    """Reports, in one sentence with the remedy, that this machine cannot have such a network."""
 
 
 def check_available() -> None:
-    """Makes sure that networks can be made here.
+    """Checks that this machine can make such a network.
 
     Raises:
-      NetworkUnavailable: If not.
+      NetworkUnavailable: If it cannot.
     """
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         raise NetworkUnavailable(
@@ -51,10 +51,10 @@ def check_available() -> None:
 
 
 class Network:
-    """Hosts with one link each to a common switch; a context manager that takes itself down."""
+    """Hosts with one link each to a common switch; a context manager that removes them."""
 
     def __init__(self, hosts: int):
-        """Names so many hosts; nothing happens before the network is entered."""
+        """Names the hosts; `__enter__` makes them."""
         self.names = [f"cluster-{os.getpid()}-{i}" for i in range(hosts)]
         self.addresses = [f"10.77.{i // 250}.{i % 250 + 1}" for i in range(hosts)]
         self._switch = f"cluster-{os.getpid()}-switch"
@@ -62,7 +62,7 @@ class Network:
         self._hosts_file = Path()
 
     def __enter__(self) -> Self:
-        """Builds it; links are not limited at first.
+        """Makes the network; links have no limit at first.
 
         Raises:
           NetworkUnavailable: If the kernel or the container does not allow it.
@@ -117,11 +117,11 @@ class Network:
         self._rate = rate
 
     def command(self, host: int, core: int, arguments: Sequence[str]) -> list[str]:
-        """Returns a command line that runs another one on a host, on one core, as a batch process.
+        """Returns a command that runs another one on a host, on one core, as a batch process.
 
-        `SCHED_BATCH` because a pinned process under the default policy is woken milliseconds late
-        when a small message arrives. Every part replaces itself by the next, so that the process
-        has the id of what was started.
+        `SCHED_BATCH`, because under the default policy a pinned process wakes milliseconds late
+        when a small message arrives. Each part of the command replaces itself by the next part, so
+        the final process keeps the id of the first.
         """
         name = self.names[host]
         inside = ["chrt", "-b", "0", "taskset", "-c", str(core), *arguments]
@@ -129,7 +129,7 @@ class Network:
         return [*outside, "sh", "-ec", _ENTER, "sh", name, str(self._hosts_file), *inside]
 
     def close(self) -> None:
-        """Deletes the namespaces, and with them the links; the processes must have ended."""
+        """Deletes the namespaces and their links; the processes must have ended before."""
         for name in [*self.names, self._switch]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
         self._hosts_file.unlink(missing_ok=True)

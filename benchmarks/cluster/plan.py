@@ -1,4 +1,4 @@
-"""What the cluster benchmark measures: rates, strategies, and arithmetic without a network."""
+"""The rates and strategies of the cluster benchmark, and their arithmetic."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Rate:
 
     @property
     def shown(self) -> str:
-        """Writes it as people do: ``100 Mbit/s``."""
+        """Writes the rate for people: ``100 Mbit/s``."""
         if self.bits_per_second is None:
             return self.name
         return with_unit(self.bits_per_second, "bit/s")
@@ -48,7 +48,7 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """One way to keep the replicas together."""
+    """One way in which the replicas synchronise."""
 
     kind: str
     number: int = 0  # rank, or steps between averages; 0 where the kind takes none
@@ -58,7 +58,7 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """Writes it as on the command line."""
+        """Writes the strategy as on the command line."""
         every = f"every-{self.every}" if self.every > 1 else ""
         start = f"from-{self.start}" if self.start else ""
         parts = (self.kind, self.number, self.wire, every, start)
@@ -66,29 +66,29 @@ class Strategy:
 
     @property
     def comm_dtype(self) -> str | None:
-        """Names the type of the factors, as `jaxcomp.powersgd` takes it."""
+        """Returns the wire dtype of the factors, for `jaxcomp.powersgd`."""
         return _WIRES[self.wire] if self.wire else None
 
     @property
     def round_steps(self) -> int:
-        """Counts the steps that one call of the program takes: of a round, else 1."""
+        """Counts the steps in one call of the program: those of a round, or 1."""
         return self.number if self.kind == "local-sgd" else self.every
 
     @property
     def in_rounds(self) -> bool:
-        """Tells whether parameters, or their change, are averaged after `round_steps`."""
+        """Returns whether parameters, or their change, are averaged after `round_steps`."""
         return self.kind == "local-sgd" or self.every > 1
 
     @property
     def phases(self) -> tuple[Strategy, ...]:
-        """Returns itself; or what it does before `start`, and from then on."""
+        """Returns the strategy itself; or the two strategies before and after `start`."""
         if not self.start:
             return (self,)
         then = dataclasses.replace(self, start=0)
         return dataclasses.replace(then, every=1), then
 
     def runs_in(self, framework: str) -> bool:
-        """Tells whether the framework has it: torch has no integers, and no rounds of low rank."""
+        """Returns whether the framework has it: torch has no integers and no low-rank rounds."""
         if framework == "jax":
             return True
         return self.wire in ("", "fp16") and self.every == 1 and self.kind != "int8"
@@ -101,7 +101,7 @@ def parse_rate(text: str) -> Rate:
     """Reads ``unlimited``, ``1gbit``, ``100mbit``, ``2.5mbit``, ``500kbit``.
 
     Raises:
-      ValueError: If it is none of these.
+      ValueError: If the text is none of these.
     """
     name = text.lower()
     if name == UNLIMITED.name:

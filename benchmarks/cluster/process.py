@@ -1,15 +1,15 @@
-"""One process of `benchmarks.cluster` or `benchmarks.time_to_loss`: answers requests.
+"""Runs one process of `benchmarks.cluster` or `benchmarks.time_to_loss`, which answers requests.
 
     python -m benchmarks.cluster.process FRAMEWORK FOLDER INDEX PROCESSES ADDRESS
 
-It reads requests from its standard input until that ends, and answers each in a line of JSON:
+It reads requests from its standard input until the input ends. It answers each with a line of JSON:
 
-- ``{"do": "start", "strategy": "powersgd-4", "seed": 0}``: new parameters and state. The answer is
-  the bytes a step that jaxcomp says it sends, null where it says nothing.
-- ``{"do": "train", "first": 0, "count": 24}``: steps with the batches from that number on. The
-  answer is the seconds of each call: a step, or a round of local SGD.
-- ``{"do": "evaluate"}``: the loss; of local SGD, at the end of a round.
-- ``{"do": "bytes"}``: what the interface has sent and received so far.
+- ``{"do": "start", "strategy": "powersgd-4", "seed": 0}``: makes new parameters and state. The
+  answer is the bytes per step that jaxcomp predicts, or null.
+- ``{"do": "train", "first": 0, "count": 24}``: takes steps with the batches from that number on.
+  The answer is the seconds of each call, which is a step or a round of local SGD.
+- ``{"do": "evaluate"}``: the loss; with local SGD at the end of a round.
+- ``{"do": "bytes"}``: the bytes that the interface has sent and received so far.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _COUNTERS = Path("/sys/class/net") / INTERFACE / "statistics"
 
 
 def answer(trainer: Any, request: dict[str, Any]) -> Any:
-    """Does what the request says, with a trainer of either framework."""
+    """Carries out a request with a trainer of either framework."""
     if request["do"] == "start":
         return trainer.start(parse_strategy(request["strategy"]), request["seed"])
     if request["do"] == "evaluate":
@@ -41,7 +41,7 @@ def answer(trainer: Any, request: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Joins the other processes and answers requests until there are no more."""
+    """Joins the other processes and answers requests until the input ends."""
     framework, folder, index, processes, address = sys.argv[1:]
     # Whatever a library prints must not end up between the answers.
     replies = os.fdopen(os.dup(1), "w", buffering=1)

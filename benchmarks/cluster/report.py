@@ -1,4 +1,4 @@
-"""The results of a run of `benchmarks.cluster`: figures, ratios within the run, table, picture."""
+"""Figures, ratios, table and picture of a run of `benchmarks.cluster`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BUSY = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What was measured of one framework, model, rate and strategy."""
+    """The measurements of one framework, model, rate and strategy."""
 
     framework: str
     model: str
@@ -39,7 +39,7 @@ class Case:
 
 
 class Figures(NamedTuple):
-    """A case in figures per training step."""
+    """The figures of a case, per training step."""
 
     median: float  # seconds
     low: float  # seconds; one step in ten was faster
@@ -55,8 +55,8 @@ _UNKNOWN = Figures(*[math.nan] * 5)
 def figures_of(case: Case) -> Figures:
     """Returns the medians and bytes of a case.
 
-    The samples of all processes count: with communication they end together, without they are
-    independent measurements of the same thing.
+    It uses the samples of all processes. With communication all processes end together; without it
+    their samples are independent measurements.
     """
     steps = np.concatenate(case.seconds) / case.steps_per_sample
     count = len(case.seconds[0]) * case.steps_per_sample
@@ -93,7 +93,7 @@ _HEADER = (
 
 
 def table(figures: Mapping[Key, Figures]) -> str:
-    """Makes an overview of each model, then all figures of each rate, as measured in turn."""
+    """Makes an overview of each model, then all figures of each rate, as measured."""
     models, rates, strategies, _ = (
         list(dict.fromkeys(names)) for names in zip(*figures, strict=True)
     )
@@ -115,7 +115,7 @@ def table(figures: Mapping[Key, Figures]) -> str:
 
 
 def _row(figures: Mapping[Key, Figures], key: Key) -> list[str]:
-    """Writes a case beside others of the same model and rate; empty cells where not run."""
+    """Writes a case beside others of the same model and rate; cells without a run are empty."""
     model, rate, strategy, framework = key
     median, low, high, wire, promised = figures[key]
 
@@ -160,7 +160,7 @@ def _number(value: float, digits: int = 2) -> str:
 
 
 def conditions(run: Run) -> str:
-    """Says how, where and when it was measured."""
+    """Writes how, where and when the run was measured."""
     machine = run["machine"]
     busy = machine["busy_cores_at_start"]
     lines = [
@@ -176,7 +176,7 @@ def conditions(run: Run) -> str:
 
 
 def write_report(content: Run, out: Path) -> None:
-    """Writes everything, the table and the picture."""
+    """Writes the JSON, the table and the picture."""
     (out / "cluster.json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
     figures = all_figures(content["cases"])
     parts = ["## Step times over shaped links", conditions(content), table(figures)]

@@ -1,4 +1,4 @@
-"""What a run trains, written once for both frameworks: parameters, batches, learning rates."""
+"""The task of a run for both frameworks: parameters, batches, learning rates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRANSFORMERS = {"transformer": (6, 384, 6, 64), "tiny-transformer": (1, 32, 2, 1
 
 
 class Task(NamedTuple):
-    """The arrays of a run, as both frameworks read them."""
+    """The arrays of a run, in the form that both frameworks read."""
 
     params: dict[str, np.ndarray]  # float32, by their path in Flax, as "block_0/qkv/kernel"
     # (steps, processes, examples, ...): float32 features and int32 classes of each example, or
@@ -39,7 +39,7 @@ class Task(NamedTuple):
         return sum(name.endswith("qkv/kernel") for name in self.params)
 
     def rate(self, step: int) -> float:
-        """Returns the learning rate of a step; the last one for steps beyond."""
+        """Returns the learning rate of a step; after the last step, the last rate."""
         return float(self.rates[min(step, len(self.rates) - 1)])
 
     def batch(self, step: int, process: int) -> tuple[np.ndarray, np.ndarray]:
@@ -48,7 +48,7 @@ class Task(NamedTuple):
         return self.inputs[place], self.targets[place]
 
     def share(self, process: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the inputs and targets that a process evaluates; equally many for each."""
+        """Returns the inputs and targets that a process evaluates: equally many for each."""
         some = slice(process, None, self.inputs.shape[1])
         return self.held_inputs[some], self.held_targets[some]
 
@@ -61,7 +61,7 @@ class Task(NamedTuple):
 
 
 def read_task(path: Path) -> Task:
-    """Reads what `Task.write` wrote."""
+    """Reads a task from the file of `Task.write`."""
     params = {}
     arrays = {}
     with np.load(path) as file:
@@ -75,10 +75,10 @@ def make_task(params: Any, tokens: np.ndarray, held_out: np.ndarray, **others: A
     """Makes the task of a language model.
 
     Args:
-      params: Of the Flax model.
-      tokens: int32 (steps, processes, sequences, context + 1).
-      held_out: int32 (sequences, context + 1).
-      **others: Rates, heads and largest norm.
+      params: The parameters of the Flax model.
+      tokens: The training data, int32 (steps, processes, sequences, context + 1).
+      held_out: The held-out data, int32 (sequences, context + 1).
+      **others: The learning rates, the number of heads and the largest norm.
     """
     from flax.traverse_util import flatten_dict  # whose JAX torch does not need
 
@@ -88,11 +88,11 @@ def make_task(params: Any, tokens: np.ndarray, held_out: np.ndarray, **others: A
 
 
 def timed_task(model: str, processes: int) -> Task:
-    """Draws what is timed: what is learnt from it is of no interest.
+    """Draws random data for timing only.
 
     Args:
-      model: Of `MLPS` or `TRANSFORMERS`.
-      processes: How many there are.
+      model: A name in `MLPS` or `TRANSFORMERS`.
+      processes: The number of processes.
     """
     rng = np.random.default_rng(0)
     others = {"rates": np.full(1, LEARNING_RATE, np.float32), "largest_norm": 0.0}

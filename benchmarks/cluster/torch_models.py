@@ -1,4 +1,4 @@
-"""The models of the benchmarks over links in torch: those of a task, with its parameters."""
+"""The torch models of the benchmarks over links, with the parameters of a task."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.cluster.task import Task
 
 
 class Block(nn.Module):
-    """See `lm.Block`; the names are those of the Flax model."""
+    """Equals `lm.Block`, with the names of the Flax model."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """See `lm.Transformer`."""
+    """Equals `lm.Transformer`."""
 
     def __init__(self, layers: int, vocabulary: int, context: int, width: int, heads: int):
         super().__init__()

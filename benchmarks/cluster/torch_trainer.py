@@ -45,7 +45,7 @@ def loss_of(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Te
 
 
 def data_parallel(model: nn.Module, strategy: Strategy) -> nn.Module:
-    """Wraps the model as a strategy trains it: with torch's own hook of that name."""
+    """Wraps the model in DDP, with torch's hook for the strategy."""
     if strategy.kind == "none":
         return model
     wrapped = DistributedDataParallel(model, bucket_cap_mb=_BUCKET_MEGABYTES)
@@ -69,7 +69,7 @@ def data_parallel(model: nn.Module, strategy: Strategy) -> nn.Module:
 
 
 class Trainer:
-    """One process of a torch job; `process.answer` says what is asked of it."""
+    """One process of a torch job; `process.answer` calls its methods."""
 
     def __init__(self, folder: Path, index: int, processes: int, address: str):
         """Joins the other processes; see `jax_trainer.Trainer`."""
@@ -92,7 +92,7 @@ class Trainer:
         self.parameters = sum(map(np.size, self._task.params.values()))
 
     def start(self, strategy: Strategy, seed: int) -> None:
-        """Begins anew; torch says nothing of its payload."""
+        """Makes new parameters and state; torch does not predict its bytes."""
         self._wrapped = self._optimizer = None
         self._task = read_task(self._folder / f"{seed}.npz")
         self._model = make_model(self._task)
@@ -128,6 +128,6 @@ class Trainer:
         return seconds
 
     def loss(self) -> float:
-        """Evaluates this process's share."""
+        """Evaluates this process's share of the held-out data."""
         with torch.no_grad():
             return loss_of(self._model, *tensors(*self._task.share(self._index))).item()

@@ -30,7 +30,7 @@ def call(main: Callable[[], int | None]) -> NoReturn:
 
 
 def at_least(kind: Callable[[str], T], least: Any) -> Callable[[str], T]:
-    """Makes a type of numbers that are not smaller."""
+    """Makes an argument type: numbers that are not smaller."""
 
     def parse(text: str) -> T:
         number: Any = kind(text)
@@ -42,7 +42,7 @@ def at_least(kind: Callable[[str], T], least: Any) -> Callable[[str], T]:
 
 
 def one_of(known: Iterable[str]) -> Callable[[str], str]:
-    """Makes a type of known names."""
+    """Makes an argument type: one of the known names."""
 
     def parse(text: str) -> str:
         if text not in known:
@@ -53,7 +53,7 @@ def one_of(known: Iterable[str]) -> Callable[[str], str]:
 
 
 def listed(parse_one: Callable[[str], T], separator: str = ",") -> Callable[[str], tuple[T, ...]]:
-    """Makes a type of what stands between commas, each once."""
+    """Makes an argument type: a list separated by commas, without repetition."""
 
     def parse(text: str) -> tuple[T, ...]:
         try:
@@ -66,7 +66,7 @@ def listed(parse_one: Callable[[str], T], separator: str = ",") -> Callable[[str
 
 
 def add_fields(parser: argparse.ArgumentParser, config: Any) -> None:
-    """Adds an argument for every field of a setting, whose defaults these are."""
+    """Adds an argument for every field of a setting, with the setting's values as defaults."""
     group = parser.add_argument_group("setting (runs with another one do not count in a report)")
     for name, default in vars(config).items():
         kind: Any = type(default)
@@ -79,7 +79,7 @@ def read_fields(options: argparse.Namespace, config: T) -> T:
     """Returns a setting with the arguments that `add_fields` added, checked by its `check`.
 
     Raises:
-      ValueError: If `check` does.
+      ValueError: If `check` raises it.
     """
     given = {name: getattr(options, name) for name in vars(config)}
     made: Any = type(config)(**given)
@@ -92,10 +92,10 @@ def check_multiples(config: Any, **parts: str) -> None:
 
     Args:
       config: A setting.
-      **parts: The field that divides it, by the name of a field.
+      **parts: For each field, the name of the field that must divide it.
 
     Raises:
-      ValueError: If one is not.
+      ValueError: If a field is not a multiple.
     """
     for whole, part in parts.items():
         if getattr(config, whole) % getattr(config, part):

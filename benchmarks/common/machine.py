@@ -1,4 +1,4 @@
-"""Where a benchmark ran, for the head of its results, and the settings that make runs alike."""
+"""Describes where a benchmark ran, and makes settings equal between runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def describe(program: str, packages: Iterable[str]) -> dict[str, Any]:
-    """Finds out how, where, when and with which versions a program runs."""
+    """Returns how, where, when and with which versions a program runs."""
     versions = {"Python": platform.python_version()}
     for package in packages:
         versions[package] = version(package)
@@ -47,9 +47,9 @@ def describe(program: str, packages: Iterable[str]) -> dict[str, Any]:
 
 
 def busy_cores(seconds: float = 0.5) -> float:
-    """Counts the cores that other programs keep busy, on average over so long from now.
+    """Counts the cores that other programs use, on average over the next seconds.
 
-    Not the load average, which remembers for minutes what has ended.
+    The load average would also count programs that ended minutes ago.
     """
 
     def ticks() -> np.ndarray:
@@ -64,13 +64,13 @@ def busy_cores(seconds: float = 0.5) -> float:
 
 
 def sentence(machine: Mapping[str, Any]) -> str:
-    """Writes what `describe` found beside a figure; none stands without its processor."""
+    """Writes the result of `describe` as a sentence beside a figure."""
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     return f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}; {versions}."
 
 
 def _cpu() -> str:
-    """Reads make and model. Virtual machines hide the name ("AMD EPYC"), but not the numbers."""
+    """Reads make and model. Virtual machines hide the name ("AMD EPYC"), but not its numbers."""
     first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
     fields = dict(re.findall(r"^(.*?)\s*: (.*)$", first, re.MULTILINE))
     if "model name" not in fields:

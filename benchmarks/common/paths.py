@@ -1,4 +1,4 @@
-"""Where the repository is, and where results go in it."""
+"""Paths of the repository and of its results."""
 
 from __future__ import annotations
 

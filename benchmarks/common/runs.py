@@ -1,6 +1,6 @@
-"""Finished runs: a file of JSON lines to which each is appended, and where they were made.
+"""Reads and appends finished runs, one JSON line each, and describes where they were made.
 
-What a line has in common with the line before it, setting and machine, is not written again.
+A line omits the setting and the machine if they equal those of the line before.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _COMMON = ("config", "about")
 
 
 def read_runs(path: Path) -> list[Run]:
-    """Reads the finished runs in a file of JSON lines; none if there is no file.
+    """Reads the finished runs from a file of JSON lines; returns none if there is no file.
 
-    A line that was cut off by a kill is left out.
+    A line that a kill cut off is left out.
     """
     runs: list[Run] = []
     if not path.exists():
@@ -34,7 +34,7 @@ def read_runs(path: Path) -> list[Run]:
 
 
 def append_run(path: Path, run: Run) -> None:
-    """Adds a finished run, on a line of its own also after one that was cut off."""
+    """Appends a finished run on a new line, also after a line that was cut off."""
     path.parent.mkdir(parents=True, exist_ok=True)
     last = (read_runs(path) or [{}])[-1]
     different = run.copy()
@@ -47,7 +47,7 @@ def append_run(path: Path, run: Run) -> None:
 
 
 def made_on(runs: Sequence[Run]) -> str:
-    """Says when and with what runs were made, as `machine.describe` told beside each."""
+    """Writes when and with which machines and versions runs were made."""
     several: dict[str, dict[str, None]] = {}  # by name, each once
     for run in runs:
         machine = run["about"]["machine"]

@@ -1,4 +1,4 @@
-"""The look of all pictures, which is that of the examples."""
+"""The style of all pictures, which is that of the examples."""
 
 from __future__ import annotations
 

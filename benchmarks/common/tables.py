@@ -19,14 +19,14 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: int 
 
 
 def student(number: int) -> float:
-    """Returns the 97.5% quantile of Student's distribution for the mean of so many values."""
+    """Returns the 97.5% quantile of Student's distribution for the mean of that many values."""
     if number < 2:
         return NormalDist().inv_cdf(0.975)
     return float(stats.t.ppf(0.975, number - 1))
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Returns that of the 95% interval of the mean of several values."""
+    """Returns half the width of the 95% interval of the mean of several values."""
     return student(len(values)) * stdev(values) / len(values) ** 0.5
 
 
@@ -36,13 +36,13 @@ def with_interval(
     unit: str = "",
     spread: Callable[[Sequence[float]], float] = half_width,
 ) -> str:
-    """Writes the mean, and beside it, of several values, half its 95% interval (Student's).
+    """Writes the mean, and for several values also half its 95% interval (Student's).
 
     Args:
       values: None, one or several.
-      form: Format of a number.
-      unit: What stands behind the mean.
-      spread: What stands beside it, if not half the interval.
+      form: The format of a number.
+      unit: The text after the mean.
+      spread: The number beside the mean, if it is not half the interval.
 
     Example:
       >>> with_interval([1.0, 3.0, 2.0], "+.1f", "%"), with_interval([2.0], ".2f")
@@ -60,7 +60,7 @@ def in_page(page: str, command: str, text: str) -> str:
     """Returns a document with `text` between the comment that names `command` and the next ``end``.
 
     Raises:
-      ValueError: It has no such place, or several.
+      ValueError: The document has no such place, or several.
     """
     block = re.compile(rf"(<!-- {re.escape(command)} -->\n).*?(?=<!-- end -->)", re.DOTALL)
     page, found = block.subn(lambda place: place[1] + text, page)
@@ -70,7 +70,7 @@ def in_page(page: str, command: str, text: str) -> str:
 
 
 def write_table(text: str, command: str, page: Path, stem: Path) -> Path:
-    """Writes a table into its place in a page; beside the picture if that is not in RESULTS."""
+    """Writes a table into its place in a page, or beside a picture that is not in RESULTS."""
     if stem.parent == RESULTS:
         page.write_text(in_page(page.read_text(), command, text))
         return page

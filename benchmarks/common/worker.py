@@ -1,4 +1,4 @@
-"""A process that measures one thing: a job on its standard input, rows of JSON on its output."""
+"""Runs a measurement in a separate process: JSON on its input, rows of JSON on its output."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def run_worker(
     environment: Mapping[str, str],
     limit: float | None = None,
 ) -> dict[str, Any]:
-    """Runs a module for so many seconds at most.
+    """Runs a module in a separate process with a limit in seconds.
 
     Args:
-      module: Its name, and its arguments.
-      job: What it reads, as JSON.
-      environment: Variables besides those that are there.
-      limit: Seconds; None for as long as it takes.
+      module: The name of the module, and its arguments.
+      job: The module's input, which is sent as JSON.
+      environment: Environment variables to add.
+      limit: The limit in seconds; None for no limit.
 
     Returns:
-      The rows that it printed until its end, its exit code and seconds; the end of what it said on
-      standard error where the code is not 0.
+      The rows that the module printed, its exit code and seconds, and the end of its standard error
+      if the code is not 0.
     """
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as rows, tempfile.TemporaryFile("w+") as errors:

@@ -1,1 +1,1 @@
-"""Held-out loss against steps and bytes."""
+"""Measures held-out loss against steps and bytes."""

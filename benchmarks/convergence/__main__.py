@@ -1,12 +1,12 @@
-"""Held-out loss of the language model against steps and bytes, for every way to send gradients.
+"""Measures the language model's held-out loss against steps and bytes, for every strategy.
 
-    python -m benchmarks.convergence                                  # what is missing; the report
-    python -m benchmarks.convergence --only 'powersgd*' --seeds 1     # some of them
-    python -m benchmarks.convergence --report                         # the table and picture anew
+    python -m benchmarks.convergence                                # the missing runs, the report
+    python -m benchmarks.convergence --only 'powersgd*' --seeds 1   # some strategies
+    python -m benchmarks.convergence --report                       # only table and picture
 
-Every finished run is appended to OUT.jsonl and not made again: stop the command whenever you like
-and start it again. The replicas are simulated on one device (`jax.vmap`), which computes what a
-cluster would; bytes are counted, not measured: the payload that each replica hands to the
+Every finished run is appended to OUT.jsonl and not repeated: you can stop the command and start it
+again at any time. The replicas are simulated on one device (`jax.vmap`), which computes the same as
+a cluster. Bytes are counted, not measured: they are the payload that each replica passes to the
 collectives in the whole run (`Reducer.bytes`).
 """
 

@@ -1,4 +1,4 @@
-"""The optimizers behind a reducer, with the schedule that all these studies have."""
+"""The optimizers behind a reducer, with the schedule of all these studies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOMENTUM = {"adamw": "b1", "lion": "b1", "muon": "beta"}
 
 
 def schedule(steps: int, highest: float) -> optax.Schedule:
-    """10% linear warm-up, and a cosine decay to 5% of the highest learning rate."""
+    """Returns the rates: 10% linear warm-up, and a cosine decay to 5% of the highest rate."""
     warm = max(1, steps // 10)
     return optax.warmup_cosine_decay_schedule(0.0, highest, warm, max(2, steps), 0.05 * highest)
 
@@ -22,13 +22,13 @@ def schedule(steps: int, highest: float) -> optax.Schedule:
 def optimizer(
     name: str, steps: int, rate: float, momentum: float | None = None
 ) -> optax.GradientTransformation:
-    """Makes clipping and an optimizer with `schedule`, whose highest rate is in the state.
+    """Makes clipping and an optimizer with `schedule`; its state holds the highest rate.
 
     Args:
-      name: Of `OPTIMIZERS`.
-      steps: Length of the run.
-      rate: The highest learning rate; of Muon that of the Adam beside it, and a tenth of its own.
-      momentum: Decay of the first moment; None for Optax's default, of SGD 0.9.
+      name: A name in `OPTIMIZERS`.
+      steps: The number of steps in the run.
+      rate: The highest learning rate; for Muon the rate of its Adam, a tenth of Muon's own.
+      momentum: The decay of the first moment; None for Optax's default, and 0.9 for SGD.
     """
     decaying = schedule(steps, 1.0)
     options: dict[str, Any] = {}

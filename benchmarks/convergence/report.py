@@ -1,4 +1,4 @@
-"""From finished runs to a table and a picture."""
+"""Makes a table and a picture from finished runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def table(several: Results) -> str:
     """Makes a row for each strategy, most bytes first.
 
     Args:
-      several: The runs by their strategy, `EXACT` among them.
+      several: The runs by strategy; `EXACT` must be among them.
     """
     exact = several[EXACT]
     rows = []
@@ -53,7 +53,7 @@ def table(several: Results) -> str:
 
 
 def write_report(runs: list[Run], config: Run, stem: Path) -> list[Path]:
-    """Writes ``stem.png``, and the table of the usual setting into docs/convergence.md.
+    """Writes ``stem.png``; with the default setting also the table in docs/convergence.md.
 
     Raises:
       ValueError: There is no finished run of the reference.
@@ -69,7 +69,7 @@ def write_report(runs: list[Run], config: Run, stem: Path) -> list[Path]:
 
 
 def plot(several: Results, path: Path) -> None:
-    """Draws the loss against how many times fewer bytes, with the goal as a shaded corner."""
+    """Draws the loss against the ratio of bytes, with the goal as a shaded corner."""
     exact = several[EXACT]
     figure, (axis,) = style.panels(1, 9, 4.6)
     named = []

@@ -1,4 +1,4 @@
-"""Runs that are made once: a file of JSON lines, and what is not in it yet."""
+"""Makes each run once, and stores it in a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ S = TypeVar("S")  # a setting
 
 
 class Compared:
-    """How replicas agree on an update, behind which optimizer; compared and hashed by its fields.
+    """A strategy and an optimizer; compared and hashed by its fields.
 
     Attributes:
-      label: What it is, in words.
-      stored: What a finished run says of it.
-      program: What is compiled for it; equal for settings that share a program.
-      local: Whether parameters differ between replicas; then `reducer` is all of it.
+      label: The description.
+      stored: The fields that a finished run stores.
+      program: The key of its compiled program; equal for settings that share a program.
+      local: Whether parameters differ between replicas; `reducer` then has the optimizer too.
     """
 
     label: Any
@@ -49,7 +49,7 @@ class Compared:
         return reducer if self.local else optax.chain(reducer, self.behind(config))
 
     def bytes_sent(self, config: Config) -> int:
-        """Returns what each replica sends in a whole run."""
+        """Returns the bytes that each replica sends in a whole run."""
         reducer = self.reducer(config)
         run = reducer.bytes(config.params(), replicas=config.replicas, steps=config.steps)
         return run.bytes_after
@@ -57,7 +57,7 @@ class Compared:
 
 @functools.cache
 def early_momentum(config: Config, exact: Compared) -> Any:
-    """Returns the first moment after a quarter of an exact run, of a seed that no other run has."""
+    """Returns the first moment after a quarter of an exact run, with a seed of its own."""
     seed = 7
     trainer = Trainer(config, exact.build(config))
     _, state = trainer.advance(trainer.start(seed), seed, 0, max(1, config.steps // 4))
@@ -72,16 +72,16 @@ def _is_masked(x: Any) -> bool:
 
 
 class Runs:
-    """Finished runs, and new ones."""
+    """Reads finished runs and makes new ones."""
 
     def __init__(self, path: Path, config: Config, made_of: Callable[..., Any], program: str):
-        """Reads what is there.
+        """Reads the finished runs.
 
         Args:
-          path: Of the JSON lines.
-          config: What all runs have in common; those with another one do not count.
-          made_of: From what a run says of its setting, as arguments, to a `Compared`.
-          program: The module whose runs these are.
+          path: The file of JSON lines.
+          config: The common setting; runs with another one are ignored.
+          made_of: A function from a run's stored fields to a `Compared`.
+          program: The module that makes these runs.
         """
         self.config = config
         self._path = path
@@ -93,7 +93,7 @@ class Runs:
                 self._losses[made_of(**run["setting"]), run["seed"]] = run["curve"][-1][1]
 
     def loss(self, setting: Any, seed: int) -> float:
-        """Returns the final held-out loss of a `Compared`, trained for if it is not there."""
+        """Returns the final held-out loss of a `Compared`; trains it first if necessary."""
         if (setting, seed) not in self._losses:
             began = time.monotonic()
             curve = self.trainer(setting).run(seed)
@@ -110,7 +110,7 @@ class Runs:
         return self._losses[setting, seed]
 
     def trainer(self, setting: Any) -> Trainer:
-        """Returns a compiled trainer of a `Compared`: the last one, if it shares its program."""
+        """Returns a compiled trainer for a `Compared`; reuses one with the same program."""
         tx = setting.build(self.config)
         if self._last is None or self._last[0] != setting.program:
             self._last = (setting.program, Trainer(self.config, tx, local=setting.local))
@@ -119,25 +119,25 @@ class Runs:
         return trainer
 
     def append(self, path: Path, run: Run) -> None:
-        """Appends a finished run to a file, with the setting of all and with where it was made."""
+        """Appends a finished run to a file, with the common setting and the machine."""
         about = describe(self._program, PACKAGES)
         append_run(path, run | {"config": asdict(self.config), "about": about})
 
 
 @dataclass(frozen=True)
 class Result:
-    """The runs of a setting.
+    """The finished runs of one setting.
 
     Attributes:
-      losses: Final held-out loss, nats per byte, by seed.
-      sent: Bytes sent by each replica in the whole run.
+      losses: The final held-out loss, in nats per byte, by seed.
+      sent: The bytes that each replica sent in the whole run.
     """
 
     losses: dict[int, float]
     sent: int
 
     def gaps(self, exact: Result) -> list[float]:
-        """Returns how far above the exact run of the same seed, in per cent, for each seed."""
+        """Returns the gap to the exact run of the same seed, in per cent, for each seed."""
         shared = [seed for seed in self.losses if seed in exact.losses]
         return [100 * (self.losses[seed] / exact.losses[seed] - 1) for seed in shared]
 

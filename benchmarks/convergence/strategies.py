@@ -1,6 +1,6 @@
-"""The strategies of the convergence study: how each is built, and what it sends.
+"""The strategies of the convergence study.
 
-To add one, add it to `STRATEGIES`; the command line and the report pick it up.
+To add a strategy, add it to `STRATEGIES`; the command line and the report then have it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from benchmarks.convergence.training import AXIS, Config
 
 @dataclass(frozen=True)
 class Strategy(Compared):
-    """How replicas agree on an update, and what that costs.
+    """A way in which replicas agree on an update.
 
     Attributes:
-      name: On the command line and in the file of runs.
-      label: What it is, in words: for ``--help``, the table and the picture.
-      make: The setting -> a reducer; or `local_sgd`, where parameters differ between replicas.
-      local: Whether they do.
+      name: The name on the command line and in the file of runs.
+      label: The description in ``--help``, the table and the picture.
+      make: A function from the setting to a reducer, or to `local_sgd` if `local`.
+      local: Whether parameters differ between replicas.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Strategy(Compared):
 
     @property
     def stored(self) -> dict[str, Any]:
-        """Returns what a finished run says of it."""
+        """Returns the fields that a finished run stores."""
         return {"strategy": self.name}
 
     @property
     def program(self) -> Strategy:
-        """Returns itself: each has a program of its own."""
+        """Returns the strategy itself: each needs its own program."""
         return self
 
 
@@ -71,7 +71,7 @@ def _by_spectrum(name: str, label: str, ratio: float, wire: str | None = None) -
 
 
 def _local(name: str, label: str, every: int, **options: Any) -> Strategy:
-    """Makes `jaxcomp.local_sgd`: local AdamW, and an average every so many steps."""
+    """Makes `jaxcomp.local_sgd` around AdamW, with an average after a number of steps."""
 
     def make(config: Config) -> Any:
         inner = EXACT.behind(config)

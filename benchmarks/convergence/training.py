@@ -1,7 +1,7 @@
-"""One run of the convergence study: the repository's language model on simulated replicas.
+"""Trains the repository's language model on simulated replicas, for the convergence study.
 
-All replicas live on one device under ``jax.vmap(axis_name=)``, which runs the code of a cluster.
-What they hold alike (parameters, the optimizer's state, right factors) is there once.
+All replicas are on one device under ``jax.vmap(axis_name=)``, which runs the code of a cluster.
+Arrays that are equal on all replicas (parameters, optimizer state, right factors) are stored once.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _EVALUATED_AT_ONCE = 64  # sequences
 
 @dataclass(frozen=True)
 class Config:
-    """What all runs of a study have in common.
+    """The setting that all runs of a study share.
 
     Attributes:
-      steps: Length of a run; the learning rate's schedule depends on it.
+      steps: The number of steps in a run; the learning rate's schedule depends on it.
       eval_every: Steps between evaluations; divides `steps`.
-      replicas: Simulated replicas.
-      batch_size: Sequences in a step, of one replica.
+      replicas: The number of simulated replicas.
+      batch_size: Sequences of one replica in a step.
       layers: Transformer blocks.
       width: Features of the model; a multiple of `heads`.
       heads: Attention heads.
       context: Bytes in a sequence.
-      learning_rate: The highest learning rate of the strategies that have no other.
+      learning_rate: The highest learning rate of strategies without their own.
       eval_sequences: Held-out sequences in an evaluation, a multiple of 64.
-      text: Of `TEXTS`.
+      text: A name in `TEXTS`.
     """
 
     steps: int = 480
@@ -62,7 +62,7 @@ class Config:
     text: str = "library"
 
     def check(self) -> None:
-        """Raises a `ValueError` that names what cannot work."""
+        """Raises a `ValueError` that names the wrong fields."""
         check_multiples(self, steps="eval_every", width="heads")
         if self.eval_sequences % _EVALUATED_AT_ONCE:
             raise ValueError(f"eval_sequences must be a multiple of {_EVALUATED_AT_ONCE}")
@@ -88,12 +88,12 @@ class Trainer:
     """A transformation, compiled once for all seeds and learning rates."""
 
     def __init__(self, config: Config, tx: optax.GradientTransformation, *, local: bool = False):
-        """Compiles nothing yet.
+        """Stores the arguments; compiles nothing.
 
         Args:
           config: The setting.
-          tx: The whole transformation, from local gradients to updates. Another one whose state
-            alone differs, as `optimizer` makes for another rate, may take its place.
+          tx: The whole transformation, from local gradients to updates. A transformation that
+            differs only in its state, as `optimizer` makes for another rate, may replace it.
           local: Whether parameters differ between replicas.
         """
         self.config = config
@@ -113,10 +113,10 @@ class Trainer:
         self._evaluate = jax.jit(partial(lm.loss_fn, config.model))
 
     def run(self, seed: int) -> list[tuple[int, float]]:
-        """Trains from the beginning; the seed is that of the parameters and of the data.
+        """Trains from the beginning; the seed determines the parameters and the data.
 
         Returns:
-          (steps, held-out loss in nats per byte) of every evaluation.
+          (steps, held-out loss in nats per byte) for every evaluation.
         """
         carry = self.start(seed)
         curve = []
@@ -176,5 +176,5 @@ class Trainer:
 
 @functools.cache
 def corpus(text: str) -> lm.Corpus:
-    """Reads one of `TEXTS`, once."""
+    """Reads one of `TEXTS`; a second call returns the same."""
     return lm.load_corpus(*TEXTS[text])

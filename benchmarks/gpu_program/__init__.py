@@ -1,1 +1,1 @@
-"""The program that XLA makes of an update for a GPU, read on a machine that has none."""
+"""Reads the program that XLA compiles of an update for a GPU, on a machine without a GPU."""

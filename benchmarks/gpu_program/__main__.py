@@ -1,16 +1,17 @@
-"""Time, kernels and memory of an update on H200s, predicted on a machine that has none.
+"""Predicts time, kernels and memory of an update on H200s, on a machine without a GPU.
 
     python -m benchmarks.gpu_program
     python -m benchmarks.gpu_program --trees mlp --ranks 4 --devices 1
 
-Compiles one update of each reducer without autotuning, and reads the optimised program: for each
-kernel the bytes that it moves and the operations of its products, and from these its time on one
-card (`benchmarks.gpu_program.model`, whose error stands below the table); collectives, memory
-beside gradients and state as a multiple of the gradients, and seconds to compile. Of a conditional
-the branch that ordinary steps take counts, a loop's body as often as it runs. No program is run.
+It compiles one update of each reducer without autotuning, and reads the optimised program. From the
+bytes and the operations of each kernel it predicts the time on one card
+(`benchmarks.gpu_program.model`; the error of the prediction is below the table). It also counts
+collectives and temporary memory, as a multiple of the gradients, and the seconds to compile. For a
+conditional it counts the branch of ordinary steps, and a loop's body as often as it runs. It runs
+no program.
 
-Needs an environment of its own, 5 GB: pip install "jax[cuda13]" optax. Prints the table that is in
-docs/compatibility.md, and writes gpu_program.json.
+It needs an environment of its own, 5 GB: pip install "jax[cuda13]" optax. It prints the table, and
+writes gpu_program.json.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ REDUCERS: dict[str, Callable[[int], Any]] = {
 
 
 def compiled(tree: str, reducer: str, rank: int, devices: int) -> Run:
-    """Compiles one update, whose gradients and state are donated, and reads the program."""
+    """Compiles one update with donated gradients and state, and reads the program."""
     grads = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in TREES[tree]().items()}
     values = sum(x.size for x in grads.values())
     tx = REDUCERS[reducer](rank)
@@ -86,7 +87,7 @@ def compiled(tree: str, reducer: str, rank: int, devices: int) -> Run:
 
 
 def counted(text: str, values: int) -> Run:
-    """Counts what an ordinary step of an optimised program does to so many gradient values."""
+    """Counts the kernels, bytes and time of an ordinary step of an optimised program."""
     total: Run = dict.fromkeys(_COUNTED, 0)
     for kernel in kernels(text):
         if not kernel.in_branch:
@@ -99,7 +100,7 @@ def counted(text: str, values: int) -> Run:
 
 
 def table(cases: list[Run]) -> str:
-    """Returns Markdown, a row for each program."""
+    """Returns a Markdown table with a row for each program."""
     rows = []
     for case in cases:
         row = [
@@ -124,7 +125,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--trees", type=trees, default="mlp,gpt2-small", help=", ".join(TREES))
     reducers = listed(one_of(REDUCERS), ";")
     shown = ";".join(REDUCERS)
-    p.add_argument("--reducers", type=reducers, default=shown, help="by semicolons")
+    p.add_argument("--reducers", type=reducers, default=shown, help="separated by semicolons")
     p.add_argument("--ranks", type=listed(at_least(int, 1)), default="4,32")
     p.add_argument("--devices", type=int, default=8, help="H200s to compile for")
     p.add_argument("--out", type=Path, default=OUT)

@@ -1,4 +1,4 @@
-"""The kernels of a program that XLA optimised for a GPU: what each reads, writes and multiplies."""
+"""Reads the kernels of a program that XLA optimised for a GPU: their bytes and operations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Counts the bytes of ``f32[2,3]{1,0}``, or of a tuple of such."""
+        """Counts the bytes of a shape such as ``f32[2,3]{1,0}``, or of a tuple of shapes."""
         total = 0
         for bits, sizes in _ARRAY.findall(self.type):
             total += int(bits or 8) // 8 * math.prod(_numbers(sizes))
@@ -44,7 +44,7 @@ class Instruction:
         return _numbers(match[2]) if match else []
 
     def attribute(self, name: str) -> str:
-        """Returns what stands behind `name=`; an empty string where it does not."""
+        """Returns the text after `name=`; an empty string if there is none."""
         match = re.search(rf"\b{name}=%?(\{{[^}}]*\}}|[^,\s]+)", self.line)
         return match[1] if match else ""
 
@@ -55,7 +55,7 @@ Program = dict[str, Lines]
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What a GPU launches once, or a library with a few launches."""
+    """One launch of a GPU, or one call of a library, with a few launches."""
 
     name: str
     kind: str  # elementwise, copy, reduction, product, cholesky, triangular solve or collective
@@ -75,8 +75,8 @@ def _numbers(text: str) -> list[int]:
 def kernels(text: str) -> list[Kernel]:
     """Lists the kernels of an optimised program in the order in which they are launched.
 
-    A loop's body is listed as often as XLA knows it to run. Of a conditional both branches are
-    listed; the kernels of the one with more of them are marked as `in_branch`.
+    A loop's body is listed as often as XLA knows that it runs. Both branches of a conditional are
+    listed; the kernels of the longer branch are marked as `in_branch`.
     """
     program: Program = {}
     entry = current = ""
@@ -125,9 +125,9 @@ def _kernel(x: Instruction, lines: Lines, body: Lines) -> Kernel:
     """Reads one kernel.
 
     Args:
-      x: Its instruction.
-      lines: Of the computation that it is in.
-      body: Of the computation that it fuses.
+      x: The kernel's instruction.
+      lines: The lines of the computation with the instruction.
+      body: The lines of the computation that it fuses.
     """
     operands = [lines[name] for name in x.operands if name in lines]
     moved = x.bytes + _read_by(operands, body)
@@ -162,7 +162,7 @@ def _kernel(x: Instruction, lines: Lines, body: Lines) -> Kernel:
 
 
 def _read_by(operands: list[Instruction], body: Lines) -> int:
-    """Counts the bytes that a kernel reads: of an operand that it only slices, the slices."""
+    """Counts the bytes that a kernel reads; of a sliced operand it counts only the slices."""
     total = sum(operand.bytes for operand in operands)
     for line in body.values():
         if line.opcode == "parameter":
@@ -173,7 +173,7 @@ def _read_by(operands: list[Instruction], body: Lines) -> int:
 
 
 def _used(line: Instruction, body: Lines) -> int:
-    """Counts the bytes of a value that what follows in a fused computation reads."""
+    """Counts the bytes of a value that a fused computation reads."""
     total = 0
     for user in body.values():
         if line.name in user.operands:
@@ -187,9 +187,9 @@ def _used(line: Instruction, body: Lines) -> int:
 
 
 def _strided_reads(body: Lines) -> int:
-    """Counts the values of factors ``(n, r)`` of which a column is spread along the last axis.
+    """Counts reads of factors ``(n, r)`` where a column is broadcast along the last axis.
 
-    Each value of the result needs one, and those of its neighbours are `r` apart in memory.
+    Each value of the result reads one value, and its neighbours' values are `r` apart in memory.
     """
     columns = {}
     for x in body.values():
@@ -204,7 +204,7 @@ def _strided_reads(body: Lines) -> int:
 
 
 def _source(line: Any, body: Lines, through: dict[str, int]) -> Any:
-    """Returns what a value is taken from, through some opcodes and that operand of theirs."""
+    """Returns the source of a value, through some opcodes and one operand of each."""
     following = line
     while following is not None and following.opcode in through:
         line = following

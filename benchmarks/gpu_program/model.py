@@ -1,11 +1,11 @@
-"""How long the kernels of an optimised program take on an H200, without one.
+"""Predicts how long the kernels of an optimised program take on an H200.
 
-The constants were set by hand on the kernels of one update of `powersgd` on GPT-2 small's
-gradients, as one H200 ran them (jax 0.11.2, 26 November 2026): most on ranks 4 and 32, that of
-strided reads also on rank 8, those of factorisations and reductions also on ranks 16 and 128. What
-that card took for whole updates at seven ranks is in `MEASURED`; docs/performance.md has the model
-beside it. No product of parts in 16 bits was timed: `SPLIT_FLOPS` is two fifths of what the data
-sheet has.
+The constants were set by hand from the kernels of one update of `powersgd` on GPT-2 small's
+gradients, which one H200 ran (jax 0.11.2, 26 November 2026). Most come from ranks 4 and 32. The
+constant of strided reads also used rank 8; those of factorisations and reductions also used ranks
+16 and 128. `MEASURED` has the card's times of whole updates at seven ranks; docs/performance.md
+compares the model with them. Products of parts in 16 bits were not timed: `SPLIT_FLOPS` is two
+fifths of the data sheet's rate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A mesh of GPUs that are not there, for which XLA compiles all the same.
+"""Makes a mesh of GPUs that are not present; XLA can compile for them.
 
-What it needs is a description of the GPU: `h200.txtpb`, from NVIDIA's data sheet and the CUDA
-programming guide's table of compute capabilities.
+XLA needs a description of the GPU: `h200.txtpb`, made from NVIDIA's data sheet and the table of
+compute capabilities in the CUDA programming guide.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NEEDED = (
 
 
 def compiler_found() -> bool:
-    """Tells whether a plugin for NVIDIA GPUs is installed; it need not find a GPU."""
+    """Returns whether a plugin for NVIDIA GPUs is installed; no GPU is necessary."""
     names = ("xla_cuda12", "xla_cuda13")
     try:
         return any(importlib.util.find_spec(f"jax_plugins.{name}") for name in names)
@@ -35,7 +35,7 @@ def mesh_of(devices: int) -> jax.sharding.Mesh:
     """Makes a mesh of GPUs of one host along `AXIS`.
 
     Raises:
-      RuntimeError: If the compiler is not installed, with what to install.
+      RuntimeError: If the compiler is not installed; the message says what to install.
     """
     if not compiler_found():
         raise RuntimeError(NEEDED)
@@ -52,11 +52,11 @@ def mesh_of(devices: int) -> jax.sharding.Mesh:
 
 
 def placed(tree: Any, specs: Any, mesh: jax.sharding.Mesh) -> Any:
-    """Places the shapes of a tree on a mesh; what replicas have of their own has an axis of them.
+    """Places the shapes of a tree on a mesh; per-replica shapes get an axis of replicas.
 
     Args:
-      tree: Shapes of one replica, those of a batch too.
-      specs: A PartitionSpec for each leaf of a state, or one for all of anything else.
+      tree: The shapes of one replica, also of a batch.
+      specs: A PartitionSpec for each leaf of a state, or one for all leaves of another tree.
       mesh: The mesh.
     """
     of_state = not isinstance(specs, jax.P)

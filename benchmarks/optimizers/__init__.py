@@ -1,1 +1,1 @@
-"""What compression costs behind each optimizer, and how that depends on width and length."""
+"""Measures the loss that compression costs behind each optimizer, by width and length."""

@@ -1,21 +1,21 @@
-"""What compression costs behind AdamW, Muon, SGD with momentum, Lion and Adafactor.
+"""Measures the loss that compression costs behind AdamW, Muon, SGD, Lion and Adafactor.
 
-    python -m benchmarks.optimizers                        # what is missing; the report
-    python -m benchmarks.optimizers --optimizers muon      # one of them
-    python -m benchmarks.optimizers --report               # the tables in docs/convergence.md anew
-    python -m benchmarks.optimizers --law                  # of jaxcomp.advise, and the next, anew
-    python -m benchmarks.optimizers --tail                 # of jaxcomp.predict_gap, likewise
+    python -m benchmarks.optimizers                        # the missing runs, the report
+    python -m benchmarks.optimizers --optimizers muon      # one optimizer
+    python -m benchmarks.optimizers --report               # only the tables in docs/convergence.md
+    python -m benchmarks.optimizers --law                  # only fit the law of jaxcomp.advise
+    python -m benchmarks.optimizers --tail                 # only fit that of jaxcomp.predict_gap
     python -m benchmarks.optimizers --scale                # two larger models, on a GPU
 
-For each optimizer an exact average at the best of some learning rates and momenta, searched on seed
-0; then, with that rate and momentum, PowerSGD at falling bytes. AdamW also in longer runs and with
-larger batches, AdamW and Muon in a model of four times the width, where a run takes four to forty
-minutes. The first steps at equal bytes. The tail of the momentum's spectrum in the first half of
-exact runs, and settings of which a law said in advance where they end. The model, the data and the
-simulated replicas are those of `benchmarks.convergence`.
+For each optimizer it searches the best learning rate and momentum of an exact average, on seed 0.
+With these it runs PowerSGD with fewer and fewer bytes. It runs AdamW also with more steps and
+larger batches, and AdamW and Muon at four times the width, where a run takes four to forty minutes.
+It compares exact first steps at equal bytes, reads the tail of the momentum's spectrum in the first
+half of exact runs, and tests predictions. The model, the data and the simulated replicas are those
+of `benchmarks.convergence`.
 
-Every finished run is appended to benchmarks/results/optimizers.jsonl, tails to tails.jsonl, and not
-made again: stop the command whenever you like and start it again.
+Every finished run is appended to benchmarks/results/optimizers.jsonl, and tails to tails.jsonl.
+None is repeated: you can stop the command and start it again at any time.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _PROGRAM = "benchmarks.optimizers"
 
 
 def make(study: Study, out: Path, tails: Path) -> None:
-    """Makes what is missing: the tails of exact runs first, so that they foretell the rest.
+    """Makes the missing runs; reads the tails of exact runs first, as predictions for the others.
 
     Args:
-      study: Whose runs.
-      out: Of the runs, in JSON lines.
-      tails: Likewise, of the tails.
+      study: The study with the runs.
+      out: The file of runs, in JSON lines.
+      tails: The file of tails, in JSON lines.
     """
     runs = Runs(out, study.config, Setting, _PROGRAM)
     exact = study.exact(runs.loss)
@@ -67,12 +67,12 @@ def parser() -> argparse.ArgumentParser:
     p = command_line(_PROGRAM, __doc__)
     add = p.add_argument
     known = listed(one_of(OPTIMIZERS))
-    add("--optimizers", type=known, default=",".join(OPTIMIZERS), help="behind which")
-    add("--out", type=Path, default=OUT, help="the runs")
-    add("--report", action="store_true", help="only write the tables anew")
+    add("--optimizers", type=known, default=",".join(OPTIMIZERS), help="the optimizers")
+    add("--out", type=Path, default=OUT, help="the file of runs")
+    add("--report", action="store_true", help="only write the tables again")
     add("--law", "--tail", action="store_true", help="only fit both laws, and print them")
     add("--scale", action="store_true", help="only the two larger models")
-    add("--dry-run", action="store_true", help="with --scale: at a size for a CPU, nothing is kept")
+    add("--dry-run", action="store_true", help="with --scale: small, nothing is stored")
     return p
 
 
@@ -105,7 +105,7 @@ def paged(page: str, runs: laws.Finished) -> str:
     """Returns the page with the tables of all studies, of the law and of the tails.
 
     Raises:
-      ValueError: If no search has come to its end, or the page has no place for a table.
+      ValueError: If no search is complete, or the page has no place for a table.
     """
     return laws.paged(report.paged(page, runs), runs)
 

@@ -1,7 +1,8 @@
-"""What a rank costs, by two laws: fitted to the committed runs, and compared with others.
+"""Fits two laws of the loss of a rank to committed runs, and compares them with other runs.
 
-One is of the model's width and the tokens in a step, for `jaxcomp.advise`; the other of the tail of
-the momentum's spectrum in the second quarter of an exact run, for `jaxcomp.predict_gap`.
+The law of `jaxcomp.advise` uses the model's width and the tokens in a step. The law of
+`jaxcomp.predict_gap` uses the tail of the momentum's spectrum in the second quarter of an exact
+run.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Finished = Sequence[Run]  # of `benchmarks.optimizers`, if nothing else is said
 
 
 class Point(NamedTuple):
-    """A rank in a setting: what it cost, and what the exact run's momentum leaves out."""
+    """A rank in a setting, with its gaps and the tail of the exact run's momentum."""
 
     optimizer: str
     name: str
@@ -51,20 +52,20 @@ class Point(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """Returns the mean of its runs, in per cent."""
+        """Returns the mean gap of its runs, in per cent."""
         return mean(self.percents)
 
     @property
     def guess(self) -> float:
-        """Returns what the adviser's law expects, in per cent."""
+        """Returns the gap that the adviser's law predicts, in per cent."""
         return 100 * LAWS[self.optimizer].gap(self.rank, self.width, self.tokens)
 
 
 def points(studies: Iterable[Study], runs: Finished, rows: Finished = ()) -> Iterator[Point]:
-    """Yields every rank that was run; ranks by spectrum are left out.
+    """Yields every rank that was run, without ranks by spectrum.
 
     Args:
-      studies: Whose.
+      studies: The studies.
       runs: Those that were made.
       rows: Of `tail.measure`.
     """
@@ -95,7 +96,7 @@ def _logarithmic_error(several: Iterable[Point], expected: Callable[[Point], flo
 
 
 def laws(runs: Finished) -> dict[str, Law]:
-    """Fits the law in width and tokens of each optimizer; its error is that of `PREDICTED`."""
+    """Fits the law in width and tokens for each optimizer; takes its error from `PREDICTED`."""
     several = list(points(STUDIES, runs))
     # Depth and context were changed behind AdamW alone.
     law = _law("adamw", several, error=0.0)
@@ -108,7 +109,7 @@ def laws(runs: Finished) -> dict[str, Law]:
 
 
 def _law(optimizer: str, several: Sequence[Point], error: float) -> Law:
-    """Finds the coefficients with the least squares, over single runs."""
+    """Fits the coefficients by least squares, over single runs."""
     rows = []
     for point in several:
         if point.optimizer == optimizer and point.steps >= _LEAST_STEPS:
@@ -131,7 +132,7 @@ def _law(optimizer: str, several: Sequence[Point], error: float) -> Law:
 
 
 def tail_laws(runs: Finished, rows: Finished) -> dict[str, TailLaw]:
-    """Fits the law of the tail of each optimizer; its error is that of `PREDICTED`.
+    """Fits the law of the tail for each optimizer; takes its error from `PREDICTED`.
 
     Args:
       runs: Those that were made.
@@ -162,7 +163,7 @@ def _tail_law(optimizer: str, several: Sequence[Point], error: float) -> TailLaw
 
 
 def int8_gaps(runs: Finished) -> list[float]:
-    """Returns how far above exact runs the int8 all-reduce ended, in per cent, for each run."""
+    """Returns the gap of the int8 all-reduce to the exact run, in per cent, for each run."""
     by_strategy = results(read_runs(RESULTS / "convergence.jsonl"), strategies.by_name)
     int8 = by_strategy[strategies.STRATEGIES["int8"]]
     percents = int8.gaps(by_strategy[strategies.EXACT])
@@ -174,7 +175,7 @@ def int8_gaps(runs: Finished) -> list[float]:
 
 
 def _over_links() -> Iterator[Point]:
-    """Yields PowerSGD over links in the usual setting."""
+    """Yields the runs of PowerSGD over links in the default setting."""
     usual = OverLinks()
     links = read_runs(RESULTS / "time_to_loss.jsonl")
     by_name = over_links.results([run for run in links if run["config"] == asdict(usual)])
@@ -186,7 +187,7 @@ def _over_links() -> Iterator[Point]:
 
 
 def compared(runs: Finished) -> str:
-    """Returns a table of runs that were not fitted, and what the law in width says of them."""
+    """Returns a table of runs that are not in the fit, and the predictions of the law in width."""
     several = list(points(UNSEEN, runs))
     several += [point for point in points(STUDIES, runs) if point.steps < _LEAST_STEPS]
     several += _over_links()
@@ -207,7 +208,7 @@ def compared(runs: Finished) -> str:
 
 
 def foretold(studies: Sequence[Study], runs: Finished, rows: Finished) -> str:
-    """Returns a table of tails and gaps, and what both laws say of them."""
+    """Returns a table of tails and gaps, and the predictions of both laws."""
     lines = []
     for point in points(studies, runs, rows):
         if point.tail:
@@ -235,7 +236,7 @@ def foretold(studies: Sequence[Study], runs: Finished, rows: Finished) -> str:
 
 
 def paged(page: str, runs: Finished) -> str:
-    """Returns docs/convergence.md with what the laws say.
+    """Returns docs/convergence.md with the tables of the laws.
 
     Raises:
       ValueError: If the page has no place for a table.
@@ -248,7 +249,7 @@ def paged(page: str, runs: Finished) -> str:
 
 
 def report(runs: Finished) -> str:
-    """Returns the coefficients of both laws as fitted now, and the int8 all-reduce."""
+    """Returns the fitted coefficients of both laws, and the gap of the int8 all-reduce."""
     fitted = (*laws(runs).items(), *tail_laws(runs, read_runs(tail.OUT)).items())
     lines = [f"{name}: {law}" for name, law in fitted]
     lines.append(f"int8 all-reduce: {with_interval(int8_gaps(runs), '+.2f', '%')}")

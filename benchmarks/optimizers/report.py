@@ -1,4 +1,4 @@
-"""The study's tables, and their places in docs/convergence.md."""
+"""Makes the tables of the studies, and puts them into docs/convergence.md."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _FIRST = {
 
 
 def made(study: Study, runs: Sequence[Run]) -> dict[Setting, Result]:
-    """Returns the exact average at its best, then what is compressed; nothing while it is searched.
+    """Returns the best exact average, then the compressed settings; none before the search ends.
 
     Args:
-      study: Whose.
-      runs: Of `benchmarks.optimizers`.
+      study: The study.
+      runs: The runs of `benchmarks.optimizers`.
     """
     by_setting = results(_of(study, runs), Setting)
     try:
@@ -54,7 +54,7 @@ def paged(page: str, runs: Sequence[Run]) -> str:
     """Returns the page with the table of all studies, and that of the first steps.
 
     Raises:
-      ValueError: No search has come to its end, or the page has no place for the table.
+      ValueError: No search is complete, or the page has no place for the table.
     """
     rows = []
     sources: list[Run] = []
@@ -77,7 +77,7 @@ def paged(page: str, runs: Sequence[Run]) -> str:
 
 
 def first_steps(runs: Sequence[Run]) -> str:
-    """Returns the table of runs whose first steps are exact, by how these would travel."""
+    """Returns the table of runs with exact first steps, for several wire dtypes of these steps."""
     config = FIRST_STEPS.config
     first = []
     header = ["sent", "seeds", "above exact (95%)"]

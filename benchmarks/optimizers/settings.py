@@ -1,4 +1,4 @@
-"""What a run is made of, and which runs are made."""
+"""The settings of runs, and the studies that are run."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Fields = dict[str, Any]  # of a setting
 
 @dataclass(frozen=True)
 class Setting(Compared):
-    """A run.
+    """The setting of a run.
 
     Attributes:
       optimizer: Of `benchmarks.convergence.optimizers`.
-      rate: Its highest learning rate.
-      momentum: Decay of its first moment; None for Optax's default.
-      rank: Of PowerSGD; 0 for an average of whole gradients.
-      wire: How factors travel: "float32", "int8" or "int6"; without a rank, "int8" is the int8
+      rate: The highest learning rate.
+      momentum: The decay of the first moment; None for Optax's default.
+      rank: The rank of PowerSGD; 0 for an average of whole gradients.
+      wire: The wire dtype of factors: "float32", "int8", "int6"; without a rank "int8" is the int8
         all-reduce with a residual.
-      ratio: Ranks by spectrum, for so many times fewer bytes; 0 for the same rank everywhere.
-      min_compression_rate: Of PowerSGD. In six bits a leaf is smaller also below 2, its default.
-      exact_steps: How many steps are exact, in float32, before the first compressed one.
+      ratio: The ratio of bytes for ranks by spectrum; 0 for the same rank everywhere.
+      min_compression_rate: That of PowerSGD. In six bits leaves shrink also below the default, 2.
+      exact_steps: The number of exact steps, in float32, before the first compressed step.
     """
 
     optimizer: str
@@ -62,18 +62,18 @@ class Setting(Compared):
 
     @property
     def stored(self) -> Fields:
-        """Returns what a finished run says of it."""
+        """Returns the fields that a finished run stores."""
         return asdict(self)
 
     @property
     def program(self) -> Setting:
-        """Returns it without its rate, which is in the optimizer's state."""
+        """Returns the setting without its rate, which is in the optimizer's state."""
         # Ranks by spectrum come from a run at that rate.
         return self if self.ratio else replace(self, rate=0.0)
 
     @property
     def sent(self) -> str:
-        """Says in a few words what is sent."""
+        """Describes what is sent, in a few words."""
         sent = "exact"
         if self.rank or self.ratio:
             sent = f"rank {self.rank}" if self.rank else f"ranks by spectrum {self.ratio:g}x"
@@ -87,23 +87,23 @@ class Setting(Compared):
 
     @property
     def label(self) -> str:
-        """Says in a few words what it is."""
+        """Describes the setting, in a few words."""
         momentum = "" if self.momentum is None else f", momentum {self.momentum:g}"
         return f"{self.optimizer}, rate {self.rate:g}{momentum}: {self.sent}"
 
 
 @dataclass(frozen=True)
 class Study:
-    """Runs behind one optimizer that differ in what is sent and in their seed.
+    """Runs behind one optimizer, with different compression and seeds.
 
     Attributes:
       optimizer: Of `benchmarks.convergence.optimizers`.
-      name: What sets it apart, in a few words.
-      config: What its runs have in common.
+      name: A short name of what distinguishes the study.
+      config: The common setting of its runs.
       rates: (rate, momentum) of exact runs, searched on seed 0; None is Optax's momentum. Muon's
         own rate is ten times that of the Adam beside it, which is what is given.
-      sent: What is compressed, as fields of `Setting`; most bytes first.
-      seeds: How many.
+      sent: The compressed settings, as fields of `Setting`; most bytes first.
+      seeds: The number of seeds.
     """
 
     optimizer: str
@@ -119,7 +119,7 @@ class Study:
         return min(searched, key=lambda setting: loss(setting, 0))
 
     def compressed(self, exact: Setting) -> list[Setting]:
-        """Returns what is compressed, with the rate and momentum of the best exact average."""
+        """Returns the compressed settings, with the rate and momentum of the best exact average."""
         return [replace(exact, **sent) for sent in self.sent]
 
 
@@ -191,7 +191,7 @@ FIRST_STEPS = Study("adamw", "width 64, first steps", _FIRST_CONFIG, _with(0.8, 
 def _predicted(
     name: str, *, rank: int = 8, rate: float = 4e-3, momentum: float | None = 0.8, **changed: Any
 ) -> Study:
-    """Makes a study of one rank that differs from width 64 in some fields of its setting."""
+    """Makes a study of one rank; its setting differs from that of width 64 in some fields."""
     config = replace(_64, **changed)
     return Study("adamw", name, config, _with(momentum, rate), _int6(rank), 3)
 

@@ -1,4 +1,4 @@
-"""The tail of the momentum's spectrum in exact runs, read at the end of each eighth of a half."""
+"""Reads the tail of the momentum's spectrum in exact runs, after each sixteenth of a run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _READINGS = 8  # in a run, evenly spaced; those of its first half are made
 
 
 def measure(runs: Runs, study: Study, exact: Setting, path: Path = OUT) -> None:
-    """Makes the first half of an exact run, seed 0, and appends its tails unless they are there.
+    """Makes the first half of an exact run, seed 0, and appends its tails unless they are stored.
 
     Args:
-      runs: Those of the study.
-      study: Whose ranks are looked at.
-      exact: Its exact average.
-      path: Of the JSON lines.
+      runs: The runs of the study.
+      study: The study with the ranks.
+      exact: The study's exact average.
+      path: The file of JSON lines.
     """
     if study.optimizer not in TAIL_LAWS or find(study, read_runs(path)):
         return
@@ -48,7 +48,7 @@ def measure(runs: Runs, study: Study, exact: Setting, path: Path = OUT) -> None:
 
 
 def find(study: Study, rows: Sequence[Run]) -> dict[int, float]:
-    """Returns the tails of a study by rank, out of all rows; none if they were not read."""
+    """Returns the tails of a study by rank, from all rows; none if they were not read."""
     config = asdict(study.config)
     # How often and on how much a run is evaluated changes nothing in its momentum.
     for name in ("eval_every", "eval_sequences"):

@@ -1,1 +1,1 @@
-"""What compression costs by itself on one device."""
+"""Measures the time of compression alone on one device."""

@@ -1,21 +1,21 @@
-"""What compression costs by itself: compress, decompress and keep the residual, on one core.
+"""Measures the time to compress, decompress and keep the residual, on one core.
 
     python -m benchmarks.overhead
     python -m benchmarks.overhead --trees gpt2-small --ranks 4 --steps 20
     python -m benchmarks.overhead --growth
 
-Times one update of `jaxcomp.powersgd` and one step of torch's `powerSGD_hook` with world size 1, on
-gradients with the shapes of well-known models, in one run: nothing travels, so that all of it is
-overhead. The floor beside them is the time to move 7 words for every gradient value at the copy
-bandwidth of this machine, measured in the same run: gradient and residual read and their sum
-written, the sum read for each factor and once more for what is left of it, residual and output
-written. For a GPU there is `benchmarks.card`.
+In one run it times an update of `jaxcomp.powersgd` and a step of torch's `powerSGD_hook` with world
+size 1, on gradients with the shapes of well-known models. Nothing is sent, so all of the time is
+overhead. It compares with a floor: the time to move 7 words for every gradient value, at this
+machine's copy bandwidth in the same run. That is: gradient and residual are read, and their sum is
+written; the sum is read for each factor and once more for the rest; residual and output are
+written. On a GPU use `benchmarks.card`.
 
-Each framework gets a process of its own, the same settings of the allocator, and overwrites the
+Each framework runs in its own process with the same settings of the allocator, and overwrites the
 gradient with the output, as DDP's bucket does.
 
-Writes overhead-cpu.json (every sample), overhead-cpu.md and overhead-cpu.png; with `--growth`, of
-jaxcomp alone and all trees, growth-cpu.json, growth-cpu.md and growth-cpu.png.
+It writes overhead-cpu.json (every sample), overhead-cpu.md and overhead-cpu.png. With `--growth` it
+measures jaxcomp alone on all trees, and writes growth-cpu.json, growth-cpu.md and growth-cpu.png.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     trees = f"of {', '.join(TREES)}"
     add("--trees", type=listed(one_of(TREES)), default="mlp,resnet50,gpt2-small", help=trees)
-    add("--ranks", type=listed(at_least(int, 1)), default="1,4,32,128", help="of each tree")
+    add("--ranks", type=listed(at_least(int, 1)), default="1,4,32,128", help="ranks for each tree")
     add("--steps", type=at_least(int, 1), default=12, help="timed steps per case")
     add("--alone", action="store_true", help="without torch")
-    add("--out", type=Path, default=RESULTS, help="folder")
+    add("--out", type=Path, default=RESULTS, help="folder for the results")
     add(
         "--growth",
         action="store_true",
         help="all trees, ranks 4 and 32, alone, by default",
     )
-    add("--report", action="store_true", help="only write table and picture of a run anew")
+    add("--report", action="store_true", help="only write table and picture again")
     if parser.parse_known_args(argv)[0].growth:
         parser.set_defaults(trees=",".join(TREES), ranks="4,32", alone=True)
     return parser.parse_args(argv)
@@ -62,7 +62,7 @@ def rows_of(options: argparse.Namespace, tree: str) -> Iterator[tuple[str, Run]]
     """Yields the rows of each framework's worker.
 
     Raises:
-      SystemExit: If a worker ends with an error, with the end of what it said.
+      SystemExit: If a worker fails, with the end of its error output.
     """
     shapes = TREES[tree]()
     job = {"ranks": options.ranks, "steps": options.steps, "device": "cpu"}
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, tree: str, run: Run) -> None:
-    """Adds a case for every rank of a tree, and the versions that the workers found."""
+    """Adds a case for every rank of a tree, and the versions in the workers."""
     words = size(TREES[tree]())
     cases: dict[int, Run] = {}
     for rank in options.ranks:

@@ -1,7 +1,7 @@
 """Times jaxcomp's update alone on one core; a worker of `benchmarks.overhead`.
 
-Reads a job as JSON from standard input and prints one JSON line for the copy bandwidth and one for
-every rank.
+It reads a job as JSON from standard input, and prints one JSON line for the copy bandwidth and one
+for every rank.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from benchmarks.overhead.trees import TREES
 
 
 def table(run: Run) -> str:
-    """Makes a table of medians and ratios, with where and how they were measured."""
+    """Makes a table of medians and ratios, and describes where and how they were measured."""
     rows = []
     with_torch = any("torch" in case for case in run["cases"])
     for case in run["cases"]:
@@ -49,7 +49,7 @@ def _leaves(case: Run) -> int:
 
 
 def plot(run: Run, path: Path) -> None:
-    """Draws for every tree the medians as multiples of the floor against the rank."""
+    """Draws the medians of every tree, as multiples of the floor, against the rank."""
     by_tree: dict[str, list[Run]] = {}
     for case in run["cases"]:
         by_tree.setdefault(case["tree"], []).append(case)

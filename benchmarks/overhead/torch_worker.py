@@ -1,6 +1,6 @@
-"""Times torch's `powerSGD_hook` alone with world size 1; of `benchmarks.overhead` and `.card`.
+"""Times torch's `powerSGD_hook` with world size 1, for `benchmarks.overhead` and `.card`.
 
-Reads a job as JSON from standard input and prints one JSON line for every rank.
+It reads a job as JSON from standard input, and prints one JSON line for every rank.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
 
 
 class Bucket:
-    """What the hook asks of DDP's bucket, without a model around it.
+    """A bucket with the methods that the hook calls, without DDP and a model.
 
-    One flat buffer holds all gradients; the hook's output takes its place.
+    One flat buffer holds all gradients; the hook's output replaces it.
     """
 
     def __init__(self, shapes: dict[str, list[int]], device: str):
@@ -41,11 +41,11 @@ class Bucket:
         return self._gradients
 
     def index(self) -> int:
-        """Names the only bucket."""
+        """Returns the index of the only bucket."""
         return 0
 
     def is_last(self) -> bool:
-        """Tells that the hook may count an iteration."""
+        """Returns True, so that the hook counts an iteration."""
         return True
 
 

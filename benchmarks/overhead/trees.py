@@ -1,4 +1,4 @@
-"""Gradient trees of well-known models, as shapes: what the overhead benchmark compresses."""
+"""The shapes of gradient trees of well-known models, for the overhead benchmark."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def gpt2(layers: int, width: int) -> Shapes:
 
 
 def layers(number: int) -> Shapes:
-    """Makes so many equal transformer layers of width 128: how compilation grows with depth."""
+    """Makes equal transformer layers of width 128, to show how compilation grows with depth."""
     shapes: Shapes = {}
     for i in range(number):
         shapes |= {

@@ -1,1 +1,1 @@
-"""Seconds until a held-out loss is reached, over links of a given rate, beside PyTorch's DDP."""
+"""Measures the seconds until a held-out loss, over links of a given rate, beside PyTorch's DDP."""

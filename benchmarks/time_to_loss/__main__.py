@@ -1,20 +1,20 @@
-"""Seconds until a language model reaches a held-out loss: jaxcomp beside PyTorch's DDP.
+"""Measures the seconds until a language model reaches a held-out loss, jaxcomp beside DDP.
 
-    sudo python -m benchmarks.time_to_loss                     # what is missing of whole runs
-    sudo python -m benchmarks.time_to_loss --times             # step times, all in one go
-    python -m benchmarks.time_to_loss --report                 # of what is there
+    sudo python -m benchmarks.time_to_loss                     # the missing whole runs
+    sudo python -m benchmarks.time_to_loss --times             # step times at all rates
+    python -m benchmarks.time_to_loss --report                 # only the report
 
-Several processes on this machine, one core each, in network namespaces that are joined by links of
-a given rate, train the language model of the examples (12.9 million parameters) with the same
-initial parameters, batches, learning rates and AdamW in JAX and in PyTorch, both over gloo. Whole
-runs are made without a limit on the links, for the held-out loss after so many steps; `--times`
-takes single steps of the same programs at every rate, one run after the other. What a run takes at
-a rate is its steps times their median there: at 10 Mbit/s an exact run would take five hours. With
-`--at RATE` whole runs are made at a rate, to see whether that product is true.
+Several processes on this machine, one core each, in network namespaces with links of a given rate,
+train the language model of the examples (12.9 million parameters). JAX and PyTorch get the same
+initial parameters, batches, learning rates and AdamW, over gloo. Whole runs have links without a
+limit, and give the held-out loss after each number of steps. `--times` times single steps of the
+same programs at every rate. The time of a run at a rate is its steps times their median there,
+because at 10 Mbit/s an exact run would take five hours. `--at RATE` makes whole runs at a rate, to
+check that product.
 
-Finished runs are appended to time_to_loss.jsonl and not made again; of step times the last count.
-Needs Linux, root and iproute2, as `benchmarks.cluster` does, a core for each process, and for
-`--times` a quiet machine.
+Finished runs are appended to time_to_loss.jsonl and not repeated; of step times, the last ones
+count. It needs Linux, root and iproute2, as `benchmarks.cluster` does, a core for each process, and
+for `--times` a quiet machine.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def parser() -> argparse.ArgumentParser:
     p = command_line(_PROGRAM, __doc__)
     add = p.add_argument
     add("--runs", type=listed(_run), default=",".join(RUNS), help="framework/strategy")
-    add("--seeds", type=at_least(int, 1), default=1, help="how many")
+    add("--seeds", type=at_least(int, 1), default=1, help="number of seeds")
     rates = "1gbit,100mbit,10mbit"
-    add("--rates", type=listed(parse_rate), default=rates, help="for step times")
-    add("--at", type=parse_rate, default=UNLIMITED.name, help="of whole runs")
-    add("--times", action="store_true", help="no whole runs, but step times")
-    add("--samples", type=at_least(int, 2), default=24, help="timed at a rate, at most")
+    add("--rates", type=listed(parse_rate), default=rates, help="rates for step times")
+    add("--at", type=parse_rate, default=UNLIMITED.name, help="rate of whole runs")
+    add("--times", action="store_true", help="step times, no whole runs")
+    add("--samples", type=at_least(int, 2), default=24, help="timed steps per rate, at most")
     add("--out", type=Path, default=RESULTS / "time_to_loss", help="without a suffix")
     add("--report", action="store_true", help="make no runs, only the report")
     add_fields(p, Config())

@@ -1,4 +1,4 @@
-"""The measuring of `benchmarks.time_to_loss`: whole runs, and the time of a step at every rate."""
+"""Makes whole runs of `benchmarks.time_to_loss`, and times steps at every rate."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Asked = tuple[str, Strategy, int]  # framework, strategy, seed
 
 
 def whole_runs(config: Config, asked: Sequence[Asked], rate: Rate) -> Generator[Run]:
-    """Yields each run from its beginning to its end: (steps, seconds, held-out loss) on the way.
+    """Yields each whole run, with (steps, seconds, held-out loss) at each evaluation.
 
     Args:
       config: What is trained.
       asked: Which runs.
-      rate: Of the links.
+      rate: The rate of the links.
 
     Raises:
       NetworkUnavailable: If the network cannot be made.
@@ -58,8 +58,8 @@ def step_times(
     Args:
       config: What is trained.
       asked: Which runs.
-      rates: Of the links.
-      samples: Calls (steps, or rounds of local SGD) that are timed at a rate, at most.
+      rates: The rates of the links.
+      samples: The most calls (steps, or rounds of local SGD) to time at a rate.
 
     Raises:
       NetworkUnavailable: If the network cannot be made.

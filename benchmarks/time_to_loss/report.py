@@ -1,4 +1,4 @@
-"""The runs as seconds until a loss: tables, their place in docs/performance.md, a picture."""
+"""Makes the tables of seconds until a loss for docs/performance.md, and a picture."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Result:
     """The runs of one framework and strategy.
 
     Attributes:
-      name: As on the command line.
-      curves: By seed.
+      name: The name on the command line.
+      curves: The curves of held-out loss, by seed.
       goals: The loss to reach, by seed.
-      sent: Bytes that the interface of a process sent in a step.
-      seconds: Of its steps from number `start` on.
-      start: The first step of its second phase; 0 where it has one.
-      before: Of the steps before that.
-      borrowed: Whether losses and steps are those of a run with 32 bits on the wire.
+      sent: The bytes that the interface of a process sent in a step.
+      seconds: The seconds of its steps from step `start` on.
+      start: The first step of its second phase; 0 if it has one phase.
+      before: The seconds of the steps before `start`.
+      borrowed: Whether losses and steps come from a run with 32 bits on the wire.
     """
 
     name: str
@@ -68,26 +68,26 @@ class Result:
     borrowed: bool = False
 
     def clock(self, rate: str, steps: float) -> float:
-        """Returns the seconds that so many steps take at a rate."""
+        """Returns the seconds of a number of steps at a rate."""
         early = min(steps, self.start)
         waited = early * median(self.before[rate]) if early else 0.0
         return waited + (steps - early) * median(self.seconds[rate])
 
     @property
     def reached(self) -> dict[int, float]:
-        """Returns the steps until the goal, of the seeds that reach it."""
+        """Returns the steps until the goal, for the seeds that reach it."""
         steps = {seed: steps_until(curve, self.goals[seed]) for seed, curve in self.curves.items()}
         return {seed: number for seed, number in steps.items() if number is not None}
 
     def gaps(self, exact: Result) -> list[float]:
-        """Returns how far the final losses are above the exact ones of their seeds, per cent."""
+        """Returns the gaps of the final losses to the exact runs of the same seeds, in per cent."""
         gaps = []
         for seed, curve in self.curves.items():
             gaps.append(100 * (curve[-1][1] / exact.curves[seed][-1][1] - 1))
         return gaps
 
     def sooner_than(self, other: Result, rate: str) -> list[float]:
-        """Returns how many times sooner it is at the goal, by seed with which both reach it."""
+        """Returns how many times sooner it reaches the goal, for each seed where both do."""
         if rate not in self.seconds or rate not in other.seconds:
             return []
         ours = self.reached
@@ -98,14 +98,14 @@ class Result:
         return ratios
 
     def timing_error(self, rate: str) -> float:
-        """Returns the standard error of its median step, relative to it."""
+        """Returns the relative standard error of its median step."""
         times = self.seconds[rate]  # of two calls at least
         # The median of normal values scatters a quarter more than their mean.
         return 1.25 * stdev(times) / len(times) ** 0.5 / median(times)
 
 
 def steps_until(curve: Curve, goal: float) -> float | None:
-    """Returns the steps after which the loss is `goal`, on straight lines between evaluations.
+    """Returns the steps until the loss is `goal`, by linear interpolation between evaluations.
 
     Example:
       >>> steps_until([(10, 3.0), (20, 2.0), (30, 1.0)], 1.5)
@@ -120,9 +120,9 @@ def steps_until(curve: Curve, goal: float) -> float | None:
 
 
 def results(runs: Sequence[Run]) -> dict[str, Result]:
-    """Returns the runs without a limit, by their name; of seeds that the exact run has too.
+    """Returns the runs without a limit by name, for the seeds of the exact run.
 
-    Where only steps with 16 bits on the wire were timed, the losses are those of 32 bits.
+    If only steps were timed for 16 bits on the wire, the losses are those of 32 bits.
     """
     curves: dict[str, dict[int, Curve]] = {}
     sent: dict[str, list[float]] = {}
@@ -158,10 +158,10 @@ def results(runs: Sequence[Run]) -> dict[str, Result]:
 def sooner_than_the_best(
     several: Mapping[str, Result], result: Result, rate: str
 ) -> dict[str, str]:
-    """Compares with the all-reduce and the hook of torch that are at the goal first at a rate.
+    """Compares with the all-reduce and with torch's hook that reach the goal first at a rate.
 
     Returns:
-      Name -> how many times sooner the result is there, with its 95% interval over seeds and
+      Name -> how many times sooner the result is at the goal, with a 95% interval over seeds and
       repeated steps; the all-reduce first.
     """
     best: dict[bool, tuple[float, Result, list[float]]] = {}
@@ -183,9 +183,9 @@ def sooner_than_the_best(
 
 
 def write_report(runs: Sequence[Run], setting: Run, out: Path) -> list[Path]:
-    """Writes the tables and, where there are step times, the picture.
+    """Writes the tables and, if there are step times, the picture.
 
-    The tables go into the page if `out` is the usual, else beside the picture.
+    The tables go into the page if `out` is the default, else beside the picture.
 
     Raises:
       ValueError: There is no exact run of the setting.
@@ -208,7 +208,7 @@ def write_report(runs: Sequence[Run], setting: Run, out: Path) -> list[Path]:
 
 
 def tables(several: Mapping[str, Result]) -> str:
-    """Returns the losses; and where steps were timed, their times and how much sooner runs are."""
+    """Returns the table of losses; if steps were timed, also those of times and of gains."""
     exact = several[EXACT]
     losses = []
     times = []

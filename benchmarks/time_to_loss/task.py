@@ -14,18 +14,18 @@ _LARGEST_NORM = 1.0
 
 @dataclass(frozen=True)
 class Config:
-    """A run.
+    """The setting of a run.
 
     Attributes:
-      steps: Its length; the learning rate's schedule depends on it.
+      steps: The number of steps; the learning rate's schedule depends on it.
       eval_every: Steps between evaluations; divides `steps`.
-      processes: Replicas, one process on one core each.
-      sequences: In a step, of one process.
+      processes: The number of replicas, one process on one core each.
+      sequences: Sequences of one process in a step.
       layers: Transformer blocks.
       width: Features; a multiple of `heads`.
       heads: Attention heads.
       context: Bytes in a sequence.
-      learning_rate: The highest; of five, the best for the exact run.
+      learning_rate: The highest rate; the best of five for the exact run.
       eval_sequences: Held-out sequences in an evaluation, all processes together.
     """
 
@@ -41,7 +41,7 @@ class Config:
     eval_sequences: int = 512
 
     def check(self) -> None:
-        """Raises a `ValueError` that names what cannot work."""
+        """Raises a `ValueError` that names the wrong fields."""
         check_multiples(self, steps="eval_every", width="heads", eval_sequences="processes")
 
 

@@ -38,7 +38,7 @@ class Checkpoints:
         if not missing.is_dir():
             raise CheckpointError(f"the directory {missing} does not exist")
         try:
-            # For a process that failed, in place of 20 minutes; gloo waits 30 s for a collective.
+            # Seconds to wait for a process that failed, not orbax's 20 minutes; gloo waits 30 s.
             wait = ocp.AsyncOptions(timeout_secs=20)
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=keep, cleanup_tmp_directories=True, async_options=wait
@@ -78,7 +78,7 @@ class Checkpoints:
             sound = run.pop("checksum") == _checksum_of(run)
         except Exception as error:
             raise CheckpointError(
-                f"{path} is cut off, damaged or not of this program ({_why(error)}); {again}"
+                f"{path} is truncated, damaged or from another program ({_why(error)}); {again}"
             ) from error
         if not sound or run["step"] != step:
             what = f"holds step {run['step']}" if sound else "is damaged: run is not what was saved"
@@ -132,7 +132,7 @@ class Checkpoints:
 
     def _not_written(self, error: Exception) -> CheckpointError:
         return CheckpointError(
-            f"a checkpoint in {self._directory} could not be written, and those before it are "
+            f"a checkpoint in {self._directory} could not be written, and earlier ones are "
             f"untouched ({_why(error)})"
         )
 
@@ -152,6 +152,6 @@ def _checksum_of(run: dict[str, Any]) -> int:
 
 
 def _why(error: BaseException) -> str:
-    while error.__context__:  # having failed, orbax waits for other processes, which fails too
+    while error.__context__:  # after a failure orbax waits for other processes, which fails too
         error = error.__context__
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -30,9 +30,9 @@ import jaxcomp
 
 # Small enough for two CPU cores.
 CONFIG = RunConfig(layers=2, width=128, context=64, batch_size=16, steps=600, start_step=0)
-NARROW = 5  # times the rank, in a fifth of the bytes for each value, scales included
-GOAL = 20.0  # times fewer bytes, of the ranks by spectrum
-# The exact run, the ranks from the lowest, and in the end more in int6 and by spectrum.
+NARROW = 5  # times the rank, with a fifth of the bytes per value, scales included
+GOAL = 20.0  # times fewer bytes, for ranks by spectrum
+# The exact run, the ranks from the lowest, then a higher rank in int6, then ranks by spectrum.
 PLAIN = (pictures.BLUE, pictures.SKY, pictures.OCHRE, pictures.GREEN)
 
 
@@ -98,7 +98,7 @@ def train_all(runs: dict[str, RunConfig], mesh: Mesh) -> list[Result]:
     names = list(runs)
     exact, momentum = train(names[0], runs[names[0]], mesh)
     results = [exact, *(train(name, runs[name], mesh)[0] for name in names[1:])]
-    # No more bytes than the same rank everywhere, which a small model may have to send more of.
+    # Send no more bytes than equal ranks do; for a small model those may be more than GOAL.
     ratio = min(GOAL, exact.bytes_step / results[-1].bytes_step)
     last = runs[names[-1]]
     try:

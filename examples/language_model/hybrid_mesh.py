@@ -26,8 +26,8 @@ import jaxcomp
 SLOW, FAST = "slow", "fast"
 MODES = ("tensor", "fsdp", "replicated")
 
-# Megatron's tensor parallelism: split what goes into the nonlinearity by columns, what comes out of
-# it by rows, so that one sum over the fast axis ends each half of a block.
+# Megatron's tensor parallelism: the kernel before the nonlinearity is split by columns, the kernel
+# after it by rows, so that each half of a block needs one sum over the fast axis.
 BY_COLUMNS, BY_ROWS = ("qkv", "mlp_in", "output"), ("attention_out", "mlp_out")
 
 
@@ -80,8 +80,8 @@ def make_step(model: Transformer, tx: Any, mesh: Mesh, params: Any, state: Any, 
         out_specs=(P(), specs, P(axes)),
         axis_names={SLOW, FAST} if mode == "replicated" else {SLOW},
     )
-    # What comes out lies as what goes in: left to the compiler, it might lie otherwise, and the
-    # second step would be compiled anew.
+    # Outputs get the shardings of the inputs. The compiler might choose others, and would then
+    # compile the second step again.
     shardings = jax.tree.map(lambda x: x.sharding, (params, state))
     return jax.jit(mapped, donate_argnums=(0, 1), out_shardings=(*shardings, None))
 

@@ -20,7 +20,7 @@ import numpy as np
 
 VOCABULARY = 256  # one token per byte value
 
-# Tests are a third of the library and repeat themselves; the others are not Python's own source.
+# Tests are a third of the library and repetitive; the other folders are not Python's own source.
 SKIPPED_DIRECTORIES = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 )
@@ -119,7 +119,7 @@ class Block(nn.Module):
         """Maps (batch, length, width) to the same shape."""
         config = self.config
         dense = {"use_bias": False, "dtype": config.dtype}
-        # What is added to the stream starts small, so that depth does not change its scale.
+        # Each addition to the stream starts small, so depth does not change the stream's scale.
         to_stream = nn.initializers.normal(0.02 / np.sqrt(2 * config.layers))
 
         h = nn.RMSNorm(dtype=config.dtype, name="attention_norm")(x)

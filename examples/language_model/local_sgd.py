@@ -119,7 +119,7 @@ def post_local(config: Config, params: Tree) -> list[tuple[int, Phase]]:
 
 
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)  # DiLoCo's
-# What compression holds back comes some rounds late, and a long memory overshoots on it.
+# The residual arrives some rounds late, and a high momentum overshoots with it.
 PLAIN = optax.sgd(0.7)
 
 STRATEGIES = (
@@ -177,7 +177,7 @@ def train(strategy: Strategy, config: Config, corpus: lm.Corpus, mesh: Mesh) -> 
 
 def plot(path: Path, runs: dict[str, list[Point]], config: Config) -> None:
     """Draws held-out loss against steps, and against bytes."""
-    import pictures  # and with it matplotlib, which a run of hours should not need before its end
+    import pictures  # imports matplotlib, which a run of hours should need only at its end
 
     colours = ("INK", "BLUE", "SKY", "GREEN", "ORANGE", "PURPLE")
     curves = [
@@ -213,8 +213,8 @@ def command_line() -> tuple[Config, Path, list[Any]]:
             parser.error(f"--{name.replace('_', '-')} must be positive")
     if config.width % HEADS:
         parser.error(f"--width must be a multiple of {HEADS}, the heads")
-    if picture.is_dir() or not picture.absolute().parent.is_dir():  # now, and not after an hour
-        parser.error(f"cannot write to {picture}: a directory, or in none that exists")
+    if picture.is_dir() or not picture.absolute().parent.is_dir():  # check now, not after an hour
+        parser.error(f"cannot write to {picture}: give a file in an existing directory")
     if config.steps % 32 or config.eval_every % 32 or config.steps % config.eval_every:
         parser.error("--eval-every must be a multiple of 32, and --steps one of --eval-every")
     if config.batch_size % config.replicas:

@@ -27,7 +27,7 @@ def panels(
     count: int, width: float, height: float, *, share_y: bool = True
 ) -> tuple[Figure, list[Axes]]:
     """Makes a figure of so many panels side by side; sizes in inches."""
-    # A figure of its own, without pyplot: no window system is looked for.
+    # A figure without pyplot needs no window system.
     figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(1, count, squeeze=False, sharey=share_y)[0])
@@ -52,8 +52,8 @@ def name_points(axis: Axes, points: Sequence[tuple[float, float, str, str]]) -> 
       axis: The panel.
       points: (x, y, name, colour) of each.
     """
-    figure = cast(Figure, axis.figure)  # an axis of `panels` is part of no smaller one
-    figure.canvas.draw()  # settles the layout, and with it what a pixel is
+    figure = cast(Figure, axis.figure)  # an axis of `panels` is not in a subfigure
+    figure.canvas.draw()  # fixes the layout and the size of a pixel
     pixel = 72 / figure.dpi  # in points
     taken: list[tuple[float, float, float]] = []
     for x, y, name, colour in sorted(points, key=lambda point: point[1]):
@@ -90,12 +90,12 @@ def save(figure: Figure, path: Path) -> None:
 class Curve(NamedTuple):
     """Held-out loss of a run of the language model."""
 
-    by_step: str  # its name beside the end of the one curve
-    by_bytes: str  # and of the other
+    by_step: str  # the name beside the end of the curve against steps
+    by_bytes: str  # the name beside the curve against bytes
     colour: str
     steps: Sequence[int]
     held_out: Sequence[float]
-    bytes_sent: Sequence[float]  # by each replica, up to there
+    bytes_sent: Sequence[float]  # bytes that each replica sent up to these steps
 
 
 def draw(path: Path, curves: Sequence[Curve], replicas: int) -> None:

@@ -39,11 +39,11 @@ examples:
   python examples/language_model/train.py --checkpoint-dir run --resume   # the first time, too
   srun python examples/language_model/train.py --distributed --checkpoint-dir /shared/run --resume
 """
-# EX_TEMPFAIL of sysexits.h: stopped and saved, start it again. And: nothing is saved.
+# EX_TEMPFAIL of sysexits.h: stopped and saved, start again. The other code: nothing is saved.
 EXIT_AGAIN, EXIT_STOPPED = 75, 128 + signal.SIGTERM
-# Seconds for the other processes to end, before that which holds the coordinator does.
+# Seconds for the other processes to end before the process with the coordinator ends.
 GRACE = 3.0
-# What may differ from the run that wrote a checkpoint: it does not change what a step computes.
+# Options that may differ from the saved run, because they do not change a step's results.
 FREE = ("eval_every", "eval_sequences")
 
 
@@ -190,7 +190,7 @@ class Log:
 
     def _write(self, mode: str, *records: dict[str, Any]) -> None:
         try:
-            with self._path.open(mode) as file:  # closed each time: a killed run leaves its curve
+            with self._path.open(mode) as file:  # closed: a killed run keeps its curve
                 file.write("".join(json.dumps(record) + "\n" for record in records))
         except OSError as error:
             raise UsageError(f"the log {self._path} could not be written ({error})") from error
@@ -235,12 +235,12 @@ def together(action: Callable[[], None]) -> None:
         try:
             failed = multihost_utils.process_allgather(np.array(failure is not None))
         except Exception:
-            # The others were too slow to answer, or have ended: what happened here is the cause.
+            # The others were too slow to answer, or have ended. This process's error is the cause.
             if failure is None:
                 raise
             raise failure from None
         if failure is None and np.any(failed):
-            failure = CheckpointError("another process could not write, and says why")
+            failure = CheckpointError("another process could not write; see its error")
     if failure is not None:
         raise failure
 
@@ -304,7 +304,7 @@ def leave(message: str, code: int) -> NoReturn:
     """Ends this process at once, because at exit JAX would wait for lost processes."""
     print(f"process {jax.process_index()}: {message}", file=sys.stderr, flush=True)
     if jax.process_index() == 0 and jax.process_count() > 1:
-        time.sleep(GRACE)  # the others, which JAX aborts where they find this one gone
+        time.sleep(GRACE)  # for the others: JAX aborts them when this one is gone
     os._exit(code)
 
 
@@ -312,7 +312,7 @@ def main() -> int:
     """Runs the command line; returns the exit code."""
     p = parser()
     arguments = p.parse_args()
-    # orbax logs the tracebacks of errors that it raises, too; here they become a sentence.
+    # orbax also logs the tracebacks of its errors; here an error is one sentence.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         connect(arguments)
@@ -325,13 +325,13 @@ def main() -> int:
         if jax.process_count() == 1:
             raise
         traceback.print_exc()
-        leave("ended by the error above; where another process ended first, that one says why", 1)
+        leave("ended by the error above; if another process ended first, see its error", 1)
     if stopped is None:
         return 0
-    said, code = "and nothing is saved without --checkpoint-dir", EXIT_STOPPED
+    ending, code = "and nothing is saved without --checkpoint-dir", EXIT_STOPPED
     if arguments.checkpoint_dir:
-        said, code = "which is saved: start the run again with --resume", EXIT_AGAIN
-    print(f"{p.prog}: stopped by a signal after step {stopped}, {said}", file=sys.stderr)
+        ending, code = "which is saved: start the run again with --resume", EXIT_AGAIN
+    print(f"{p.prog}: stopped by a signal after step {stopped}, {ending}", file=sys.stderr)
     return code
 
 

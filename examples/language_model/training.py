@@ -37,10 +37,10 @@ def option(default: Any, about: str) -> Any:
 class RunConfig:
     """Everything that determines a run. Two runs with equal configurations have the same curve."""
 
-    strategy: str = option("powersgd", "what averages the gradients")
-    rank: int = option(4, "of the compressed gradients")
+    strategy: str = option("powersgd", "how gradients are averaged")
+    rank: int = option(4, "rank of the compressed gradients")
     start_step: int = option(100, "exact steps before compression")
-    comm_dtype: str = option("float32", "of the factors of compressed gradients")
+    comm_dtype: str = option("float32", "wire dtype of the factors")
     steps: int = option(1000, "length of the run, and of the learning rate's schedule")
     batch_size: int = option(32, "sequences in a step, over all replicas")
     layers: int = option(4, "transformer blocks")
@@ -48,9 +48,9 @@ class RunConfig:
     heads: int = option(4, "attention heads")
     context: int = option(128, "bytes in a sequence")
     learning_rate: float = option(2e-3, "its highest value")
-    seed: int = option(0, "of the parameters and the data")
+    seed: int = option(0, "seed of the parameters and the data")
     eval_every: int = option(100, "steps between evaluations")
-    eval_sequences: int = option(512, "held-out, rounded up to whole batches")
+    eval_sequences: int = option(512, "held-out sequences, rounded up to whole batches")
 
     def check(self) -> None:
         """Raises one `UsageError` that names every wrong value."""
@@ -66,7 +66,7 @@ class RunConfig:
             wrong.append(f"--width {self.width} is not a multiple of --heads {self.heads}")
         if self.strategy != "powersgd" and self.comm_dtype != "float32":
             wrong.append(
-                f"--comm-dtype {self.comm_dtype} is of the factors of --strategy powersgd, "
+                f"--comm-dtype {self.comm_dtype} is only for the factors of --strategy powersgd, "
                 f"which {self.strategy} has not"
             )
         if wrong:
@@ -80,7 +80,7 @@ def flag(name: str) -> str:
 
 COMM_DTYPES = ("float32", "bfloat16", "float16", "int8", "int6")
 
-# (the run, a rank or a function of path and leaf that gives one) -> what averages the gradients
+# (the run, a rank or a function of path and leaf that returns one) -> the reducer
 STRATEGIES: dict[str, Callable[[RunConfig, Any], jaxcomp.types.Transformation]] = {
     "allreduce": lambda run, rank: jaxcomp.allreduce(axis_name=AXIS),
     "allreduce-bf16": lambda run, rank: jaxcomp.allreduce(axis_name=AXIS, comm_dtype="bfloat16"),
@@ -118,9 +118,9 @@ class Record(NamedTuple):
     """Reports one step."""
 
     step: int  # steps done
-    loss: jax.Array  # of the whole batch; reading it waits for the devices
-    held_out: float | None  # nats per byte, where it was evaluated
-    bytes_step: float  # handed to the network by each replica in this step
+    loss: jax.Array  # mean over the whole batch; to read it waits for the devices
+    held_out: float | None  # nats per byte; None if it was not evaluated
+    bytes_step: float  # that each replica sent in this step
     bytes_sent: float  # the same, since step 0
     seconds: float  # since the run was started or resumed, evaluations and compilation included
 
@@ -218,7 +218,7 @@ class Run:
         count = -(-self.config.eval_sequences // size)
         text, context = self._corpus.held_out, self.config.context
         batches = lm.held_out_batches(text, count=count, size=size, context=context)
-        # One batch at a time: many programs in flight only fight for the cores of a CPU.
+        # One batch at a time: many simultaneous programs would compete for the cores of a CPU.
         return float(
             np.mean([float(self._evaluate(self.state.params, self._split(b))) for b in batches])
         )
@@ -240,7 +240,7 @@ class Run:
         last = min(config.steps, stop_at or config.steps)
         for index in range(self.start, last):
             batch = lm.training_batch(self._corpus.train, index, seed=config.seed, **shape)
-            jax.block_until_ready(loss)  # the host prepares one step ahead, and no more
+            jax.block_until_ready(loss)  # the host prepares at most one step ahead
             self.state, loss = self._train(self.state, self._split(batch))
             done = index + 1
             evaluated = done == last or done % config.eval_every == 0

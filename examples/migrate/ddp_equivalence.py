@@ -32,8 +32,8 @@ AXIS = "data"
 SAMPLES, FEATURES, HIDDEN, CLASSES = 500, 20, 32, 5
 BATCH, EPOCHS, SEED = 16, 3, 0
 RATE, MOMENTUM = 0.1, 0.9
-# The three ways add the same numbers in another order. A control tells how far training drives such
-# runs apart: its first weights differ by one rounding. The three ways round in every step.
+# The three ways add the same numbers in different orders. A control, whose first weights differ by
+# one rounding, shows how far such runs diverge. The three ways differ by rounding in every step.
 TIMES_CONTROL = 10
 
 Weights = dict[str, np.ndarray]
@@ -198,7 +198,7 @@ def report(columns: dict[str, Weights], control: Weights) -> bool:
         worst = max(worst, difference)
         print(f"largest difference to {name}: {difference:.1e} of the largest weight")
     apart = largest_difference(control, first)
-    print(f"to a run that begins one rounding apart: {apart:.1e}")
+    print(f"largest difference to a run that begins one rounding apart: {apart:.1e}")
     return worst <= TIMES_CONTROL * apart
 
 

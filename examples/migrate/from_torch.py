@@ -39,7 +39,7 @@ except ModuleNotFoundError as error:
         'from_torch.py: this needs torch, which is not installed: pip install "jaxcomp[torch]"'
     )
 
-# A run that moves rounds differently in every operation, the control once a step.
+# A run that moves has other rounding in every operation, the control once a step.
 TIMES_CONTROL = 10
 
 
@@ -81,7 +81,7 @@ def continue_in_jax(case: Case, folder: pathlib.Path, mesh: Mesh) -> np.ndarray:
     run = torch_bridge.to_flax(checkpoint, like, apply=apply)
     params, tx, opt_state, _ = run
     loss_fn: Any = partial(flax_loss, module)
-    # `tx` begins with the reducer, so that what it gives in the place of gradients are updates.
+    # `tx` begins with the reducer, and `value_and_grad` returns its updates, not gradients.
     value_and_update = jaxcomp.value_and_grad(loss_fn, tx, mesh=mesh, axis_name="data")
     params = jax.device_put(params, NamedSharding(mesh, P()))
     state = value_and_update.restore(opt_state, params)
@@ -108,7 +108,7 @@ def compare(
     folder.mkdir(parents=True, exist_ok=True)
     for case in CASES:  # those of an earlier run
         (folder / case.name).unlink(missing_ok=True)
-    for phase in ("FIRST", "LAST"):  # what processes meet at
+    for phase in ("FIRST", "LAST"):  # each runs in all processes
         (folder / f"{phase}.store").unlink(missing_ok=True)
     for case in cases:
         (folder / case.name).touch()
@@ -136,7 +136,7 @@ def differences(losses: dict[str, np.ndarray], run: str) -> tuple[float, float]:
 
 def show(runs: dict[str, dict[str, np.ndarray]]) -> bool:
     """Prints the table; returns whether each run that moved is as close as its control."""
-    print("First loss, last losses, and how far they are apart after each move")
+    print("First loss, last losses, and their largest difference after each move")
     names = ("first", "stayed", "moved", "in JAX", "control", "back", "control")
     print(f"{'':24}" + "".join(f"{name:>10}" for name in names))
     good = True

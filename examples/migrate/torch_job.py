@@ -29,8 +29,8 @@ import torch_bridge
 
 def optimizer_of(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
     """Makes momentum SGD or AdamW."""
-    # Rates at which every case descends smoothly: where a loss jumps about, any two runs that round
-    # differently part within a few steps, moved or not.
+    # At these rates every loss falls smoothly. With a loss that jumps, any two runs with different
+    # rounding diverge within a few steps, even without a move.
     if case.optimizer == "sgd":
         rate = 0.02 if case.model == "cnn" else 0.05
         return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
@@ -63,7 +63,7 @@ def uninterrupted(case: Case, rank: int, folder: pathlib.Path) -> list[float]:
     for step in range(STEPS):
         if step == MOVES[0]:
             path = folder / f"{case.name}.to_jax.pt"
-            # The file gets a few inputs and the model's outputs, to check the model in JAX with.
+            # The file gets a few inputs and the model's outputs, which check the model in JAX.
             inputs = torch.from_numpy(batch(case.model, step, rank)["x"][:4])
             torch_bridge.save_checkpoint(path, model, state, optimizer=optimizer, example=inputs)
         losses.append(train(case, model, optimizer, step, rank))

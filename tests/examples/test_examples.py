@@ -135,7 +135,7 @@ WRONG = """
 train --strategy magic | invalid choice: 'magic'
 train --batch-size 9 --devices 4 | --batch-size 9 is not a multiple of the 4
 train --rank 0 --steps -1 | --rank must be positive; --steps must be positive
-train --strategy int8 --comm-dtype int6 | --comm-dtype int6 is of the factors of
+train --strategy int8 --comm-dtype int6 | --comm-dtype int6 is only for the factors of
 train --width 30 --heads 4 | --width 30 is not a multiple of --heads 4
 train --devices 9999 | at most 8, got 9999
 train --context 999999999 | is longer than the text

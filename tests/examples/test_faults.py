@@ -73,7 +73,7 @@ def test_a_process_that_dies_ends_the_other_and_one_process_goes_on(tmp_path, un
         job.wait_until(lambda: bool(saved(tmp_path / "run")))
         job.signal(signal.SIGKILL, 1)
         assert job.codes(60)[0] != 0 or saved(tmp_path / "run")[-1] == 12
-        assert "step" not in job.said(1)  # process 0 does the talking
+        assert "step" not in job.said(1)  # only process 0 prints
     newest = saved(tmp_path / "run")[-1]
     with Job(1, tmp_path, *arguments, "--devices", 2) as job:
         assert job.codes() == [0], job.said()
@@ -209,7 +209,7 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path):
     """One of another run is in test_examples.py."""
     directory = written(tmp_path / "run", 1)
     shutil.rmtree(directory / "1" / "run")
-    with pytest.raises(CheckpointError, match="cut off, damaged or not of this program"):
+    with pytest.raises(CheckpointError, match="truncated, damaged or from another program"):
         restored(directory)
 
 
@@ -221,7 +221,7 @@ def test_a_full_disk_is_said_and_what_is_half_written_is_passed_over(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (256, hard))
     try:
         checkpoints.save(2, STATE, {"config": {"--rank": 4}})
-        with pytest.raises(CheckpointError, match="could not be written, and those before it are"):
+        with pytest.raises(CheckpointError, match="could not be written, and earlier ones are"):
             checkpoints.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
