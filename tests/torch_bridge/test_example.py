@@ -381,6 +381,47 @@ def test_a_slight_difference_is_said_to_be_of_a_formula(other):
         proved(TwoHeads(**other))
 
 
+class Normed(nn.Module):
+    eps: float = 1e-5
+
+    @nn.compact
+    def __call__(self, ids):
+        x = 4 * nn.Embed(11, 8, name="embed")(ids)
+        return nn.Dense(8, name="out")(nn.LayerNorm(self.eps, name="norm")(x))
+
+
+class TorchNormed(tnn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = tnn.Embedding(11, 8), tnn.LayerNorm(8)
+        self.out = tnn.Linear(8, 8)
+
+    def forward(self, ids):
+        return self.out(self.norm(4 * self.embed(ids)))
+
+
+IDS = np.arange(10).reshape(2, 5)
+
+
+def test_outputs_may_differ_by_ten_times_what_one_rounding_moves_them():
+    state, example = proof(TorchNormed(), IDS)
+    arrays = {name: value.numpy() for name, value in state.items()}
+    checkpoint = Checkpoint(arrays, example=example)
+    like = abstract(Normed(), IDS)
+    run = torch_bridge.to_flax(checkpoint, like, apply=Normed().apply)
+    assert run.difference <= 10 * run.control < 1e-5
+    wrong = Normed(1e-6)
+    off = np.asarray(wrong.apply(run.params, IDS)) - example[1]
+    assert np.abs(off).max() < 1e-5 * np.abs(example[1]).max()
+    with pytest.raises(
+        CheckpointMismatch, match=r"e-06 of the largest output off, where .*e-06 is"
+    ):
+        torch_bridge.to_flax(checkpoint, like, apply=wrong.apply)
+    back = {"apply": wrong.apply, "module": TorchNormed(), "pairs": run.pairs}
+    with pytest.raises(CheckpointMismatch, match=r"gives other outputs .*e-06 of the largest"):
+        torch_bridge.to_torch(run.params, (), checkpoint, **back)
+
+
 def test_another_width_is_said_first():
     said = r"A width differs, it seems: .* axis of \[7\], and no tensor of torch one of \[11\]"
     state = {f"{name}.weight": np.ones((7, 3)) for name in "xy"}

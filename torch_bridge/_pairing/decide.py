@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import STATISTICS, clean_names, equal_matrices, shape_of, tied
 from torch_bridge._base.terminal import printable
-from torch_bridge._pairing.evidence import Evidence
+from torch_bridge._pairing.evidence import Apart, Evidence
 from torch_bridge._pairing.kinds import CONV1D, OUT_IN, join
 from torch_bridge._pairing.layers import NO_LAYER, Layer, layers_of
 from torch_bridge._pairing.leaves import Tree
@@ -62,12 +62,11 @@ class Paired(NamedTuple):
 
     Attributes:
       pairs: Every tensor with its leaf.
-      difference: How far the Flax outputs were from torch's, relative to the largest; None where
-        nothing was run.
+      apart: How far the Flax outputs were from torch's; None where nothing was run.
     """
 
     pairs: tuple[Pair, ...]
-    difference: float | None = None
+    apart: Apart | None = None
 
 
 def decide(
@@ -104,13 +103,13 @@ def decide(
         match.match_names(misfits=not evidence)
         _leave_out_indices(match, kept)
         try:
-            reading, difference = _read(match, evidence, kept)
+            reading, apart = _read(match, evidence, kept)
         except CheckpointMismatch as error:
             errors.append(error)
             continue
         places = dict(zip(tree.shapes, itertools.count(), strict=False))
         pairs = sorted(reading.pairs(), key=lambda one: places[one.path])
-        return Paired(_with_aliases(pairs, kept, first), difference)
+        return Paired(_with_aliases(pairs, kept, first), apart)
     for error in errors:
         if not (error.missing or error.unexpected or error.mis_shaped):
             raise error  # of ties that leave every tensor and leaf a place
@@ -159,7 +158,7 @@ def _with_aliases(
 
 def _read(
     match: Match, evidence: Evidence | None, tensors: Mapping[str, Any]
-) -> tuple[Reading, float | None]:
+) -> tuple[Reading, Apart | None]:
     """Decides what names leave open: by shapes and what the user says, or by an example."""
     if evidence is None:
         match.match_shapes()
@@ -177,7 +176,7 @@ def _read(
         match.match_shapes()
         _without_problems(match)
     try:
-        reading, difference = Search(match, questions.reading, evidence, tensors).prove()
+        reading, apart = Search(match, questions.reading, evidence, tensors).prove()
     except CheckpointMismatch as error:
         sentences = _reparametrized(tensors)
         if not sentences:
@@ -198,7 +197,7 @@ def _read(
             "ignore= says the same without a warning.",
             stacklevel=2,
         )
-    return reading, difference
+    return reading, apart
 
 
 def _reparametrized(names: Collection[str]) -> str:

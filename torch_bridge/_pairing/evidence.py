@@ -23,10 +23,15 @@ from torch_bridge._pairing.pairs import Path
 
 Apply: TypeAlias = Callable[..., Any]
 Example: TypeAlias = tuple[Sequence[Any], Any]  # inputs and outputs of the torch module
-# Of the largest output, in float32; some 84 units of its rounding.
-TOLERANCE = 1e-5
-# Of a narrower type every layer rounds by a unit, and few layers round the same way.
-_UNITS = 16
+# How far outputs may be apart at most, as a share of the largest: some 84 units of float32's
+# rounding, and 16 of a narrower type, by a unit of which every layer rounds.
+_MOST = 1e-5
+_MOST_UNITS = 16
+# Two right runs round in every operation, and a control only at its beginning. Conversions of 54
+# kinds of models are at most 2 controls from torch, and one wide convolution is 8. With a tenth of
+# the eps of their norms they are 3 to 180 from it, and half of them more than 19.
+_CONTROLS = 10
+_LEAST_UNITS = 8  # of rounding, of the largest output: so much is nothing, whatever a control shows
 # Operations that hand a leaf on as it is.
 _VIEWS = frozenset(
     {"reshape", "transpose", "convert_element_type", "broadcast_in_dim", "squeeze", "rev", "copy"}
@@ -35,10 +40,25 @@ _MAP_AXES = 3  # arrays of so many axes may have their channels second in torch,
 
 
 class Apart(NamedTuple):
-    """How far outputs are apart, relative to the largest output and to their norm."""
+    """How far the outputs of the Flax model are from torch's.
+
+    Attributes:
+      largest: The largest difference, as a share of the largest output.
+      mean: The norm of the differences, as a share of the norm of the outputs.
+      control: How far the same run, moved by one rounding, is from itself; infinite where the
+        outputs are too far from torch's to be equal.
+      allowed: The share of the largest output by which equal outputs may differ.
+    """
 
     largest: float
     mean: float
+    control: float = math.inf
+    allowed: float = 0.0
+
+    @property
+    def is_rounding(self) -> bool:
+        """Tells whether rounding explains the difference."""
+        return self.largest <= self.allowed
 
 
 class Layout(NamedTuple):
@@ -56,8 +76,7 @@ class Evidence:
       order: Path of a leaf -> its place in the order in which the Flax model uses them.
       upward: Paths of the kernels that it uses in a ConvTranspose with a stride.
       maps: What it flattens or takes apart: how many values there are, and of how many channels.
-      tolerance: How far outputs may be apart that are equal but for rounding.
-      runs: How often the model was run.
+      runs: How often the model was run, without controls.
     """
 
     def __init__(self, apply: Apply, example: Example, tree: Tree, tensors: Sequence[Any]) -> None:
@@ -75,8 +94,10 @@ class Evidence:
         self._tree = tree
         inputs, self._theirs = _read(example)
         dtypes = [array.dtype for array in filter(_is_real, map(to_numpy, tensors))]
-        units = [float(jnp.finfo(dtype).eps) for dtype in dtypes]
-        self.tolerance = max(TOLERANCE, _UNITS * max(units, default=0.0))
+        # float64 becomes float32, where JAX computes in that.
+        computed = [jax.dtypes.canonicalize_dtype(dtype) for dtype in dtypes]
+        units = [float(jnp.finfo(dtype).eps) for dtype in computed]
+        self._unit = max(units, default=float(jnp.finfo(np.float32).eps))
         self._leaves = {path: _filled(leaf) for path, leaf in tree.leaves.items()}
         for path, shape in tree.shapes.items():
             self._leaves[path] = np.zeros(shape, dtypes[0] if dtypes else np.float32)
@@ -90,22 +111,31 @@ class Evidence:
     def apart(self, leaves: Mapping[Path, Any]) -> Apart:
         """Runs the model with some leaves, and compares each output with torch's.
 
-        That is taken as it is or with its channels last, whichever is nearer.
+        What comes near is run again as a control: with leaves and inputs moved by one rounding.
 
         Args:
           leaves: Path -> leaf, of all that come from torch.
         """
         self.runs += 1
+        outputs = self._outputs(leaves, self._inputs)
+        apart = _furthest(outputs, self._theirs)
+        most = max(_MOST, _MOST_UNITS * self._unit)
+        if apart.largest > most:
+            return apart._replace(allowed=most)
+        random = np.random.default_rng(0)
+        moved_leaves = {path: _moved(leaf, random) for path, leaf in leaves.items()}
+        moved_inputs = [_moved(array, random) for array in self._inputs]
+        moved = self._outputs(moved_leaves, moved_inputs)
+        control = _furthest(moved, _numbers(outputs)).largest
+        allowed = max(_CONTROLS * control, _LEAST_UNITS * self._unit)
+        return apart._replace(control=control, allowed=min(allowed, most))
+
+    def _outputs(self, leaves: Mapping[Path, Any], inputs: Sequence[np.ndarray]) -> Any:
+        """Runs the model."""
         params = self._tree.with_leaves(self._leaves | dict(leaves))
         # On a GPU products of float32 are rounded to fewer bits unless this is said.
         with jax.default_matmul_precision("highest"):
-            outputs = self._run(params, *self._inputs)
-        apart = Apart(0.0, 0.0)
-        for mine, views in _matched(outputs, self._theirs):
-            value = np.asarray(mine).astype(np.float64)
-            nearest = min((_apart(value, view) for view in views), key=lambda one: one.mean)
-            apart = Apart(*map(max, apart, nearest))
-        return apart
+            return self._run(params, *inputs)
 
     def _running_layouts(self, apply: Apply, inputs: Sequence[np.ndarray]) -> list[Layout]:
         """Finds the layouts of the inputs for which the model returns as many values as torch."""
@@ -210,6 +240,27 @@ def _is_variable(value: Any) -> bool:
     return isinstance(value, core.Var)
 
 
+def _moved(value: Any, random: np.random.Generator) -> np.ndarray:
+    """Moves every floating-point value to one of its neighbours, up or down."""
+    array = np.asarray(jnp.asarray(value))
+    if not _is_real(array):
+        return array
+    upwards = random.integers(2, size=array.shape, dtype=bool)
+    ends = np.where(upwards, np.inf, -np.inf).astype(array.dtype)
+    return np.where(np.isfinite(array), np.nextafter(array, ends), array)
+
+
+def _furthest(ours: Any, theirs: Iterable[np.ndarray]) -> Apart:
+    """Tells how far outputs are from others, which are taken as they are or with channels last."""
+    apart = Apart(0.0, 0.0)
+    for mine, views in _matched(ours, theirs):
+        value = np.asarray(mine).astype(np.float64)
+        nearest = min((_apart(value, view) for view in views), key=lambda one: one.mean)
+        largest = max(apart.largest, nearest.largest)
+        apart = Apart(largest, max(apart.mean, nearest.mean))
+    return apart
+
+
 def _apart(mine: np.ndarray, other: np.ndarray) -> Apart:
     """Tells how far an output is from torch's of as many values."""
     error = np.abs(mine.reshape(other.shape) - other)
@@ -233,15 +284,18 @@ def _read(example: Example) -> tuple[list[np.ndarray], list[np.ndarray]]:
         inputs = (inputs,)
     # int64 becomes int32, as in JAX.
     arrays = [np.asarray(jnp.asarray(to_numpy(value))) for value in inputs]
-    theirs = []
-    for value in filter(_is_real, map(to_numpy, jax.tree.leaves(outputs))):
-        array = np.asarray(value).astype(np.float64)
-        if not np.all(np.isfinite(array)):
-            raise ValueError("torch's outputs in `example` are not finite. Take other inputs.")
-        theirs.append(array)
+    theirs = _numbers(outputs)
+    if not all(np.isfinite(array).all() for array in theirs):
+        raise ValueError("torch's outputs in `example` are not finite. Take other inputs.")
     if not theirs:
         raise ValueError("`example` has no outputs of floating point to compare with.")
     return arrays, theirs
+
+
+def _numbers(outputs: Any) -> list[np.ndarray]:
+    """Lists the outputs of floating point, as float64."""
+    arrays = filter(_is_real, map(to_numpy, jax.tree.leaves(outputs)))
+    return [np.asarray(array).astype(np.float64) for array in arrays]
 
 
 def _is_real(leaf: Any) -> bool:

@@ -93,11 +93,11 @@ class Search:
         self._leaves = {}
         self._tried = []
 
-    def prove(self) -> tuple[Reading, float]:
+    def prove(self) -> tuple[Reading, Apart]:
         """Finds a reading that gives torch's outputs, and looks whether no other does.
 
         Returns:
-          It, and how far the outputs are apart, relative to the largest of torch's.
+          It, and how far the outputs are apart.
 
         Raises:
           CheckpointMismatch: None of those tried does, or the example does not tell one from
@@ -108,13 +108,13 @@ class Search:
             self._evidence.use(layout)
             self._search(TRIES * (place + 1) // len(layouts))
             apart, reading = self._nearest()
-            if apart.largest <= self._evidence.tolerance:
-                self._check(reading, apart)
-                return reading, apart.largest
+            if apart.is_rounding:
+                self._check(reading)
+                return reading, apart
         raise self._refusal(*self._nearest())
 
     def _nearest(self) -> tuple[Apart, Reading]:
-        return min(self._tried, key=lambda one: one[0].mean)
+        return min(self._tried, key=lambda one: (not one[0].is_rounding, one[0].mean))
 
     def _search(self, tries: int) -> None:
         """Looks for a reading with the inputs in one layout, until one fits.
@@ -137,7 +137,7 @@ class Search:
             seen.add(reading.key())
             apart = self._evidence.apart(self._leaves_of(reading))
             self._tried.append((apart, reading))
-            if apart.largest <= self._evidence.tolerance:
+            if apart.is_rounding:
                 return
             states.append(_State(self._changes(reading), apart.mean, parent.depth + 1))
 
@@ -282,7 +282,7 @@ class Search:
                 if not {one, other} <= named:
                     yield from self._exchanged(reading, [one], [other])
 
-    def _check(self, proved: Reading, difference: Apart) -> None:
+    def _check(self, proved: Reading) -> None:
         """Runs neighbours of a reading: what gives the same outputs is not told by the example.
 
         Raises:
@@ -294,8 +294,7 @@ class Search:
             others = self._leaves_of(reading)
             if all(np.array_equal(leaves[path], others[path]) for path in leaves):
                 continue  # equal values, wherever they go
-            apart = self._evidence.apart(others)
-            if apart.largest <= max(self._evidence.tolerance, difference.largest):
+            if self._evidence.apart(others).is_rounding:
                 doubtful.append(text)
         if doubtful:
             raise CheckpointMismatch(
@@ -320,7 +319,7 @@ class Search:
         return CheckpointMismatch(
             f"The Flax model does not give torch's outputs: after {self._evidence.runs} tries the "
             f"nearest are {apart.largest:.1e} of the largest output off, where "
-            f"{self._evidence.tolerance:.0e} is rounding. {hint}: look at the eps and momentum of "
+            f"{apart.allowed:.1e} is rounding. {hint}: look at the eps and momentum of "
             "norms, the form of an activation (GELU with tanh or without), padding, evaluation "
             "mode, and what `apply` does with the inputs.",
             ambiguous=doubtful,
