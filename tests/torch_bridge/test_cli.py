@@ -219,6 +219,7 @@ unsafe | inspect hostile.pt | os.system
 unusable | inspect none.pt | none.pt: No such file
 unusable | inspect text.pt/none.pt | text.pt/none.pt: Not a directory
 unusable | inspect text.pt | Expected a torch.save file
+usage | inspect checkpoint.pt --max-bytes -1 | must be a positive number of bytes, got '-1'
 unusable | inspect checkpoint.pt --max-bytes 10 | --max-bytes
 unusable | inspect checkpoint.pt --layout text.pt | text.pt: A bucket
 unusable | inspect checkpoint.pt --layout pipe | a pipe

@@ -176,5 +176,8 @@ def test_arguments_of_another_kind_are_not_put_down_to_the_file(put):
     file = put(files.saved(files.documented()))
     with pytest.raises(TypeError, match="`max_bytes` must be a number of bytes"):
         load(file, max_bytes="1GB")
+    for number in (0, -1):
+        with pytest.raises(ValueError, match=f"positive number of bytes, got {number}"):
+            load(file, max_bytes=number)
     with pytest.raises(TypeError, match=r"the file's name, not what torch\.load made of it"):
         load(files.model().state_dict())

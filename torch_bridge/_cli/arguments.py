@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
             add("--missing-ranks", choices=("error", "zero", "replicate"), default="error")
             add("--params", required=True, metavar="MODULE:NAME", type=_reference)
         add("--layout", type=pathlib.Path, metavar="FILE", help="record_layout(...).to_json()")
-        add("--max-bytes", type=int, metavar="N", help="the most bytes one file may unpack to")
+        add("--max-bytes", type=_bytes, metavar="N", help="the most bytes one file may unpack to")
     return main
 
 
@@ -160,6 +160,14 @@ def _names(text: str) -> Any:
                 "--param-names must be a list of names, or one list for each param group."
             )
     return names
+
+
+def _bytes(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        count = int(text)
+        if count > 0:
+            return count
+    raise argparse.ArgumentTypeError(f"must be a positive number of bytes, got {text!r}")
 
 
 def _reference(text: str) -> str:

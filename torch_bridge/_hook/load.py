@@ -66,6 +66,7 @@ def load(
       UnsafeCheckpoint: A file asks for a global that is not on the allow-list; it is named.
       OSError: A file cannot be opened.
       TypeError: `paths` or `max_bytes` is something else.
+      ValueError: `max_bytes` is not positive.
 
     Example:
       >>> import tempfile, torch
@@ -79,6 +80,11 @@ def load(
         paths = [paths]
     if max_bytes is not None and type(max_bytes) is not int:
         raise TypeError(f"`max_bytes` must be a number of bytes, an integer, got {max_bytes!r}.")
+    if max_bytes is not None and max_bytes < 1:
+        raise ValueError(
+            f"`max_bytes` must be a positive number of bytes, got {max_bytes}. Leave it out for "
+            "three times the size of the file and 64 MiB more."
+        )
     if isinstance(paths, Mapping):
         raise TypeError(
             "`paths` must be one path, or a list of one for each rank, got a dictionary. Pass the "
@@ -159,7 +165,7 @@ def _fields(value: dict[Any, Any]) -> dict[str, Any]:
     elif state is not None:
         raise Malformed("a `comm_hook_state` that is no PowerSGDState")
     elif model is None:  # a flat state_dict, in which loops put numbers such as the epoch
-        others = {key: x for key, x in rest.items() if not isinstance(x, np.ndarray)}
+        _, others = _divided(rest)
         return fields | {"model": rest, "extra": others}
     return fields | {"model": model or {}, "extra": rest, "world_size": rest.get("world_size")}
 
@@ -176,8 +182,7 @@ def _model(model: Any) -> dict[str, np.ndarray]:
     """Takes the tensors of a state_dict, by names without the prefixes of wrappers."""
     tensors = {}
     if isinstance(model, dict):
-        # get_extra_state() may put anything beside the tensors.
-        tensors = {key: entry for key, entry in model.items() if isinstance(entry, np.ndarray)}
+        tensors, _ = _divided(model)  # get_extra_state() may put anything beside the tensors
     if model != {} and not tensors:
         raise Malformed("no state_dict (name -> tensor) and no `comm_hook_state`")
     arrays = _text_keys(tensors, "the state_dict")
@@ -185,6 +190,18 @@ def _model(model: Any) -> dict[str, np.ndarray]:
     if len(named) < len(arrays):
         raise Malformed("tensors with one name, once with a wrapper's words in it and once without")
     return named
+
+
+def _divided(entries: Mapping[Any, Any]) -> tuple[dict[Any, np.ndarray], dict[Any, Any]]:
+    """Divides the entries of a dictionary into arrays and others."""
+    arrays = {}
+    others = {}
+    for key, entry in entries.items():
+        if isinstance(entry, np.ndarray):
+            arrays[key] = entry
+        else:
+            others[key] = entry
+    return arrays, others
 
 
 def _text_keys(mapping: Mapping[Any, Any], what: str) -> dict[str, Any]:
