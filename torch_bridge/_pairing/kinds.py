@@ -11,6 +11,7 @@ does not turn the kernel as the gradient of a convolution does.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -129,6 +130,7 @@ class Joined(NamedTuple):
         return pairs
 
 
+@functools.lru_cache(maxsize=2**12)
 def join(torch: Layer, flax: Layer) -> Joined:
     """Brings the tensors of a torch layer together with the leaves of a Flax layer."""
     links = []

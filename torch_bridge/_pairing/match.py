@@ -96,43 +96,64 @@ class Match:
 
     def _follow(self, rules: Sequence[tuple[str, str]]) -> None:
         """Pairs the layers that rules name, and tensors and leaves that their layers keep apart."""
-        names = clean_names(list(itertools.chain(*map(Layer.tensors, self.torch))))
-        owners = {"/".join(layer.segments): layer for layer in self.flax}
+        tensors = itertools.chain.from_iterable(map(Layer.tensors, self.torch))
+        names = clean_names(list(tensors))
+        owners = {}
         leaves = {}
+        for target in self.flax:
+            owners["/".join(target.segments)] = target
         for target in self.flax:
             for leaf, (path, _) in target.parts.items():
                 owners["/".join(path)] = target
                 leaves["/".join(path)] = leaf
-        for layer in self.torch.copy():
+        for whole in self.torch.copy():
+            layer = whole  # without the tensors that a rule sends elsewhere
             sent = {}
-            for part, (name, _) in list(layer.parts.items()):
+            for part, (name, _) in whole.parts.items():
                 pattern, paths = _first_rule(rules, [names[name], layer.name])
-                leaf = leaves.get(paths[0]) if len(paths) == 1 else None
+                leaf = None
+                if len(paths) == 1:
+                    leaf = leaves.get(paths[0])
                 if leaf is not None and not _meet(layer, part, owners[paths[0]], leaf, pattern):
-                    owners[paths[0]] = self._alone(layer, part, owners[paths[0]], leaf)
+                    layer = self._alone(layer, part, owners, paths[0], leaf)
                     del leaves[paths[0]]
                 elif paths:
-                    sent.setdefault(tuple(map(owners.get, paths)), (pattern, paths))
+                    targets = tuple(map(owners.get, paths))
+                    sent.setdefault(targets, (pattern, paths))
             if sent:
                 self._send(layer, sent)
 
-    def _alone(self, layer: Layer, part: str, target: Layer, leaf: str) -> Layer:
-        """Pairs a tensor and a leaf as layers by themselves, and returns the Flax layer."""
+    def _alone(
+        self, layer: Layer, part: str, owners: dict[str, Layer], path: str, leaf: str
+    ) -> Layer:
+        """Pairs a tensor and a leaf as layers by themselves; returns the layer without the tensor.
+
+        Args:
+          layer: The layer of the tensor.
+          part: What the tensor is called there.
+          owners: Name of a module, or path of a leaf -> its layer; what changes is exchanged.
+          path: The path of the leaf.
+          leaf: What the leaf is called in its layer.
+        """
+        target = owners[path]
+        rest = target.without(leaf)
+        for name, owner in owners.items():
+            if owner is target:
+                owners[name] = rest
+        owners[path] = target.single(leaf)
         one = layer.single(part)
-        other = target.single(leaf)
-        del layer.parts[part]
-        del target.parts[leaf]
-        for side, single, whole in ((self.torch, one, layer), (self.flax, other, target)):
-            _exchange(side, whole, [single, whole] if whole.parts else [single])
-        self.partners[one] = other
-        return other
+        left = layer.without(part)
+        self.partners[one] = owners[path]
+        _exchange(self.torch, {layer: [one, left]})
+        _exchange(self.flax, {target: [owners[path], rest]})
+        return left
 
     def _send(self, layer: Layer, sent: Mapping[Any, tuple[str, list[str]]]) -> None:
         """Pairs a layer with the one that a rule names, or its equal shares with several."""
         (targets, (pattern, paths)), *others = sent.items()
         text = f"the rule {pattern!r} sends {layer} to"
         shares = layer.shares(len(paths))
-        _exchange(self.torch, layer, shares)
+        _exchange(self.torch, {layer: shares})
         for share, target, path in zip(shares, targets, paths, strict=True):
             if target is None:
                 self.problems.append(
@@ -151,21 +172,30 @@ class Match:
     def take_apart(self, layers: Group) -> None:
         """Takes layers apart into their parts."""
         for parted, side in zip(layers, (self.torch, self.flax), strict=True):
+            parts = {}
             for layer in parted:
-                if len(layer.parts) > 1 and layer.sort in ("weight", "kernel", "norm", "bare"):
-                    _exchange(side, layer, [layer.single(part) for part in layer.parts])
+                if len(layer.parts) > 1 and layer.sort not in ("attention", "recurrent"):
+                    parts[layer] = [layer.single(part) for part in layer.parts]
+            _exchange(side, parts)
 
     def take_shares(self, layers: Group) -> None:
         """Takes packed Linears apart, of which not the whole but so many parts have a place."""
+        packed = {}
+        kinds = grouped(layers.flax, lambda target: target.signature).values()
         for layer in layers.torch:
             weight = layer.shape("weight")
             for count in _PACKED:
                 if len(weight) != 2 or weight[0] % count:
                     continue
                 shares = layer.shares(count)
-                if np.count_nonzero(self._strengths(shares[:1], layers.flax)) >= count:
-                    _exchange(self.torch, layer, shares)
+                places = 0
+                for alike in kinds:
+                    if self.fits(shares[0], alike[0]):
+                        places += len(alike)
+                if places >= count:
+                    packed[layer] = shares
                     break
+        _exchange(self.torch, packed)
 
     # --- by name, and by shape ------------------------------------------------------------------
 
@@ -190,44 +220,47 @@ class Match:
 
     def match_shapes(self) -> None:
         """Pairs every layer that has one place only, or is the only one for a place."""
-        both, could_be = self._candidates()
+        ours, theirs, could_be = self._candidates()
+        single_rows = np.array([len(alike) == 1 for alike in ours])
+        single_columns = np.array([len(alike) == 1 for alike in theirs])
+        single = np.outer(single_rows, single_columns)
         forced = could_be
         while forced.any():
             # Two layers that have the same place only stay open, and so do two such places.
             alone = could_be & (could_be.sum(1, keepdims=True) == 1)
             only = could_be & (could_be.sum(0) == 1)
             forced = alone & (alone.sum(0) == 1) | only & (only.sum(1, keepdims=True) == 1)
+            forced &= single
             for row, column in np.argwhere(forced):
-                self.partners[both.torch[row]] = both.flax[column]
+                self.partners[ours[row][0]] = theirs[column][0]
             could_be &= ~forced.any(0) & ~forced.any(1, keepdims=True)
 
     def groups(self) -> list[Group]:
         """Lists the layers that are open among each other; a group of one side fits nothing."""
-        both, could_be = self._candidates()
-        if not could_be.size:
-            return [Group(both.torch, []), Group([], both.flax)]
-        # Layers that could be the same are one node: a model may have thousands of them.
-        alike = list(grouped(range(len(both.torch)), lambda row: could_be[row].tobytes()).values())
-        rows, columns = np.nonzero(could_be[[places[0] for places in alike]])
-        total = len(alike) + len(both.flax)
-        edges = (rows, columns + len(alike))
+        ours, theirs, could_be = self._candidates()
+        total = len(ours) + len(theirs)
+        if not total:
+            return []
+        rows, columns = np.nonzero(could_be)
+        edges = (rows, columns + len(ours))
         graph = coo_array((np.ones(len(rows)), edges), shape=(total, total))
         labels = connected_components(graph, directed=False)[1]
         groups = [Group([], []) for _ in range(total)]
-        for places, label in zip(alike, labels, strict=False):
-            groups[label].torch.extend(both.torch[place] for place in places)
-        for target, label in zip(both.flax, labels[len(alike) :], strict=True):
-            groups[label].flax.append(target)
+        for alike, label in zip(ours, labels, strict=False):
+            groups[label].torch.extend(alike)
+        for alike, label in zip(theirs, labels[len(ours) :], strict=True):
+            groups[label].flax.extend(alike)
         return [group for group in groups if any(group)]
 
     def lonely(self) -> Group:
         """Returns the layers that fit nothing."""
-        lonely = Group([], [])
+        fitting = set()
         for torch, flax in self.groups():
-            if not (torch and flax):
-                lonely.torch.extend(torch)
-                lonely.flax.extend(flax)
-        return lonely
+            if torch and flax:
+                fitting.update(torch, flax)
+        torch, flax = self.open()
+        lonely = [layer for layer in torch if layer not in fitting]
+        return Group(lonely, [target for target in flax if target not in fitting])
 
     def assign(
         self, decided: Mapping[Layer, Layer], torch: list[Layer], flax: list[Layer]
@@ -270,8 +303,8 @@ class Match:
             strengths[np.ix_(alike, fitting)] = self.fits(torch[alike[0]], flax[fitting[0]])
         return strengths
 
-    def _candidates(self) -> tuple[Group, np.ndarray]:
-        """Returns the open layers, and which of them could be which.
+    def _candidates(self) -> tuple[list[list[Layer]], list[list[Layer]], np.ndarray]:
+        """Returns the open layers, alike ones together, and which of them could be which.
 
         They lie in the same module, the innermost that both sides have. Blocks may be numbered the
         other way round, so that numbers count only where layers in such a module have equal names.
@@ -281,17 +314,24 @@ class Match:
             for length in range(len(layer.segments)):
                 named.add(words_of(layer.segments[:length]))
         innermost = _shared(self.torch, self.flax, named)
-        both = self.open()
-        numbers = {}
-        modules = []
-        for side in both:
-            around = [innermost(layer.segments[:-1]) for layer in side]
-            modules.append(np.array([numbers.setdefault(one, len(numbers)) for one in around]))
-        strengths = self._strengths(*both) * np.equal.outer(*modules)
+
+        def kind(layer: Layer) -> tuple[Any, Any]:
+            return innermost(layer.segments[:-1]), layer.signature
+
+        ours, theirs = (grouped(side, kind) for side in self.open())
+        columns = {}  # module -> places of what is in it
+        for column, (module, _) in enumerate(theirs):
+            columns.setdefault(module, []).append(column)
+        rows = list(ours.values())
+        others = list(theirs.values())
+        strengths = np.zeros((len(rows), len(others)), np.int8)
+        for row, (module, _) in enumerate(ours):
+            for column in columns.get(module, ()):
+                strengths[row, column] = self.fits(rows[row][0], others[column][0])
         if self.options.plain:
             usual = strengths == FITS
             strengths[usual.any(1)] *= usual[usual.any(1)]
-        return both, strengths > 0
+        return rows, others, strengths > 0
 
 
 def grouped(members: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]]:
@@ -302,10 +342,14 @@ def grouped(members: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_
     return groups
 
 
-def _exchange(layers: list[Layer], whole: Layer, parts: Sequence[Layer]) -> None:
-    """Puts layers in the place of the one that they were taken from."""
-    place = layers.index(whole)
-    layers[place : place + 1] = parts
+def _exchange(layers: list[Layer], parts: Mapping[Layer, Sequence[Layer]]) -> None:
+    """Puts parts of layers in the place of those that they were taken from."""
+    whole = layers.copy()
+    layers.clear()
+    for layer in whole:
+        for part in parts.get(layer, [layer]):
+            if part.parts:
+                layers.append(part)
 
 
 def _shared(
