@@ -73,8 +73,8 @@ class Layer:
     @functools.cached_property
     def signature(self) -> tuple[Any, ...]:
         """Sort, shapes and share: equal for layers that can stand for each other."""
-        shapes = zip(self.parts, map(self.shape, self.parts), strict=True)
-        return self.sort, frozenset(shapes), self.share and self.share[1]
+        shapes = frozenset((part, shape) for part, (_, shape) in self.parts.items())
+        return self.sort, shapes, self.share and self.share[1]
 
     @property
     def is_vector(self) -> bool:
@@ -83,7 +83,9 @@ class Layer:
 
     def shape(self, part: str) -> Shape:
         """Returns the shape of one part; () if the layer does not have it."""
-        return self.parts[part][1] if part in self.parts else ()
+        if part not in self.parts:
+            return ()
+        return self.parts[part][1]
 
     def tensors(self) -> list[Any]:
         """Lists the names of its tensors, or the paths of its leaves."""
@@ -134,14 +136,16 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
       shapes: Tensor name -> shape of the torch model.
       tree: The flattened Flax tree; if it has no place for running statistics, they take no part.
     """
-    children = {}
+    children = {}  # path of a module -> names of the modules in it
     for path in tree.shapes:
         names = children.setdefault(path[:-2], set())
         names.update(name.rstrip("_") for name in path[-2:-1])
     cleaned = clean_names(list(shapes))
     heads = set()  # modules that pack the projections of attention, if Flax has them, too
     if any(map(_ATTENTION.issubset, children.values())):
-        heads = {name.rpartition(".")[0] for name in cleaned.values() if _PACKED.search(name)}
+        packed = filter(_PACKED.search, cleaned.values())
+        heads.update(name.rpartition(".")[0] for name in packed)
+
     modules = {}
     for name, clean in cleaned.items():
         segments, local = _torch_place(clean, heads)
@@ -150,7 +154,11 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
     torch = []
     for segments, parts in modules.items():
         torch += _divided(segments, *_torch_sort(parts), parts, ".")
-    bare = {(one.words, one.numbers, one.shape("")) for one in torch if one.sort == "bare"}
+
+    bare = set()
+    for layer in torch:
+        if layer.sort == "bare":
+            bare.add((layer.words, layer.numbers, layer.shape("")))
     groups = {}
     for path, shape in tree.shapes.items():
         module, part = _flax_place(path, children, bool(heads))
@@ -160,7 +168,8 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
         sort, known = _flax_sort(parts)
         if sort in ("embedding", "norm"):  # one written by hand in torch is not a module here, too
             alone = {(*words_of((*module, key)), shape) for key, (_, shape) in parts.items()}
-            known = () if alone <= bare else known
+            if alone <= bare:
+                known = ()
         flax += _divided(module, sort, known, parts, "/")
     return torch, flax
 
@@ -195,22 +204,25 @@ def _flax_place(path: Path, children: Mapping[Path, set[str]], attention: bool) 
 
 def _torch_sort(parts: Parts) -> tuple[Sort, Collection[str]]:
     """Finds the sort of the layer in a torch module, and which of the parts belong to it."""
-    weight = parts["weight"][1] if "weight" in parts else ()
+    _, weight = parts.get("weight", ("", ()))
     if any(map(_PACKED.fullmatch, parts)):
         return "attention", [key for key in parts if "proj" in key]
     if "weight_ih" in parts:
         return "recurrent", ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     if "running_mean" in parts or len(weight) == 1:
         return "norm", ("weight", "bias", *STATISTICS)
-    return "weight", ("weight", "bias") if weight else ()
+    if not weight:
+        return "weight", ()
+    return "weight", ("weight", "bias")
 
 
 def _flax_sort(parts: Parts) -> tuple[Sort, Collection[str]]:
     """Finds the sort of the layer in a Flax module, and which of the parts belong to it."""
     inner = [key for key in parts if key.rpartition(".")[0] in _INNER]
     if inner:
-        is_head = inner[0].rpartition(".")[0] in _ATTENTION
-        return "attention" if is_head else "recurrent", inner
+        if inner[0].rpartition(".")[0] in _ATTENTION:
+            return "attention", inner
+        return "recurrent", inner
     if "kernel" in parts and len(parts["kernel"][1]) > 1:
         return "kernel", ("kernel", "bias")
     if "embedding" in parts:
@@ -224,9 +236,12 @@ def _divided(
     segments: Path, sort: Sort, known: Collection[str], parts: Parts, sep: str
 ) -> Iterator[Layer]:
     """Makes the layer of the known parts, and a bare parameter of each other one."""
-    together = {key: part for key, part in parts.items() if key in known}
+    together = {}
+    alone = {}
+    for key, part in parts.items():
+        side = together if key in known else alone
+        side[key] = part
     if together:
         yield Layer(segments, sort, together, sep)
-    for key, part in parts.items():
-        if key not in together:
-            yield Layer((*segments, key), "bare", {"": part}, sep)
+    for key, part in alone.items():
+        yield Layer((*segments, key), "bare", {"": part}, sep)
