@@ -63,7 +63,7 @@ class View(NamedTuple):
     def with_rows(self, order: Shape) -> View:
         """Returns the view of a tensor that has the axes of its rows in another order."""
         moved = (*order, *range(len(order), len(self.split)))
-        split = tuple(self.split[axis] for axis in moved)
+        split = tuple(map(self.split.__getitem__, moved))
         return self._replace(split=split, axes=tuple(map(moved.index, self.axes)))
 
 
@@ -106,7 +106,9 @@ class Joined(NamedTuple):
     @property
     def forms(self) -> list[Form]:
         """Lists the forms in which the weight fits, the usual one first."""
-        return list(self.links[0].views) if self.links else []
+        if not self.links:
+            return []
+        return list(self.links[0].views)
 
     def pairs(self, answer: Answer) -> list[Pair]:
         """Makes the pairs of all links, with what is known about the layers."""
@@ -185,7 +187,9 @@ def _weight(torch: Layer, flax: Layer) -> list[Link]:
     elif len(shape) == 3:
         for order in itertools.permutations(range(3)):
             forms[order] = order
-    maps = _DENSE if is_dense else _NO_MAPS
+    maps = _NO_MAPS
+    if is_dense:
+        maps = _DENSE
     weight = _link(torch, flax, "weight", "kernel", torch.share, maps, forms)
     bias = _link(torch, flax, "bias", "bias", torch.share, ("", maps[1]))
     if in_out in weight.views and not is_dense:
@@ -207,7 +211,9 @@ def _embedding(torch: Layer, flax: Layer) -> list[Link]:
 
 def _norm(torch: Layer, flax: Layer) -> list[Link]:
     """Links a norm of any sort, running statistics included, and PReLU."""
-    scale = "negative_slope" if "negative_slope" in flax.parts else "scale"
+    scale = "scale"
+    if "negative_slope" in flax.parts:
+        scale = "negative_slope"
     leaves = {"weight": scale, "bias": "bias", "running_mean": "mean", "running_var": "var"}
     links = []
     for tensor, leaf in leaves.items():
@@ -237,15 +243,14 @@ def _recurrent(torch: Layer, flax: Layer) -> list[Link]:
     count, rest = divmod(packed, hidden)
     if rest or count not in _GATES:
         return []
-    gates = []
-    for place, letter in enumerate(_GATES[count]):
-        gates.append((letter, (place, count)))
     prefix = ""
+    gates: list[tuple[str, Share | None]] = [("", None)]
     if "dense_i.kernel" in flax.parts:  # flax.nnx packs the gates as torch does
         prefix = "dense_"
-        gates = []
+    elif count > 1:
+        gates = [(letter, (place, count)) for place, letter in enumerate(_GATES[count])]
     links = []
-    for letter, share in gates or [("", None)]:
+    for letter, share in gates:
         inputs = f"{prefix}i{letter}"
         state = f"{prefix}h{letter}"
         kernel = _link(torch, flax, "weight_ih", f"{inputs}.kernel", share, ("flatten", ""))
@@ -363,10 +368,13 @@ def _views(
             continue
         seen.add(wide)
         in_turn = list(itertools.chain(*leaf_axes))
-        split = tuple(target[axis] for axis in in_turn)
+        split = tuple(map(target.__getitem__, in_turn))
         axes = tuple(map(in_turn.index, range(len(target))))
-        row_maps, column_maps = maps[::-1] if order[-1] == 0 else maps
-        views[form] = View(split, axes, len(leaf_axes[0]), (), row_maps, column_maps)
+        first, last = maps
+        view = View(split, axes, len(leaf_axes[0]), (), first, last)
+        if order[-1] == 0:  # torch's rows are the last axis in Flax
+            view = view._replace(row_maps=last, column_maps=first)
+        views[form] = view
     return views
 
 
@@ -376,7 +384,7 @@ def _leaf_axes(shape: Shape, target: Shape, order: Shape) -> list[list[int]] | N
     An axis of torch may be several in Flax, as the heads of attention. Axes of one place have to
     be the same ones if both have as many axes, and come anywhere else.
     """
-    if len(shape) == len(target) and [shape[axis] for axis in order] != list(target):
+    if len(shape) == len(target) and tuple(map(shape.__getitem__, order)) != target:
         return None
     taken: list[list[int]] = [[] for _ in shape]
     rest = list(range(len(target)))
@@ -387,7 +395,9 @@ def _leaf_axes(shape: Shape, target: Shape, order: Shape) -> list[list[int]] | N
             taken[axis].append(rest.pop(0))
         if size != shape[axis]:
             return None
-    return None if rest else taken
+    if rest:
+        return None
+    return taken
 
 
 def without_ones(shape: Iterable[int]) -> Shape:

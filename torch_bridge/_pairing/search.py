@@ -65,7 +65,9 @@ class _State:
 
     def cost(self) -> float:
         """Decides which state is gone on with: far ones differ by their depth only."""
-        return (min(self.distance / _FAR, 1.0) + _STEP * self.depth) * (1 + self.tried / _PATIENCE)
+        distance = min(self.distance / _FAR, 1.0)
+        impatience = 1 + self.tried / _PATIENCE
+        return (distance + _STEP * self.depth) * impatience
 
 
 class Search:
@@ -145,21 +147,21 @@ class Search:
         """Makes the leaves of a reading; those of the last one that are the same are kept."""
         leaves = {}
         for path, pairs in grouped(reading.pairs(), lambda pair: pair.path).items():
-            kept = self._leaves.get(path)
-            if kept is None or kept[0] != pairs:
-                kept = pairs, leaves_from_torch(pairs, self._tensors)[path]
-                self._leaves[path] = kept
-            leaves[path] = kept[1]
+            made_of, leaf = self._leaves.get(path, (None, None))
+            if made_of != pairs:
+                leaf = leaves_from_torch(pairs, self._tensors)[path]
+                self._leaves[path] = (pairs, leaf)
+            leaves[path] = leaf
         return leaves
 
     def _first_readings(self) -> Iterator[Change]:
         """Lists likely readings: by names or without, in the order of use or of names."""
         match = self._match
         by_rule = {layer: match.partners[layer] for layer in match.by_rule}
-        used = sorted(match.flax, key=self._place)
+        starts = (match.partners, by_rule)
+        flax_orders = (sorted(match.flax, key=self._place), match.flax)
         torch_orders = (match.torch, _in_turn(match.torch))
-        choices = itertools.product((match.partners, by_rule), (used, match.flax), torch_orders)
-        for decided, flax, torch in choices:
+        for decided, flax, torch in itertools.product(starts, flax_orders, torch_orders):
             reading = Reading(match.assign(decided, torch, flax), dict(self._said.answers))
             for layer, forms in reading.forms().items():
                 if CONV_TRANSPOSE in forms and self._is_upward(reading.partners[layer]):
@@ -182,14 +184,16 @@ class Search:
         matrices = []
         kernels = []  # rarely another order, nor a ConvTranspose but where it is used with a stride
         for choice in forms:
-            side = matrices if len(choice.layers[0].shape("weight")) < 3 else kernels
-            side.append(choice)
+            if len(choice.layers[0].shape("weight")) < 3:
+                matrices.append(choice)
+            else:
+                kernels.append(choice)
         yield from _changed(reading, matrices + self._maps(reading))
         yield from self._exchanges(reading)
         yield from _changed(reading, kernels)
         for choice in forms:
-            alone = [choice._replace(layers=[layer]) for layer in choice.layers]
-            yield from _changed(reading, alone)
+            for layer in choice.layers:
+                yield from _changed(reading, [choice._replace(layers=[layer])])
 
     def _forms(self, reading: Reading) -> list[Choice]:
         """Lists the weights that fit in several forms, layers of one name together."""
@@ -213,9 +217,9 @@ class Search:
             for alike, values in flow.movable(option):
                 is_norm = alike[0].is_vector
                 layers = [layer for layer in alike if not self._says(option, layer)]
-                none_at_all = getattr(self._match.options, option) == () and not is_norm
-                if none_at_all or not layers:
-                    continue
+                said = getattr(self._match.options, option)
+                if not layers or (said == () and not is_norm):
+                    continue  # {} says that there is none
                 maps: list[Maps] = [()]
                 beside = []
                 for size, channels in self._evidence.maps:
@@ -233,8 +237,10 @@ class Search:
                     continue
                 if len(layers) > 1:
                     # A map is read by the first of several Linears, and given by the last.
-                    end = min if option == "flatten" else max
-                    nearest = end(layers, key=lambda layer: self._place(reading.partners[layer]))
+                    in_turn = sorted(layers, key=lambda layer: self._place(reading.partners[layer]))
+                    nearest = in_turn[0]
+                    if option == "unflatten":
+                        nearest = in_turn[-1]
                     likely.append(Choice([nearest], option, maps))
                 likely.append(whole)
         return likely + unlikely + norms
@@ -246,13 +252,13 @@ class Search:
 
     def _exchanges(self, reading: Reading) -> Iterator[Change]:
         """Exchanges layers, or modules, that are alike in torch, or in Flax."""
+        for ones, others in _exchangeable(reading.partners):
+            yield from self._exchanged(reading, ones, others)
         back = {target: layer for layer, target in reading.partners.items()}
-        targets = [target for target in self._match.flax if target in back]
-        for ones, others in itertools.chain(
-            _exchangeable(reading.partners), _exchangeable(targets)
-        ):
-            first = [back.get(layer, layer) for layer in ones]
-            second = [back.get(layer, layer) for layer in others]
+        targets = filter(back.__contains__, self._match.flax)
+        for ones, others in _exchangeable(targets):
+            first = list(map(back.__getitem__, ones))
+            second = list(map(back.__getitem__, others))
             yield from self._exchanged(reading, first, second)
 
     def _exchanged(
@@ -260,11 +266,12 @@ class Search:
     ) -> Iterator[Change]:
         """Exchanges the partners of some layers with those of others, if they fit."""
         layers = [*ones, *others]
+        if not self._match.by_rule.isdisjoint(layers):
+            return
         partners = dict(reading.partners)
         for layer, other in zip(layers, [*others, *ones], strict=True):
             partners[layer] = reading.partners[other]
-        fit = all(self._match.fits(layer, partners[layer]) for layer in layers)
-        if fit and self._match.by_rule.isdisjoint(layers):
+        if all(self._match.fits(layer, partners[layer]) for layer in layers):
             first = f"{ones[0]} is {reading.partners[ones[0]]}"
             second = f"{others[0]} is {reading.partners[others[0]]}"
             text = f"{first}, and {second}, or the other way round"
@@ -274,8 +281,10 @@ class Search:
 
     def _neighbours(self, reading: Reading) -> Iterator[Change]:
         """Lists for what names do not tell one other reading each."""
-        maps = [choice for choice in self._maps(reading) if choice.layers[0] in reading.answers]
-        yield from _changed(reading, self._forms(reading) + maps)
+        yield from _changed(reading, self._forms(reading))
+        for choice in self._maps(reading):
+            if choice.layers[0] in reading.answers:
+                yield from _changed(reading, [choice])
         named = self._match.by_name | self._match.by_rule
         for alike in grouped(reading.partners, lambda layer: layer.signature).values():
             for one, other in itertools.pairwise(alike):
@@ -333,7 +342,9 @@ def _changed(reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:
         names = str(layers[0])
         if len(layers) > 1:
             names += f" to {layers[-1]}"
-        what = "how its weight is stored" if field == "form" else "what is flattened"
+        what = "what is flattened"
+        if field == "form":
+            what = "how its weight is stored"
         now = getattr(reading.answer(layers[0]), field) or values[0]
         for value in values:
             if value == now:
@@ -350,7 +361,7 @@ def _in_turn(layers: Sequence[Layer]) -> list[Layer]:
     So lists of filters and of gates become the first filter, the first gate, the second filter.
     """
     ordered = []
-    for _, run in itertools.groupby(layers, key=lambda layer: bool(_places_in_lists(layer))):
+    for _, run in itertools.groupby(layers, lambda layer: bool(_places_in_lists(layer))):
         ordered += sorted(run, key=_places_in_lists)
     return ordered
 
@@ -368,7 +379,11 @@ def _exchangeable(layers: Iterable[Layer]) -> Iterator[tuple[list[Layer], list[L
     for layer in layers:
         for length in range(1, len(layer.segments) + 1):
             nodes.setdefault(layer.segments[:length], []).append(layer)
-    families = grouped(nodes, lambda node: tuple(layer.signature for layer in nodes[node]))
+
+    def contents(node: Path) -> tuple[Any, ...]:
+        return tuple(layer.signature for layer in nodes[node])
+
+    families = grouped(nodes, contents)
     for family in families.values():
         series = {}
         for node in family:
