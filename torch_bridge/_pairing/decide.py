@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import math
@@ -16,7 +15,7 @@ from torch_bridge._base.tensors import STATISTICS, clean_names, equal_matrices, 
 from torch_bridge._base.terminal import printable
 from torch_bridge._pairing.evidence import Apart, Evidence
 from torch_bridge._pairing.kinds import CONV1D, OUT_IN, join
-from torch_bridge._pairing.layers import NO_LAYER, Layer, layers_of
+from torch_bridge._pairing.layers import Layer, layers_of
 from torch_bridge._pairing.leaves import Tree
 from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import Group, Match, grouped
@@ -96,8 +95,10 @@ def decide(
         first = ties(kept)
         if not first and errors:
             continue  # the same tensors as before
-        left_out = first if are_one else {}
-        shapes = {name: shape_of(value) for name, value in kept.items() if name not in left_out}
+        shapes = {}
+        for name, value in kept.items():
+            if not (are_one and name in first):
+                shapes[name] = shape_of(value)
         match = Match(*layers_of(shapes, tree), options, known)
         refuse_idle_patterns(options, names, [layer.name for layer in match.torch])
         match.match_names(misfits=not evidence)
@@ -150,9 +151,9 @@ def _with_aliases(
     alike = grouped(tensors, lambda name: first.get(name, name))
     complete = []
     for one in pairs:
-        group = alike[first.get(one.torch_name, one.torch_name)]
-        others = tuple(name for name in group if name != one.torch_name)
-        complete.append(dataclasses.replace(one, aliases=others))
+        aliases = list(alike[first.get(one.torch_name, one.torch_name)])
+        aliases.remove(one.torch_name)
+        complete.append(dataclasses.replace(one, aliases=tuple(aliases)))
     return tuple(complete)
 
 
@@ -214,27 +215,32 @@ def _without_problems(match: Match) -> Reading:
     orders = asked_orders(match)
     questions = Questions(match, match.partners)
     lonely = match.lonely()
-    both = list(questions.reading.partners.items())
-    both += zip(lonely.torch, itertools.repeat(NO_LAYER), strict=False)
-    both += zip(itertools.repeat(NO_LAYER), lonely.flax, strict=False)
     problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "mis_shaped": []}
-    for joined in itertools.starmap(join, both):
-        for name, lines in joined.problems.items():
+    for layer, target in questions.reading.partners.items():
+        for name, lines in join(layer, target).problems.items():
             problems[name] += lines
+    for layer in lonely.torch:
+        problems["unexpected"] += map(layer.line, layer.parts)
+    for target in lonely.flax:
+        problems["missing"] += map(target.line, target.parts)
     problems["mis_shaped"] += questions.wrong
     is_different = any(problems.values()) or match.problems
     problems["ambiguous"] = match.problems + orders + questions.asked
     if not any(problems.values()):
         return questions.reading
-    message = _DIFFERENT
-    if not is_different:
-        message = _ORDER_IS_OPEN if orders else _FORMS_ARE_OPEN
+    message = _FORMS_ARE_OPEN
+    if is_different:
+        message = _DIFFERENT
+    elif orders:
+        message = _ORDER_IS_OPEN
     message = _reparametrized(problems["unexpected"]) + message
     if _packs(lonely):
         message = f"{_PACKED_IN_FLAX} {message}"
     elif lonely.torch and lonely.flax:
-        of_torch, of_flax = map(_lengths, (match.torch, match.flax))
-        only_torch, only_flax = sorted(of_torch - of_flax), sorted(of_flax - of_torch)
+        of_torch = _lengths(match.torch)
+        of_flax = _lengths(match.flax)
+        only_torch = sorted(of_torch - of_flax)
+        only_flax = sorted(of_flax - of_torch)
         if only_torch and only_flax:
             message = (
                 f"A width differs, it seems: no leaf of Flax has an axis of {only_torch}, and no "
@@ -256,8 +262,10 @@ def _lengths(layers: Iterable[Layer]) -> set[int]:
 
 def _packs(lonely: Group) -> bool:
     """Tells whether a Flax kernel would hold several of these torch weights, all of one shape."""
-    shapes = collections.Counter(layer.shape("weight") for layer in lonely.torch)
-    sizes = {count * math.prod(shape) for shape, count in shapes.items() if shape and count > 1}
+    sizes = set()
+    for shape, alike in grouped(lonely.torch, lambda layer: layer.shape("weight")).items():
+        if shape and len(alike) > 1:
+            sizes.add(len(alike) * math.prod(shape))
     return any(math.prod(target.shape("kernel")) in sizes for target in lonely.flax)
 
 
@@ -266,7 +274,9 @@ def known_forms(model: Any) -> dict[str, str]:
     forms = {}
     for name, module in getattr(model, "named_modules", tuple)():
         kinds = [kind.__name__ for kind in type(module).__mro__]
-        known = [_FORMS[kind] for kind in kinds if kind in _FORMS]
-        if known and "_ConvTransposeNd" not in kinds:
-            forms[name] = known[0]
+        if "_ConvTransposeNd" in kinds:
+            continue
+        for kind in reversed(kinds):
+            if kind in _FORMS:
+                forms[name] = _FORMS[kind]
     return forms

@@ -124,9 +124,6 @@ class Layer:
         return Layer(segments, sort, {name: self.parts[part]}, self.sep)
 
 
-NO_LAYER = Layer((), "bare", {})
-
-
 def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], list[Layer]]:
     """Lists the layers of both models: in the order of the state dict, and in the tree's.
 

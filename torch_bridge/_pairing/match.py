@@ -221,16 +221,14 @@ class Match:
     def match_shapes(self) -> None:
         """Pairs every layer that has one place only, or is the only one for a place."""
         ours, theirs, could_be = self._candidates()
-        single_rows = np.array([len(alike) == 1 for alike in ours])
-        single_columns = np.array([len(alike) == 1 for alike in theirs])
-        single = np.outer(single_rows, single_columns)
+        sizes = np.outer(list(map(len, ours)), list(map(len, theirs)))
         forced = could_be
         while forced.any():
             # Two layers that have the same place only stay open, and so do two such places.
             alone = could_be & (could_be.sum(1, keepdims=True) == 1)
             only = could_be & (could_be.sum(0) == 1)
             forced = alone & (alone.sum(0) == 1) | only & (only.sum(1, keepdims=True) == 1)
-            forced &= single
+            forced &= sizes == 1  # of several alike layers nothing tells which
             for row, column in np.argwhere(forced):
                 self.partners[ours[row][0]] = theirs[column][0]
             could_be &= ~forced.any(0) & ~forced.any(1, keepdims=True)
