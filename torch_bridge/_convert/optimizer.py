@@ -165,9 +165,12 @@ class OptimizerPlan:
         """
         entries = read_entries(optimizer, model, param_names, pairs, layout)
         _refuse_untied(pairs, model)
-        moving = names_in(pairs, layout.entries if layout and layout.entries else entries)
+        known = entries
+        if layout and layout.entries:
+            known = layout.entries
+        moving = names_in(pairs, known)
         begun = any(entry.state for entry in entries.values())
-        pairs = [p for p in pairs if p.torch_name in entries and not p.is_buffer]
+        pairs = _of_optimizer(pairs, entries)
         parts = {}
         split = []
         for pair in pairs:
@@ -187,7 +190,10 @@ class OptimizerPlan:
     @property
     def counted(self) -> int:
         """Updates that Adam has counted; 0 for SGD, which counts none."""
-        return max((entry.step for entry in self.entries.values()), default=0)
+        counted = 0
+        for entry in self.entries.values():
+            counted = max(counted, entry.step)
+        return counted
 
     def taken(self, rates: Rates, step: int | None, calls: int | None = None) -> int:
         """Returns the updates so far, where a schedule goes on.
@@ -224,7 +230,9 @@ class OptimizerPlan:
         """
         hypers = {entry.group: entry.hyper for entry in self.entries.values()}
         groups = max(hypers, default=-1) + 1
-        several = rates if isinstance(rates, Sequence) else [rates] * groups
+        several = rates
+        if not isinstance(rates, Sequence):
+            several = [rates] * groups
         if len(several) != groups:
             raise ValueError(
                 f"The optimizer has {groups} param groups, and `learning_rate` gives "
@@ -232,7 +240,8 @@ class OptimizerPlan:
             )
         inner = {}
         for part in sorted(set(self.parts.values())):
-            hyper, rate = hypers[part.group], several[part.group]
+            hyper = hypers[part.group]
+            rate = several[part.group]
             inner[part.label] = hyper.transformation(rate, part.terms, _PAUSES[part.pause])
         tree = flatten(params)
         if len(inner) == 1 and len(self.parts) == len(tree.leaves):
@@ -276,8 +285,9 @@ class OptimizerPlan:
 
 def has_schedule(rates: Rates) -> bool:
     """Tells whether a learning rate is a schedule, which goes on from a step."""
-    several = rates if isinstance(rates, Sequence) else [rates]
-    return any(map(callable, several))
+    if isinstance(rates, Sequence):
+        return any(map(callable, rates))
+    return callable(rates)
 
 
 def _refuse_untied(pairs: Pairs, model: Document) -> None:
@@ -305,6 +315,11 @@ def _refuse_untied(pairs: Pairs, model: Document) -> None:
         )
 
 
+def _of_optimizer(pairs: Pairs, entries: Mapping[str, Entry]) -> list[Pair]:
+    """Selects the pairs of the parameters that an optimizer has."""
+    return [pair for pair in pairs if pair.torch_name in entries and not pair.is_buffer]
+
+
 def _part(pair: Pair, entry: Entry, begun: bool, frozen: bool) -> _Part | None:
     """Returns the part of one torch parameter; None if it is frozen and nothing is kept for it.
 
@@ -330,7 +345,8 @@ def _part(pair: Pair, entry: Entry, begun: bool, frozen: bool) -> _Part | None:
         )
     elif begun and hyper.keeps and not entry.state:
         # Else gradients of zeros change nothing, and one part less is a simpler state.
-        pause = UNUSED if hyper.algorithm != "sgd" or hyper.weight_decay else ""
+        if hyper.algorithm != "sgd" or hyper.weight_decay:
+            pause = UNUSED
     if pair.terms > 1 and hyper.algorithm == "adam" and hyper.weight_decay:
         raise CheckpointMismatch(
             f"{'/'.join(pair.path)} is the sum of {pair.terms} torch biases, whose L2 "
@@ -386,24 +402,29 @@ def optimizer_to_torch(
     model = named(model)
     pairs = paired_for(model, params, pairs).pairs
     entries = read_entries(like, model, param_names, pairs, layout)
-    pairs = [pair for pair in pairs if pair.torch_name in entries and not pair.is_buffer]
+    pairs = _of_optimizer(pairs, entries)
     tensors = {}  # by torch's names of what is kept, and of parameters
     for key, leaves in kept_moments(state).items():
         # A packed tensor needs all of its leaves.
         lacking = {pair.torch_name for pair in pairs if pair.path not in leaves}
         whole = [pair for pair in pairs if pair.torch_name not in lacking]
-        if key == "step":
-            tensors[key] = {p.torch_name: np.array(leaves[p.path], np.float32) for p in whole}
-        else:
+        if key != "step":
             tensors[key] = tensors_from_flax(whole, leaves, mean=True)
+            continue
+        tensors[key] = {}
+        for pair in whole:
+            tensors[key][pair.torch_name] = np.array(leaves[pair.path], np.float32)
     filled = {}
     without = []
     for name, entry in entries.items():
-        keys = entry.hyper.keeps
-        if any(name not in tensors.get(key, ()) for key in keys):
+        kept = {}
+        for key in entry.hyper.keeps:
+            if name in tensors.get(key, ()):
+                kept[key] = to_tensor(tensors[key][name], copy=False)
+        if len(kept) < len(entry.hyper.keeps):
             without.append(name)
-        elif keys:
-            filled[entry.key] = {key: to_tensor(tensors[key][name], copy=False) for key in keys}
+        elif kept:
+            filled[entry.key] = kept
     # Else it had no state in torch either: it was frozen, or not used yet.
     missing = [name for name in without if entries[name].state or not filled]
     if missing:

@@ -80,7 +80,9 @@ class BucketEntry:
         """
         rows, cols = self.matrix
         rank = min(rows, cols, record.matrix_approximation_rank)
-        return rank if is_compressed(rows, cols, rank, record.min_compression_rate) else 0
+        if not is_compressed(rows, cols, rank, record.min_compression_rate):
+            return 0
+        return rank
 
     def from_memory(self, flat: np.ndarray) -> np.ndarray:
         """Views the parameter's elements, as they lie in memory, as an array of `shape`."""
@@ -152,15 +154,19 @@ class BucketLayout:
         names = iter(unwrapped(self.names))
         buckets = []
         for bucket in self.buckets:
-            entries = [dataclasses.replace(entry, name=next(names)) for entry in bucket]
+            entries = []
+            for entry in bucket:
+                entries.append(dataclasses.replace(entry, name=next(names)))
             buckets.append(tuple(entries))
         object.__setattr__(self, "buckets", tuple(buckets))
-        counts = collections.Counter(self.names) - collections.Counter(set(self.names))
-        twice = sorted(counts)
+        twice = []
+        for name, count in collections.Counter(self.names).items():
+            if count > 1:
+                twice.append(name)
         if twice:
             raise CheckpointMismatch(
-                f"A layout names each parameter once; {', '.join(twice)} appears again. A tied "
-                f"parameter goes by its first name only."
+                f"A layout names each parameter once; {', '.join(sorted(twice))} appears again. "
+                "A tied parameter goes by its first name only."
             )
 
     def __iter__(self) -> Iterator[BucketEntry]:
@@ -260,7 +266,8 @@ class BucketLayout:
         """
         parts = {}
         for index, bucket in enumerate(self.buckets):
-            error, p, q = (_Cursor(getattr(record, name).get(index)) for name in BUFFERS)
+            buffers = [getattr(record, name).get(index) for name in BUFFERS]
+            error, p, q = map(_Cursor, buffers)
             errors = {}
             groups = {}
             for entry in bucket:
@@ -269,8 +276,9 @@ class BucketLayout:
             for entry in sorted(bucket, key=lambda entry: groups[entry.matrix]):
                 rank = entry.factor_rank(record)
                 rows, cols = entry.matrix
-                flat = errors[entry]
-                whole = None if flat is None else entry.from_memory(flat)
+                whole = errors[entry]
+                if whole is not None:
+                    whole = entry.from_memory(whole)
                 part = BucketPart(entry, index, rank, whole, p.take(rows, rank), q.take(cols, rank))
                 parts[entry.name] = part
         return parts
@@ -305,13 +313,17 @@ class _Cursor:
     """Takes a buffer apart into consecutive views; of no buffer all are None."""
 
     def __init__(self, flat: Any) -> None:
-        self._flat = None if flat is None else to_numpy(flat)
+        self._flat = flat
+        if flat is not None:
+            self._flat = to_numpy(flat)
         self._end = 0
 
     def take(self, *shape: int) -> np.ndarray | None:
         start = self._end
         self._end += math.prod(shape)
-        return None if self._flat is None else self._flat[start : self._end].reshape(shape)
+        if self._flat is None:
+            return None
+        return self._flat[start : self._end].reshape(shape)
 
 
 def _entry(item: Any) -> BucketEntry:
@@ -321,10 +333,13 @@ def _entry(item: Any) -> BucketEntry:
       CheckpointMismatch: No tensor has such a shape.
     """
     with contextlib.suppress(TypeError, ValueError, KeyError):
-        name, shape, strides = item["name"], tuple(item["shape"]), tuple(item["strides"])
-        counts = all(type(number) is int and number >= 0 for number in (*shape, *strides))
+        name = item["name"]
+        shape = tuple(item["shape"])
+        strides = tuple(item["strides"])
         known = isinstance(name, str) and len(shape) <= _MAX_AXES
-        if counts and known and math.prod(max(size, 1) for size in shape) < _MAX_SIZE:
+        for number in (*shape, *strides):
+            known = known and type(number) is int and number >= 0
+        if known and math.prod(filter(None, shape)) < _MAX_SIZE:
             return BucketEntry(name, shape, strides)
     raise CheckpointMismatch(
         f"A layout entry must have a `name`, `shape` and `strides`, got {item!r:.80}."
@@ -340,12 +355,15 @@ def dense_strides(array: Any) -> tuple[int, ...]:
     shape = shape_of(array)
     strides = ()
     if is_tensor(array):
-        strides = array.stride()
+        strides = tuple(array.stride())
     elif isinstance(array, np.ndarray):
-        strides = [step // array.itemsize for step in array.strides]
+        strides = tuple(step // array.itemsize for step in array.strides)
     if len(strides) == len(shape) and _are_dense(shape, strides):
-        return tuple(strides)
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        return strides
+    contiguous = []
+    for axis in range(len(shape)):
+        contiguous.append(math.prod(shape[axis + 1 :]))
+    return tuple(contiguous)
 
 
 def _are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
