@@ -344,9 +344,10 @@ def _part(pair: Pair, entry: Entry, begun: bool, frozen: bool) -> _Part | None:
             "Use flax.linen.GRUCell."
         )
     elif begun and hyper.keeps and not entry.state:
-        # Else gradients of zeros change nothing, and one part less is a simpler state.
-        if hyper.algorithm != "sgd" or hyper.weight_decay:
-            pause = UNUSED
+        # Of plain SGD gradients of zeros change nothing, and one part less is a simpler state.
+        pause = UNUSED
+        if hyper.algorithm == "sgd" and not hyper.weight_decay:
+            pause = ""
     if pair.terms > 1 and hyper.algorithm == "adam" and hyper.weight_decay:
         raise CheckpointMismatch(
             f"{'/'.join(pair.path)} is the sum of {pair.terms} torch biases, whose L2 "

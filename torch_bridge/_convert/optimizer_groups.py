@@ -111,14 +111,18 @@ class Hyperparameters(NamedTuple):
             links.append(optax.add_decayed_weights(decay))
         if pause:
             links = [pause(optax.chain(*links))]
-        rate = self.lr if learning_rate is None else learning_rate
+        rate = learning_rate
+        if rate is None:
+            rate = self.lr
         return optax.chain(*links, optax.scale_by_learning_rate(rate))
 
     @property
     def keeps(self) -> Collection[str]:
         """Names of what Optax keeps as well for an updated parameter, as torch calls them."""
+        if self.algorithm == "sgd" and not self.momentum:
+            return ()
         if self.algorithm == "sgd":
-            return _KEPT["sgd"] if self.momentum else ()
+            return _KEPT["sgd"]
         return _KEPT["adam"] - {"max_exp_avg_sq"}  # which `amsgrad` leaves behind
 
 
@@ -167,7 +171,9 @@ def _algorithm(group: Document, kept: Collection[str]) -> str:
             "This state dict is that of Adam or of AdamW, and does not say of which, as of older "
             "torch. Set 'decoupled_weight_decay' in its `param_groups`: True for AdamW, else False."
         )
-    return "adamw" if decoupled else family
+    if decoupled:
+        return "adamw"
+    return family
 
 
 class Entry(NamedTuple):
@@ -219,7 +225,9 @@ def read_entries(
             "was frozen or is a buffer cannot be told. Pass `param_names`: "
             "[name for name, p in model.named_parameters()] of those that it was given."
         )
-    originals = {clean: name for name, clean in clean_names(list(model)).items()}
+    originals = {}
+    for name, clean in clean_names(list(model)).items():
+        originals[clean] = name
     cleaned = clean_names(names)
     named = {}
     for name, entry in zip(names, entries, strict=True):
@@ -241,8 +249,10 @@ def _numbered(optimizer: Document) -> list[Entry]:
     for number, group in enumerate(optimizer["param_groups"]):
         states = {}
         for index in group["params"]:
-            state = optimizer["state"].get(index, {})
-            states[index] = {key: value for key, value in state.items() if value is not None}
+            states[index] = {}
+            for key, value in optimizer["state"].get(index, {}).items():
+                if value is not None:
+                    states[index][key] = value
         nobodys -= set(states)
         hyper = Hyperparameters.read(group, set().union(*states.values()))
         for index, state in states.items():
@@ -325,10 +335,13 @@ def _names_by_order(
     every = trainable(model)
     leftover = set(unpaired(model, pairs))
     paired = [name for name in every if name not in leftover]
-    bucketed = [name for name in model if layout and name in layout.entries]
-    # The last one of several of one length.
-    by_length = {len(names): names for names in (paired, every, bucketed)}
-    names = by_length.get(count, every)
+    bucketed = []
+    if layout:
+        bucketed = [name for name in model if name in layout.entries]
+    names = every
+    for choice in (paired, every, bucketed):  # the last one of several of one length
+        if len(choice) == count:
+            names = choice
     for first, second in _alike(names, model):
         if names == sorted(names) and not _counts_up(first, second):
             raise ValueError(
@@ -397,9 +410,12 @@ def doubts_about(
         )
     groups = optimizer["param_groups"]
     for group in groups:
-        lowest, highest = group.get("base_momentum"), group.get("max_momentum")
+        lowest = group.get("base_momentum")
+        highest = group.get("max_momentum")
         if lowest != highest:
-            kind = "betas" if "betas" in group else "momentum"
+            kind = "momentum"
+            if "betas" in group:
+                kind = "betas"
             yield (
                 f"A scheduler of the torch run (OneCycleLR or CyclicLR with cycle_momentum) drives "
                 f"the optimizer's `{kind}` as well, between base_momentum={lowest} and "

@@ -80,8 +80,9 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     if fitting:
         more = ""
         if checkpoint.missing_ranks and record.error_dict:
-            size = checkpoint.world_size
-            ranks = f" of {size}" if size else ", and nothing says that these are all"
+            ranks = ", and nothing says that these are all"
+            if checkpoint.world_size:
+                ranks = f" of {checkpoint.world_size}"
             more = (
                 f"The errors of {len(checkpoint.powersgd)} rank(s) are here{ranks}. Load one file "
                 "per rank: by all errors together the order can be inferred. "
@@ -126,9 +127,13 @@ def _flaw_of(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
     wrong = layout.misfits(record)
     if wrong:
         return wrong[0]
-    means = {} if checkpoint.missing_ranks else layout.parts(checkpoint.mean)
+    means = {}
+    if not checkpoint.missing_ranks:
+        means = layout.parts(checkpoint.mean)
     for name, part in layout.parts(record).items():
-        mean = means[name].error if means else None
+        mean = None
+        if means:
+            mean = means[name].error
         if part.rank and part.p is not None:
             # Some columns show what all would: those of a full rank take gigabytes.
             p = part.p[:, :_COLUMNS].astype(np.float64)
@@ -170,7 +175,10 @@ def layout_of(
     if not checkpoint.powersgd or not checkpoint.powersgd[0].buckets:
         return layout
     if layout is None:
-        return infer_layout(checkpoint, frozen=unpaired(checkpoint.model, pairs) if pairs else ())
+        frozen = []
+        if pairs:
+            frozen = unpaired(checkpoint.model, pairs)
+        return infer_layout(checkpoint, frozen=frozen)
     wrong = layout.misfits(checkpoint.powersgd[0])
     if wrong:
         raise CheckpointMismatch(
@@ -194,8 +202,10 @@ def _candidates(
     """Yields label and names per bucket of every order that can be cut at the right lengths."""
     lengths = [sizes[bucket] for bucket in sorted(sizes)]
     every = trainable(model)
-    fewer = [name for name in every if name not in frozen]
-    for names in (fewer, every) if frozen else (every,):
+    choices = [every]
+    if frozen:
+        choices.insert(0, [name for name in every if name not in frozen])
+    for names in choices:
         modules = collections.defaultdict(list)
         for name in names:
             modules[name.rpartition(".")[0]].append(name)
@@ -205,10 +215,14 @@ def _candidates(
             whole += members
             # autograd hands over a Linear's bias before its weight, but a convolution's or a
             # normalisation's weight first.
-            linear = any(name.endswith("weight") and model[name].ndim == 2 for name in members)
-            ready += reversed(members) if linear else members
-        orders = {"gradient-ready order": ready, "reversed definition order": names[::-1]}
-        orders["reversed modules"] = whole
+            if any(name.endswith("weight") and model[name].ndim == 2 for name in members):
+                members = members[::-1]
+            ready += members
+        orders = {
+            "gradient-ready order": ready,
+            "reversed definition order": names[::-1],
+            "reversed modules": whole,
+        }
         for label, order in orders.items():
             buckets = _cut(order, lengths, model)
             if buckets:

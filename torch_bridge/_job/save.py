@@ -90,7 +90,7 @@ def _bucketed(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Paramete
     for name, parameter in ddp_model.module.named_parameters():
         if parameter.requires_grad and name not in ignored:
             parameters[name] = parameter
-    complex_ones = [name for name in parameters if parameters[name].is_complex()]
+    complex_ones = [name for name, parameter in parameters.items() if parameter.is_complex()]
     if complex_ones:
         raise CheckpointMismatch(
             "DDP lays complex parameters into its buckets as twice as many real numbers, which the "
@@ -223,7 +223,9 @@ def save_checkpoint(
     """
     dist = import_torch("torch.distributed")
     require(ddp_model=ddp_model, state=state, optimizer=optimizer, scaler=scaler)
-    inputs = None if example is None else example_inputs(example)
+    inputs = None
+    if example is not None:
+        inputs = example_inputs(example)
     group = getattr(state, "process_group", None) or ddp_model.process_group
     layout = None
     errors = []
@@ -235,9 +237,17 @@ def save_checkpoint(
     if dist.get_rank(group) == 0:
         try:
             module = ddp_model.module
+            hook = None
             hooks = getattr(ddp_model, "_comm_hooks", ())  # torch says them nowhere else
+            if hooks:
+                hook = hook_name(hooks[-1][0])
+            run = None
+            if inputs is not None:
+                run = run_example(module, inputs)
+            scale = None
             beside = dict(extra or {})
             if scaler is not None:
+                scale = scaler.get_scale()
                 beside.setdefault("scaler", scaler.state_dict())
             groups = None
             if optimizer is not None:
@@ -249,9 +259,9 @@ def save_checkpoint(
                 layout=layout,
                 extra=_plain(beside, "`extra`"),
                 world_size=dist.get_world_size(group),
-                hook=hook_name(hooks[-1][0]) if hooks else None,
-                example=None if inputs is None else run_example(module, inputs),
-                loss_scale=None if scaler is None else scaler.get_scale(),
+                hook=hook,
+                example=run,
+                loss_scale=scale,
             )
             write_document(pathlib.Path(path), make_document(checkpoint))
         except Exception as error:  # whatever it is, the other ranks wait
@@ -295,7 +305,7 @@ def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Ten
         for error in errors.values():
             dist.send(error.contiguous(), dst=root, group=group)
         return []
-    gathered = [{bucket: error.cpu() for bucket, error in errors.items()}]
+    gathered = [jax.tree.map(lambda error: error.cpu(), errors)]
     for other in range(1, dist.get_world_size(group)):
         received = {}
         for bucket, error in errors.items():
@@ -312,7 +322,9 @@ def _records(
     """Makes the record of each rank; tensors on the CPU share their memory with the state's."""
     if state is None:
         return ()
-    slots = {field.name: getattr(state, field.name) for field in dataclasses.fields(PowerSGDRecord)}
+    slots = {}
+    for field in dataclasses.fields(PowerSGDRecord):
+        slots[field.name] = getattr(state, field.name)
     for name in BUFFERS:
         slots[name] = jax.tree.map(to_numpy, slots[name])
     record = record_from_slots(slots)
