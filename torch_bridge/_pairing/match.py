@@ -244,11 +244,15 @@ class Match:
         graph = coo_array((np.ones(len(rows)), edges), shape=(total, total))
         labels = connected_components(graph, directed=False)[1]
         groups = [Group([], []) for _ in range(total)]
-        for alike, label in zip(ours, labels, strict=False):
-            groups[label].torch.extend(alike)
-        for alike, label in zip(theirs, labels[len(ours) :], strict=True):
-            groups[label].flax.extend(alike)
-        return [group for group in groups if any(group)]
+        group_of = {}
+        for alike, label in zip(ours + theirs, labels, strict=True):
+            group_of.update(dict.fromkeys(alike, groups[label]))
+        torch, flax = self.open()
+        for layer in torch:
+            group_of[layer].torch.append(layer)
+        for target in flax:
+            group_of[target].flax.append(target)
+        return list(filter(any, groups))
 
     def lonely(self) -> Group:
         """Returns the layers that fit nothing."""
