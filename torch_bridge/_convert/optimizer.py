@@ -24,10 +24,9 @@ from torch_bridge._convert.optimizer_groups import (
     doubts_about,
     read_entries,
 )
-from torch_bridge._convert.params import with_values
 from torch_bridge._convert.torch_updates import UnusedState, held, until_gradient
 from torch_bridge._hook.buckets import BucketLayout
-from torch_bridge._pairing.leaves import flatten, leaves_by_path
+from torch_bridge._pairing.leaves import flatten, leaves_by_path, with_values
 from torch_bridge._pairing.pair import Model, Pairs, named, paired_for
 from torch_bridge._pairing.pairs import Pair, leaves_from_torch, names_in, tensors_from_flax
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Unpack
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
@@ -130,9 +128,3 @@ def as_tensors(values: Mapping[str, Any], copied: Collection[int] = ()) -> dict[
             made[key] = value if is_tensor(value) else to_tensor(value, copy=key in copied)
         tensors[name] = made[key]
     return tensors
-
-
-def with_values(tree: Any, leaves: Mapping[tuple[str, ...], Any]) -> Any:
-    """Puts leaves into a tree, in the dtypes that it has."""
-    exchanged = flatten_tree(tree).with_leaves(leaves)
-    return jax.tree.map(lambda old, new: jnp.asarray(new, old.dtype), tree, exchanged)

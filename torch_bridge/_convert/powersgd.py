@@ -18,13 +18,12 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import BUFFERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy
 from torch_bridge._base.terminal import printable, some
-from torch_bridge._convert.params import with_values
 from torch_bridge._hook.arguments import powersgd_kwargs_from_torch
 from torch_bridge._hook.buckets import BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._job.resume import state_from_record
-from torch_bridge._pairing.leaves import MatrixDimsFn, leaves_by_path, trained
+from torch_bridge._pairing.leaves import MatrixDimsFn, leaves_by_path, trained, with_values
 from torch_bridge._pairing.pair import Pairs, paired_for
 from torch_bridge._pairing.pairs import Pair, names_in
 

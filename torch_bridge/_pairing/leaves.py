@@ -152,6 +152,12 @@ def flatten(tree: Any) -> Tree:
     return Tree(ordered, leaves, treedef, of_variables)
 
 
+def with_values(tree: Any, leaves: Mapping[Path, Any]) -> Any:
+    """Puts leaves into a tree, in the dtypes that it has."""
+    exchanged = flatten(tree).with_leaves(leaves)
+    return jax.tree.map(lambda old, new: jnp.asarray(new, old.dtype), tree, exchanged)
+
+
 def hollow(tree: Any) -> Any:
     """Replaces shapes and large arrays of a tree by arrays of the same that take no memory."""
 
