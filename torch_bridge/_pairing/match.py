@@ -275,7 +275,12 @@ class Match:
           flax: The Flax layers in an order.
         """
         ones, others = Group(torch, flax).without(decided)
-        strengths = self._strengths(ones, others)
+        strengths = np.zeros((len(ones), len(others)), np.int8)
+        rows = grouped(range(len(ones)), lambda place: ones[place].signature)
+        columns = grouped(range(len(others)), lambda place: others[place].signature)
+        for alike, fitting in itertools.product(rows.values(), columns.values()):
+            strength = self.fits(ones[alike[0]], others[fitting[0]])
+            strengths[np.ix_(alike, fitting)] = strength
         places = np.arange(len(ones)) / len(ones)
         targets = np.arange(len(others)) / len(others)
         # One layer more in its usual form outweighs all places, and one more at all outweighs that.
@@ -295,15 +300,6 @@ class Match:
     def open(self) -> Group:
         """Returns the layers without a partner."""
         return Group(self.torch, self.flax).without(self.partners)
-
-    def _strengths(self, torch: Sequence[Layer], flax: Sequence[Layer]) -> np.ndarray:
-        """Returns how layers fit each other, as `fits` does, with a row for each of torch's."""
-        strengths = np.zeros((len(torch), len(flax)), np.int8)
-        rows = grouped(range(len(torch)), lambda place: torch[place].signature)
-        columns = grouped(range(len(flax)), lambda place: flax[place].signature)
-        for alike, fitting in itertools.product(rows.values(), columns.values()):
-            strengths[np.ix_(alike, fitting)] = self.fits(torch[alike[0]], flax[fitting[0]])
-        return strengths
 
     def _candidates(self) -> tuple[list[list[Layer]], list[list[Layer]], np.ndarray]:
         """Returns the open layers, alike ones together, and which of them could be which.
