@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch_bridge._pairing.kinds import USUAL, Answer, Form, join
 from torch_bridge._pairing.layers import Layer
-from torch_bridge._pairing.match import Partners, grouped
+from torch_bridge._pairing.match import Partners
 from torch_bridge._pairing.options import Flattened
 from torch_bridge._pairing.pairs import Pair, Shape
 
@@ -90,8 +90,10 @@ class Flow:
         self.convs = []
         self._answers = reading.answers
         for place, (layer, target) in enumerate(reading.partners.items()):
-            sizes = self.sizes[layer] = {}
-            views = [link.view(reading.answer(layer).form) for link in join(layer, target).links]
+            sizes = {}
+            self.sizes[layer] = sizes
+            form = reading.answer(layer).form
+            views = [link.view(form) for link in join(layer, target).links]
             for view in views:
                 sizes.setdefault(view.row_maps, math.prod(view.split[: view.row_axes]))
                 sizes.setdefault(view.column_maps, math.prod(view.split[view.row_axes :]))
@@ -100,8 +102,9 @@ class Flow:
                 gives, reads, *space = shape
                 if views[0].flip:
                     gives, reads = reads, gives
-                # A convolution of each channel by itself reads one, and has as many as it gives.
-                channels = {"flatten": gives, "unflatten": gives if reads == 1 else reads}
+                if reads == 1:  # a convolution of each channel by itself
+                    reads = gives
+                channels = {"flatten": gives, "unflatten": reads}
                 self.convs.append(Conv(place, channels, len(space)))
 
     def movable(self, option: str) -> list[tuple[list[Layer], int]]:
@@ -109,9 +112,12 @@ class Flow:
 
         Those that differ in the numbers of their names only are together.
         """
-        mapped = [layer for layer in self.layers if self.sizes[layer].get(option)]
-        alike = grouped(mapped, lambda layer: (layer.words, layer.sort, self.sizes[layer][option]))
-        return [(layers, key[-1]) for key, layers in alike.items()]
+        alike = {}
+        for layer in self.layers:
+            values = self.sizes[layer].get(option)
+            if values:
+                alike.setdefault((layer.words, layer.sort, values), []).append(layer)
+        return [(layers, values) for (_, _, values), layers in alike.items()]
 
     def is_table(self, layer: Layer) -> bool:
         """Tells whether a layer is a table of rows."""
@@ -138,8 +144,9 @@ class Flow:
                 return (shape,)
         if option == "unflatten" and (self.convs or behind):
             return None
-        if any(self.sizes[other].get("unflatten") == values for other in self.layers[:place]):
-            return None  # an earlier layer gives as many
+        for other in self.layers[:place]:
+            if self.sizes[other].get("unflatten") == values:
+                return None  # an earlier layer gives as many
         beside = [0]  # numbers of values that may stand behind a picture: rows of a table
         least = _LARGE_SIDE
         for other, sizes in self.sizes.items():
@@ -149,8 +156,11 @@ class Flow:
                 beside.append(sizes["unflatten"])
         for rest, count in itertools.product(beside, counts or [_COLOURS]):
             picture = _shape(count, values - rest, 2)
-            if len(picture) == 3 and picture[1] >= least:
-                return (picture, (rest,)) if rest else (picture,)
+            if len(picture) < 3 or picture[1] < least:
+                continue
+            if rest:
+                return (picture, (rest,))
+            return (picture,)
         return None
 
     def following(self, layer: Layer) -> Layer | None:
@@ -172,7 +182,9 @@ class Flow:
             sides = {"flatten": self.layers[:place][::-1], "unflatten": self.layers[place + 1 :]}
             for option, beside in sides.items():
                 maps = getattr(answer, option)
-                values = self.sizes[layer].get(option) if maps else None
+                if not maps:
+                    continue
+                values = self.sizes[layer].get(option)
                 for norm in itertools.takewhile(lambda other: other.is_vector, beside):
                     if norm not in self._answers and self.sizes[norm].get("flatten") == values:
                         following[norm] = Answer(flatten=maps)

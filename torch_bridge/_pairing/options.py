@@ -108,11 +108,12 @@ class Options:
     def form_of(self, option: str, layer: Layer) -> Form | None:
         """Returns the form that an option says a weight has, "" for the usual one; None if open."""
         said = getattr(self, option)
-        if said is None:
-            return "" if self.plain else None
+        if said is None and not self.plain:
+            return None
+        if not said:  # "" names none, not the layer without a name
+            return ""
         if isinstance(said, str):
-            # "" names none, not the layer without a name.
-            said = ((said, option),) if said else ()
+            said = ((said, option),)
         for pattern, form in said:
             if re.fullmatch(pattern, layer.name):
                 return form
@@ -171,7 +172,9 @@ def _pairs(name: str, value: Any, read: Callable[[Any], Any]) -> tuple[tuple[str
     if value is None:
         return None
     with contextlib.suppress(TypeError, ValueError):
-        items = value.items() if isinstance(value, Mapping) else value
+        items = value
+        if isinstance(value, Mapping):
+            items = value.items()
         return tuple((pattern, read(said)) for pattern, said in items)
     raise ValueError(f"`{name}` must map regular expressions to {_MAPPED[name]}, got {value!r}.")
 
@@ -192,8 +195,10 @@ def _parts(said: Any) -> Flattened:
         said = [said]
     parts = []
     for part in said:
-        shape = (part,) if isinstance(part, int) else part
-        parts.append(tuple(map(operator.index, shape)))
-        if not parts[-1] or min(parts[-1]) < 1:
+        if isinstance(part, int):
+            part = (part,)
+        shape = tuple(map(operator.index, part))
+        if not shape or min(shape) < 1:
             raise ValueError
+        parts.append(shape)
     return tuple(parts)

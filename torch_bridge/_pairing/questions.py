@@ -112,7 +112,7 @@ class Questions:
     def _ask_forms(self, known: Mapping[str, str]) -> None:
         """Finds the form of every weight that fits in several; asks about those left open."""
         open_layers = {}
-        names = set(itertools.chain(*map(Layer.tensors, self.reading.partners)))
+        names = set(itertools.chain.from_iterable(map(Layer.tensors, self.reading.partners)))
         for layer, forms in self.reading.forms().items():
             form: Form | None = None
             packed = [name.replace("out_proj.weight", "in_proj_weight") for name in layer.tensors()]
@@ -123,10 +123,13 @@ class Questions:
             if form is not None:
                 self.reading.answers[layer] = Answer(form)
                 continue
-            options = ["turned" if isinstance(form, tuple) else form for form in forms]
-            for option in dict.fromkeys(options):
-                if option == OUT_IN:
-                    continue
+            options = {}
+            for form in forms:
+                if isinstance(form, tuple):
+                    options["turned"] = None
+                elif form != OUT_IN:
+                    options[form] = None
+            for option in options:
                 form = self._options.form_of(option, layer)
                 if form is None:
                     open_layers.setdefault(option, []).append(layer)
@@ -190,10 +193,12 @@ class Questions:
             others = []
             for other in flow.layers:
                 may_be = other.is_vector or flow.is_table(other)
-                if may_be and values in flow.sizes[other].values():
+                as_many = may_be and values in flow.sizes[other].values()
+                if as_many and flow.following(other) not in layers:
                     others.append(other)
-            others = [other for other in others if flow.following(other) not in layers]
-            hint = f". {listed(others)} may be of the same map; then name it, too" if others else ""
+            hint = ""
+            if others:
+                hint = f". {listed(others)} may be of the same map; then name it, too"
             self.asked.append(
                 f"{names} {VERBS[option]} {values} values: say {option}={{{names!r}: {shown}}} if "
                 f"they are a flattened map of such a shape; {option} names all layers of which "
@@ -214,7 +219,9 @@ def listed(layers: Iterable[Layer]) -> str:
 
 def _written(parts: Flattened) -> Any:
     """Returns what is flattened as users write it."""
-    return parts[0] if len(parts) == 1 else list(parts)
+    if len(parts) == 1:
+        return parts[0]
+    return list(parts)
 
 
 def _shown(layers: Sequence[Layer]) -> str:
