@@ -192,7 +192,10 @@ def _check_out(options: argparse.Namespace) -> None:
     if not os.path.lexists(out):  # a link to nowhere is there, too
         return
     if out.is_dir() != to_folder:
-        found, wanted = ("file", "folder") if to_folder else ("folder", "file")
-        raise CheckpointMismatch(f"{out} is a {found}. --out must be a {wanted} here.")
+        present = "folder"
+        needed = "file"
+        if to_folder:
+            present, needed = needed, present
+        raise CheckpointMismatch(f"{out} is a {present}. --out must be a {needed} here.")
     if not (to_folder or options.force):
         raise CheckpointMismatch(f"{out} is there already. Pass --force to overwrite it.")

@@ -129,8 +129,8 @@ class FlaxFile:
 def _refuse_changes(folder: pathlib.Path) -> None:
     if not (folder / _SUMS).exists():  # a step that a training script wrote has none
         return
-    said = set((folder / _SUMS).read_bytes().decode("utf-8", "replace").splitlines())
-    wrong = {line.partition("  ")[2] for line in said.symmetric_difference(_sums(folder))}
+    recorded = set((folder / _SUMS).read_bytes().decode("utf-8", "replace").splitlines())
+    wrong = {line.partition("  ")[2] for line in recorded.symmetric_difference(_sums(folder))}
     if wrong:
         raise CheckpointMismatch(
             f"{folder} is damaged: {some(sorted(wrong))} are not what {_SUMS} says. Convert it "

@@ -433,9 +433,12 @@ def _check_state(
             jax.tree.map(np.shape, leaves_by_path(getattr(one, field))) for one in (state, fresh)
         )
         for path in shapes.keys() | common:
-            shape, wanted = shapes.get(path), expected.get(path)
-            if shape != wanted:
-                wrong.append(f"{'/'.join(path)}: {field} of shape {shape}, expected {wanted}")
+            shape = shapes.get(path)
+            expected_shape = expected.get(path)
+            if shape != expected_shape:
+                wrong.append(
+                    f"{'/'.join(path)}: {field} of shape {shape}, expected {expected_shape}"
+                )
     if wrong:
         raise CheckpointMismatch(
             "The PowerSGD state is of other matrices, another rank or several replicas. Pass it "

@@ -205,10 +205,15 @@ def to_flax(
     doubts = list(_doubts(checkpoint, params, like))
     taken = calls
     if plan and checkpoint.optimizer:
-        taken = plan.taken(learning_rate, step, calls if checkpoint.powersgd else None)
-        model, given = checkpoint.model, learning_rate is not None
-        doubts += _doubts_of_steps(plan, layout, calls, learning_rate if step is None else None)
-        doubts += doubts_about(checkpoint.optimizer, plan.entries, model, param_names, given)
+        calls_of_hook = None
+        if checkpoint.powersgd:
+            calls_of_hook = calls
+        taken = plan.taken(learning_rate, step, calls_of_hook)
+        doubts += _doubts_of_steps(plan, layout, calls, learning_rate, step)
+        scheduled = learning_rate is not None
+        doubts += doubts_about(
+            checkpoint.optimizer, plan.entries, checkpoint.model, param_names, scheduled
+        )
     for doubt in doubts:
         warnings.warn(doubt, stacklevel=2)
     if consume:
@@ -323,7 +328,7 @@ def _clipping(entries: Mapping[Any, Any]) -> list[str]:
 
 
 def _doubts_of_steps(
-    plan: OptimizerPlan, layout: BucketLayout | None, calls: int, rates: Rates
+    plan: OptimizerPlan, layout: BucketLayout | None, calls: int, rates: Rates, step: int | None
 ) -> Iterator[str]:
     """Says where optimizer and hook have not taken the same steps, with the way out.
 
@@ -331,9 +336,10 @@ def _doubts_of_steps(
       plan: Of the optimizer.
       layout: The bucket layout, if it is known.
       calls: Of the hook.
-      rates: Learning rates whose place is to be told.
+      rates: Learning rates; a schedule has a place to go on from.
+      step: That place, if the user says it.
     """
-    if plan.counted not in (0, calls) and has_schedule(rates):
+    if step is None and plan.counted not in (0, calls) and has_schedule(rates):
         yield (
             f"Adam has counted {plan.counted} steps and the hook {calls}, as with gradient "
             "accumulation, skipped steps or a fresh hook state; the schedule goes on at "

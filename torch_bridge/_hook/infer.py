@@ -240,10 +240,10 @@ def _cut(
     if not lengths:
         return [order]
     ends = np.cumsum([model[name].size for name in order])
-    wanted = np.cumsum(lengths)
+    borders = np.cumsum(lengths)
     # What is empty goes with what is in front of it.
-    cuts = np.searchsorted(ends, wanted, side="right")
-    fits = bool(len(ends)) and np.array_equal(ends[cuts - 1], wanted) and cuts[-1] == len(order)
+    cuts = np.searchsorted(ends, borders, side="right")
+    fits = bool(len(ends)) and np.array_equal(ends[cuts - 1], borders) and cuts[-1] == len(order)
     if not fits:
         return None
     return [order[start:end] for start, end in itertools.pairwise([0, *cuts])]

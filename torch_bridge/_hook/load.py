@@ -133,10 +133,11 @@ def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
         ) from error
     except (CheckpointMismatch, *_UNFORESEEN) as error:
         # NumPy and Python say what they could not do, which says nothing about the file.
-        ours = isinstance(error, CheckpointMismatch)
-        found = f"{error!s:.400}" if ours else "an entry of another kind than torch writes"
+        cause = "an entry of another kind than torch writes"
+        if isinstance(error, CheckpointMismatch):
+            cause = f"{error!s:.400}"
         raise CheckpointMismatch(
-            f"{file} cannot be read: found {found}. Expected {_EXPECTED}, complete and undamaged.",
+            f"{file} cannot be read: found {cause}. Expected {_EXPECTED}, complete and undamaged.",
             parameters=getattr(error, "parameters", ()),
         ) from error
 

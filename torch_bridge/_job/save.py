@@ -145,10 +145,10 @@ def require(**arguments: Any) -> None:
       TypeError: With the argument that is something else.
     """
     for name, value in arguments.items():
-        attribute, wanted, instead = _WANTED[name]
+        attribute, kind, instead = _WANTED[name]
         absent = value is None and name != "ddp_model"
         if not absent and not hasattr(value, attribute):
-            raise TypeError(f"`{name}` must be {wanted}, got a {type(value).__name__}; {instead}.")
+            raise TypeError(f"`{name}` must be {kind}, got a {type(value).__name__}; {instead}.")
 
 
 def awaits_rebuild(ddp_model: DistributedDataParallel) -> bool:

@@ -107,14 +107,14 @@ class Options:
 
     def form_of(self, option: str, layer: Layer) -> Form | None:
         """Returns the form that an option says a weight has, "" for the usual one; None if open."""
-        said = getattr(self, option)
-        if said is None and not self.plain:
+        patterns = getattr(self, option)
+        if patterns is None and not self.plain:
             return None
-        if not said:  # "" names none, not the layer without a name
+        if not patterns:  # "" names none, not the layer without a name
             return ""
-        if isinstance(said, str):
-            said = ((said, option),)
-        for pattern, form in said:
+        if isinstance(patterns, str):
+            patterns = ((patterns, option),)
+        for pattern, form in patterns:
             if re.fullmatch(pattern, layer.name):
                 return form
         return ""
@@ -175,26 +175,26 @@ def _pairs(name: str, value: Any, read: Callable[[Any], Any]) -> tuple[tuple[str
         items = value
         if isinstance(value, Mapping):
             items = value.items()
-        return tuple((pattern, read(said)) for pattern, said in items)
+        return tuple((pattern, read(answer)) for pattern, answer in items)
     raise ValueError(f"`{name}` must map regular expressions to {_MAPPED[name]}, got {value!r}.")
 
 
-def _order(said: Any) -> Form:
+def _order(value: Any) -> Form:
     """Reads an order of axes."""
-    axes = tuple(map(operator.index, said))
+    axes = tuple(map(operator.index, value))
     if sorted(axes) != list(range(len(axes))):
         raise ValueError
     return axes
 
 
-def _parts(said: Any) -> Flattened:
+def _parts(value: Any) -> Flattened:
     """Reads (C, H, W), or [(C, H, W), 10] where other values stand beside the map."""
-    if said is None:
+    if value is None:
         return ()
-    if not any(isinstance(part, list | tuple) for part in said):
-        said = [said]
+    if not any(isinstance(part, list | tuple) for part in value):
+        value = [value]
     parts = []
-    for part in said:
+    for part in value:
         if isinstance(part, int):
             part = (part,)
         shape = tuple(map(operator.index, part))

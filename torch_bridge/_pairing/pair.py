@@ -145,10 +145,10 @@ def paired_for(
     if pairs is None:
         whole = options is not None
         return _paired(model, like, Options(**options or {}), apply, example, whole=whole)
-    given = [name for name, value in (options or {}).items() if value]
-    if given:
+    twice = [name for name, value in (options or {}).items() if value]
+    if twice:
         raise ValueError(
-            f"`pairs` says already what belongs together. Leave out {', '.join(given)}, or give "
+            f"`pairs` says already what belongs together. Leave out {', '.join(twice)}, or give "
             "these to torch_bridge.pair."
         )
     return Paired(pairs_of(like, pairs))

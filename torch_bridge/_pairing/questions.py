@@ -152,8 +152,8 @@ class Questions:
                 continue
             field = "flatten" if layer.is_vector else option
             values = self._flow.sizes[layer].get(field)
-            said = f"{option}={{{pattern!r}: {_written(parts)}}}"
-            idle[said] = idle.get(said, True) and bool(parts) and values is None
+            answer = f"{option}={{{pattern!r}: {_written(parts)}}}"
+            idle[answer] = idle.get(answer, True) and bool(parts) and values is None
             if values is None:
                 continue
             reads = f"{layer} {VERBS[option]} {values} values"
@@ -171,11 +171,11 @@ class Questions:
                     f"channels: the shape is torch's (C, H, W), here {proposal[0]} perhaps.",
                     stacklevel=2,
                 )
-            answer = self.reading.answer(layer)._replace(**{field: maps_of(parts)})
-            self.reading.answers[layer] = answer
-        for said, moves_nothing in idle.items():
+            known = self.reading.answer(layer)
+            self.reading.answers[layer] = known._replace(**{field: maps_of(parts)})
+        for answer, moves_nothing in idle.items():
             if moves_nothing:
-                self.wrong.append(f"{said}: none of these {VERBS[option]} values in a row")
+                self.wrong.append(f"{answer}: none of these {VERBS[option]} values in a row")
 
     def _ask_maps(self, option: str) -> None:
         """Asks where a layer may read or give a map, and names what is of as many values."""

@@ -76,7 +76,7 @@ class Search:
     def __init__(
         self,
         match: Match,
-        said: Reading,
+        answered: Reading,
         evidence: Evidence,
         tensors: Mapping[str, Any],
     ) -> None:
@@ -84,12 +84,12 @@ class Search:
 
         Args:
           match: The layers, with what rules say.
-          said: A reading, with what the user says of single layers, which is not searched for.
+          answered: A reading, with what the user says of single layers, which is not searched for.
           evidence: The example.
           tensors: The torch tensors by name.
         """
         self._match = match
-        self._said = said
+        self._answered = answered
         self._evidence = evidence
         self._tensors = tensors
         self._leaves = {}
@@ -162,7 +162,7 @@ class Search:
         flax_orders = (sorted(match.flax, key=self._place), match.flax)
         torch_orders = (match.torch, _in_turn(match.torch))
         for decided, flax, torch in itertools.product(starts, flax_orders, torch_orders):
-            reading = Reading(match.assign(decided, torch, flax), dict(self._said.answers))
+            reading = Reading(match.assign(decided, torch, flax), dict(self._answered.answers))
             for layer, forms in reading.forms().items():
                 if CONV_TRANSPOSE in forms and self._is_upward(reading.partners[layer]):
                     reading.answers.setdefault(layer, Answer(CONV_TRANSPOSE))
@@ -198,9 +198,9 @@ class Search:
     def _forms(self, reading: Reading) -> list[Choice]:
         """Lists the weights that fit in several forms, layers of one name together."""
         forms = reading.forms()
-        unsaid = [layer for layer in forms if not self._said.answer(layer).form]
+        unanswered = [layer for layer in forms if not self._answered.answer(layer).form]
         choices = []
-        for alike in grouped(unsaid, lambda layer: (layer.words, tuple(forms[layer]))).values():
+        for alike in grouped(unanswered, lambda layer: (layer.words, tuple(forms[layer]))).values():
             choices.append(Choice(alike, "form", forms[alike[0]]))
         return sorted(choices, key=lambda choice: len(choice.values))
 
@@ -217,8 +217,8 @@ class Search:
             for alike, values in flow.movable(option):
                 is_norm = alike[0].is_vector
                 layers = [layer for layer in alike if not self._says(option, layer)]
-                said = getattr(self._match.options, option)
-                if not layers or (said == () and not is_norm):
+                patterns = getattr(self._match.options, option)
+                if not layers or (patterns == () and not is_norm):
                     continue  # {} says that there is none
                 maps: list[Maps] = [()]
                 beside = []
@@ -248,7 +248,7 @@ class Search:
     def _says(self, option: str, layer: Layer) -> bool:
         """Tells whether the user says if a layer reads or gives a map."""
         pattern, _ = self._match.options.map_of(option, layer)
-        return pattern is not None or bool(getattr(self._said.answer(layer), option))
+        return pattern is not None or bool(getattr(self._answered.answer(layer), option))
 
     def _exchanges(self, reading: Reading) -> Iterator[Change]:
         """Exchanges layers, or modules, that are alike in torch, or in Flax."""

@@ -99,10 +99,10 @@ class _Charged(io.BufferedReader):
         self.charges = True
 
     def read(self, size: int | None = -1, /) -> bytes:
-        wanted = self._size if size is None or size < 0 else min(size, self._size)
+        count = self._size if size is None or size < 0 else min(size, self._size)
         if self.charges:
-            self._budget.claim(_DIRECTORY_BYTES * min(wanted, self._size - self.tell()))
-        return super().read(wanted)
+            self._budget.claim(_DIRECTORY_BYTES * min(count, self._size - self.tell()))
+        return super().read(count)
 
 
 class _Entries:
