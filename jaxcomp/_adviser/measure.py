@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jaxcomp._adviser.model import ASSUMED, Calibration, ReducerCosts
 from jaxcomp._adviser.shapes import shapes_of
 from jaxcomp._base.checks import check_int
+from jaxcomp._base.leaves import floating_leaves
 from jaxcomp._base.typing import PyTree
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.error_feedback import error_feedback
@@ -63,8 +64,7 @@ def measure(
       True
     """
     rank = check_int("rank", rank, 1)
-    leaves = jax.tree.leaves(shapes_of(params)[0])
-    tree = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    tree = floating_leaves(shapes_of(params)[0])
     low_rank = powersgd(rank, axis_name=_AXIS, start_step=0, comm_dtype="int6")
     if not any(leaf.rank for leaf in low_rank.bytes(tree, replicas=1).leaves):
         raise ValueError(f"At rank {rank} nothing of this model is compressed: no time to measure.")

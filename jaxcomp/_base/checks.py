@@ -13,7 +13,9 @@ import numpy as np
 
 def check_axis_name(axis_name: Any) -> Any:
     """Returns a string or a non-empty tuple of distinct strings; refuses anything else."""
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    names = axis_name
+    if not isinstance(axis_name, tuple):
+        names = (axis_name,)
     unnamed = [name for name in names if not isinstance(name, str) or not name]
     if not names or unnamed or len(set(names)) < len(names):
         raise ValueError(
@@ -23,11 +25,15 @@ def check_axis_name(axis_name: Any) -> Any:
     return axis_name
 
 
+def is_integer(value: Any) -> bool:
+    """Tells an integer of Python or NumPy from a truth value, and from what is traced."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def check_int(name: str, value: Any, minimum: int) -> int:
     """Returns `value` as an int of at least `minimum`; refuses the rest, also what is traced."""
     kind = "a positive integer" if minimum == 1 else "a non-negative integer"
-    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not is_integer or value < minimum:
+    if not is_integer(value) or value < minimum:
         hint = _static_hint(name, value)
         raise ValueError(f"`{name}` must be {kind}, got {name}={value!r}.{hint}")
     return int(value)

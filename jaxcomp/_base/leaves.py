@@ -17,11 +17,6 @@ WIRE_DTYPES = ("float32", "bfloat16", "float16")
 FACTOR_DTYPES = (*WIRE_DTYPES, "int8", "int6")
 # A residual may exceed what float16 holds, and would then be infinite for ever.
 RESIDUAL_DTYPES = ("float32", "bfloat16")
-# A box is a node of the tree with one array inside and metadata about it: linen's `Partitioned` and
-# `LogicallyPartitioned`, nnx's `Variable`. They are known by their methods, so that nothing here
-# imports flax. Made with the structure of the parameters, a state would have boxes too, and with
-# them the weight's axis names on a factor of another shape.
-_BOX_METHODS = (("unbox", "replace_boxed"), ("get_metadata", "set_metadata"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +43,9 @@ def key_names(path: KeyPath) -> list[str | None]:
 
 def leaf_dtype(leaf: Any) -> Any:
     """Returns the dtype of an array, a shape struct or a Python number."""
-    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    if hasattr(leaf, "dtype"):
+        return leaf.dtype
+    return jnp.result_type(leaf)
 
 
 def widest(dtypes: Iterable[Any], least: Any = jnp.float32) -> Any:
@@ -77,8 +74,9 @@ def put_at(values: list[Any], positions: Iterable[int], new: Iterable[Any]) -> N
 
 def wire_dtype(comm_dtype: Any, dtypes: Iterable[Any]) -> Any:
     """Returns what an all-reduce of gradients of these dtypes has on the wire: never integers."""
-    exact = comm_dtype is None or isinstance(comm_dtype, Integers)
-    return widest(dtypes) if exact else comm_dtype
+    if comm_dtype is None or isinstance(comm_dtype, Integers):
+        return widest(dtypes)
+    return comm_dtype
 
 
 def compute_dtype(dtype: Any) -> Any:
@@ -91,8 +89,9 @@ def in_compute_dtype(tree: PyTree) -> PyTree:
 
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = leaf_dtype(leaf)
-        wide = compute_dtype(dtype) if jnp.issubdtype(dtype, jnp.floating) else dtype
-        return jax.ShapeDtypeStruct(np.shape(leaf), wide)
+        if is_floating(leaf):
+            dtype = compute_dtype(dtype)
+        return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
 
     return jax.tree.map(shape, tree)
 
@@ -131,7 +130,9 @@ def checked_dtype(name: str, dtype: Any, allowed: tuple[str, ...] = WIRE_DTYPES)
         raise ValueError(
             f"`{name}` must be one of {', '.join(allowed)} or None, got {dtype!r}{hint}"
         )
-    return Integers(int(kind[3:])) if kind in FACTOR_DTYPES[3:] else jnp.dtype(kind)
+    if kind in WIRE_DTYPES:
+        return jnp.dtype(kind)
+    return Integers(int(kind.removeprefix("int")))
 
 
 def floating_leaves(tree: PyTree) -> list[Array]:
@@ -143,7 +144,7 @@ def floating_leaves(tree: PyTree) -> list[Array]:
       >>> [x.shape for x in extend.floating_leaves({"w": jnp.ones((2, 3)), "b": jnp.ones(3)})]
       [(3,), (2, 3)]
     """
-    return [x for x in jax.tree.leaves(tree) if is_floating(x)]
+    return list(filter(is_floating, jax.tree.leaves(tree)))
 
 
 def with_leaves(tree: PyTree, arrays: Sequence[Array]) -> PyTree:
@@ -155,9 +156,8 @@ def with_leaves(tree: PyTree, arrays: Sequence[Array]) -> PyTree:
       >>> extend.with_leaves({"w": jnp.ones(2)}, [jnp.zeros(2)])["w"].tolist()
       [0.0, 0.0]
     """
-    leaves, treedef = jax.tree.flatten(tree)
     new = iter(arrays)
-    return treedef.unflatten([next(new) if is_floating(x) else x for x in leaves])
+    return jax.tree.map(lambda x: next(new) if is_floating(x) else x, tree)
 
 
 def is_array(leaf: Any) -> bool:
@@ -191,13 +191,30 @@ def is_masked(node: Any) -> bool:
 
 def is_floating(leaf: Any) -> bool:
     """Tells whether a leaf is one that a reducer averages."""
-    return jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jnp.issubdtype(leaf_dtype(leaf), jnp.floating)
+
+
+def is_key(leaf: Any) -> bool:
+    """Tells a random key of `jax.random.key` from numbers."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def in_words(leaf: Any) -> Any:
+    """Returns the words of a random key; numbers as they are."""
+    if is_key(leaf):
+        return jax.random.key_data(leaf)
+    return leaf
 
 
 def all_finite(leaves: Sequence[Array]) -> Array:
     """Tells, in a bool scalar, whether every floating value is finite."""
-    flags = [jnp.isfinite(x).all() for x in leaves if is_floating(x)]
-    return jnp.stack(flags).all() if flags else jnp.array(True)
+    flags = []
+    for leaf in leaves:
+        if is_floating(leaf):
+            flags.append(jnp.isfinite(leaf).all())
+    if not flags:
+        return jnp.array(True)
+    return jnp.stack(flags).all()
 
 
 def nan_unless(finite: Array, values: Sequence[Array]) -> list[Array]:
@@ -223,17 +240,23 @@ def boxed_as(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def _is_box(node: Any) -> bool:
-    return any(_has_all(type(node), names) for names in _BOX_METHODS)
+    """Tells a node with one array inside and metadata about it.
 
-
-def _has_all(kind: type, names: Sequence[str]) -> bool:
-    return all(hasattr(kind, name) for name in names)
+    Such are linen's `Partitioned` and `LogicallyPartitioned`, and nnx's `Variable`. They are known
+    by their methods, so that nothing here imports flax. Made with the structure of the parameters,
+    a state would have boxes too, and with them the weight's axis names on a factor of another
+    shape.
+    """
+    kind = type(node)
+    if hasattr(kind, "unbox") and hasattr(kind, "replace_boxed"):
+        return True
+    return hasattr(kind, "get_metadata") and hasattr(kind, "set_metadata")
 
 
 def _content(node: Any) -> Any:
-    if not _is_box(node):
-        return node
-    inside = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+    inside = []
+    if _is_box(node):
+        inside = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
     if len(inside) != 1:
         return node
     return unboxed(inside[0])

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp._base.leaves import leaf_dtype, leaf_name
+from jaxcomp._base.leaves import is_floating, leaf_dtype, leaf_name
 from jaxcomp._base.typing import PyTree
 
 
@@ -136,9 +136,9 @@ def dense_leaves(tree: PyTree, wire: Any = None) -> tuple[LeafStats, ...]:
     """Lists every floating leaf uncompressed, in its own dtype on the wire or in `wire`."""
     leaves = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        dtype = jnp.dtype(leaf_dtype(leaf))
-        if not jnp.issubdtype(dtype, jnp.floating):
+        if not is_floating(leaf):
             continue
+        dtype = jnp.dtype(leaf_dtype(leaf))
         shape = tuple(np.shape(leaf))
         before = math.prod(shape) * dtype.itemsize
         after = math.prod(shape) * (wire or dtype).itemsize

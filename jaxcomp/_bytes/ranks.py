@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp._base.checks import check_flag, check_function, check_static_number
-from jaxcomp._base.leaves import FACTOR_DTYPES, checked_dtype, leaf_name
+from jaxcomp._base.leaves import FACTOR_DTYPES, checked_dtype, is_floating, leaf_name
 from jaxcomp._base.typing import DType, KeyPath, MatrixDimsFn, PyTree
 from jaxcomp._bytes.gap import read_momentum, spectra_of
 from jaxcomp._bytes.units import parse
@@ -126,10 +126,7 @@ def ranks_by_spectrum(
         gradients = momentum.tree
         spectra = momentum.spectra
         adaptive = False
-    plans = []
-    for plan in plan_leaves(gradients, 1, rate, matrix_dims):
-        if jnp.issubdtype(plan.dtype, jnp.floating):
-            plans.append(plan)
+    plans = list(filter(is_floating, plan_leaves(gradients, 1, rate, matrix_dims)))
     ranks: dict[str, int | None] = {}
     offers = []
     for plan in plans:

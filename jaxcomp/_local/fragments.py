@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jaxcomp._base.checks import check_int, check_static_number
-from jaxcomp._base.leaves import compute_dtype, is_masked, leaf_dtype, leaf_name
+from jaxcomp._base.leaves import compute_dtype, is_floating, is_masked, leaf_dtype, leaf_name
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 
 # How many fragments, or a pattern for each.
@@ -106,9 +106,8 @@ def numbered(params: PyTree, split: Split = 1) -> PyTree:
     check_not_complex(params)
     floating: dict[KeyPath, int] = {}  # bytes of each leaf
     for path, leaf in jax.tree.leaves_with_path(params):
-        dtype = jnp.dtype(leaf_dtype(leaf))
-        if jnp.issubdtype(dtype, jnp.floating):
-            floating[path] = np.size(leaf) * dtype.itemsize
+        if is_floating(leaf):
+            floating[path] = np.size(leaf) * jnp.dtype(leaf_dtype(leaf)).itemsize
     numbers = _by_size(floating, split) if isinstance(split, int) else _by_pattern(floating, split)
     return jax.tree.map_with_path(lambda path, _: numbers.get(path, -1), params)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp._base.checks import check_transformation
-from jaxcomp._base.leaves import widest
+from jaxcomp._base.leaves import is_floating, widest
 from jaxcomp._base.stats import CompressionStats, LeafStats, dense_leaves
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._local.averages import average
@@ -339,6 +339,6 @@ def _difference(update: Array, param: Array, new: Array) -> Array:
 
 def _widened(update: Array, param: Array) -> Array:
     """Returns an update in the wider of its and its parameter's dtype, as an average gives it."""
-    if not jnp.issubdtype(update.dtype, jnp.floating):
+    if not is_floating(update):
         return update
     return update.astype(widest([jnp.asarray(param).dtype], update.dtype))

@@ -260,7 +260,7 @@ class LocalSGDRound:
 
         def marked(leaf: Any) -> Any:
             # Floating ones only: others are not averaged, so they stay replicated.
-            return as_local(leaf, self.axis_name) if is_floating(jnp.asarray(leaf)) else leaf
+            return as_local(leaf, self.axis_name) if is_floating(leaf) else leaf
 
         return jax.tree.map(marked, params), as_local(inner, self.axis_name)
 

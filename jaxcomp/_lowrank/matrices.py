@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp._base.leaves import key_names, leaf_dtype, leaf_name
+from jaxcomp._base.checks import is_integer
+from jaxcomp._base.leaves import is_floating, key_names, leaf_dtype, leaf_name
 from jaxcomp._base.typing import Array, KeyPath, MatrixDims, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._mesh.collectives import other_axes, typed_like
 
@@ -394,15 +395,14 @@ def _plan(
             "pass eqx.filter(model, eqx.is_inexact_array), for other trees the arrays that are "
             "trained."
         ) from error
-    if not jnp.issubdtype(plain.dtype, jnp.floating):
+    if not is_floating(plain):
         return plain
     leaf_rank: Any = rank
     if callable(rank):
         leaf_rank = rank(path, leaf)
     if leaf_rank is None:
         return plain
-    integer = isinstance(leaf_rank, (int, np.integer)) and not isinstance(leaf_rank, bool)
-    if not integer or leaf_rank < 1:
+    if not is_integer(leaf_rank) or leaf_rank < 1:
         raise ValueError(
             f"`rank` must return a positive integer or None, got {leaf_rank!r} for the leaf "
             f"{name}. Return None for a leaf that shall not be compressed."

@@ -155,7 +155,7 @@ def _rows_and_cols(path: KeyPath, leaf: Any) -> MatrixDims:
 
 def _square_of(params: PyTree) -> jax.ShapeDtypeStruct:
     """Returns the shape of the smallest square that holds all floating values, float32 or wider."""
-    leaves = [x for x in jax.tree.leaves(params) if jnp.issubdtype(leaf_dtype(x), jnp.floating)]
+    leaves = floating_leaves(params)
     size = sum(math.prod(jnp.shape(x)) for x in leaves)
     side = math.isqrt(size - 1) + 1 if size else 0
     return jax.ShapeDtypeStruct((side, side), widest(map(leaf_dtype, leaves)))

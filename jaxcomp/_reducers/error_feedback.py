@@ -17,6 +17,7 @@ from jaxcomp._base.leaves import (
     compute_dtype,
     floating_leaves,
     in_compute_dtype,
+    is_floating,
     leaf_dtype,
     nan_unless,
     with_leaves,
@@ -107,7 +108,7 @@ def error_feedback(
 
     def init(params: PyTree) -> ErrorFeedbackState:
         def zeros(leaf: Any) -> Any:
-            if not jnp.issubdtype(leaf_dtype(leaf), jnp.floating):
+            if not is_floating(leaf):
                 return optax.MaskedNode()
             return jnp.zeros_like(leaf, dtype=dtype or compute_dtype(leaf_dtype(leaf)))
 

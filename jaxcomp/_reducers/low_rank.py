@@ -18,7 +18,14 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jaxcomp._base.leaves import Integers, compute_dtype, nan_unless, saturated, wire_dtype
+from jaxcomp._base.leaves import (
+    Integers,
+    compute_dtype,
+    is_floating,
+    nan_unless,
+    saturated,
+    wire_dtype,
+)
 from jaxcomp._base.stats import CompressionStats, dense_leaves, needed_replicas
 from jaxcomp._base.typing import Array, AxisName, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, outer, plan_leaves, product
@@ -276,7 +283,7 @@ def count_bytes(
       replicas: How many there are, or None.
       step: Which update, or None for a compressed one.
     """
-    plans = [plan for plan in options.plan(params) if jnp.issubdtype(plan.dtype, jnp.floating)]
+    plans = list(filter(is_floating, options.plan(params)))
     wire = _all_reduce_dtype(options, plans)
     if step is not None and step < options.start_step:
         return CompressionStats(dense_leaves(params, wire))

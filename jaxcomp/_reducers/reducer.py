@@ -186,6 +186,17 @@ def in_dtypes_of(gradients: PyTree, averages: PyTree) -> PyTree:
     return jax.tree.map(cast, averages, gradients)
 
 
+def check_reducer(reducer: Any, fix: str = "Pass the first link of the chain.") -> None:
+    """Refuses what is not a `Reducer`.
+
+    Raises:
+      ValueError: With what to do.
+    """
+    if not isinstance(reducer, Reducer):
+        kind = type(reducer).__name__
+        raise ValueError(f"`reducer` must be a jaxcomp reducer, got {kind}. {fix}")
+
+
 def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
     """Refuses what no reducer can average.
 

@@ -15,7 +15,7 @@ from jaxcomp._lowrank.orthogonalize import orthogonalize
 from jaxcomp._mesh.per_replica import has_rows
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.powersgd import PowerSGDState
-from jaxcomp._reducers.reducer import Reducer
+from jaxcomp._reducers.reducer import Reducer, check_reducer
 from jaxcomp._states.consolidate import consolidate
 
 
@@ -58,11 +58,7 @@ def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
       >>> wider[0].q["w"].shape, bool(jnp.all(wider[0].q["w"][:, :2] == state[0].q["w"]))
       ((32, 4), True)
     """
-    if not isinstance(reducer, Reducer):
-        raise ValueError(
-            f"`reducer` must be a jaxcomp reducer, got {type(reducer).__name__}. Pass the first "
-            "link of the chain."
-        )
+    check_reducer(reducer)
     if has_rows(state):
         state = consolidate(state)
     nodes, treedef = jax.tree.flatten(state, is_leaf=_has_residual)

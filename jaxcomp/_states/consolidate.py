@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp._base.checks import check_axis_name
-from jaxcomp._base.leaves import compute_dtype, is_floating
+from jaxcomp._base.leaves import compute_dtype, in_words, is_floating, is_key
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_size, maximum, mesh_axes, owner_id
 from jaxcomp._mesh.per_replica import (
@@ -130,8 +130,7 @@ def _check_equal_rows(name: str, leaf: Any) -> None:
     """Refuses a leaf that differs between the replicas that share it, where that can be known."""
     if isinstance(leaf, jax.core.Tracer):
         return
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
+    leaf = in_words(leaf)
     both_nan = (leaf != leaf) & (leaf[:1] != leaf[:1])
     if not ((leaf == leaf[:1]) | both_nan).all():
         raise ValueError(
@@ -151,7 +150,7 @@ def _mean_of_rows(leaf: Any) -> Any:
 
 def _largest(leaf: Any, maximum: Callable[[Array], Array]) -> Any:
     """Takes the maximum over the replicas of integers, flags or random keys."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         words = maximum(jax.random.key_data(leaf))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
     if leaf.dtype == jnp.bool_:

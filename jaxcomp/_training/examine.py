@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp._base.leaves import leaf_name
+from jaxcomp._base.leaves import in_words, is_floating, is_key, leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
 from jaxcomp._mesh.explicit import split_axis
@@ -105,7 +105,8 @@ def _on_replicas(
 
     in_axes = jax.tree.map(lambda spec: None if split_axis(spec) is None else 0, specs)
     mapped = jax.vmap(only_replica(function, others), (in_axes,), 0, first, replicas)
-    return jax.tree.map(_in_numpy, jax.jit(mapped)(jax.tree.map(parts, arrays, specs)))
+    results = jax.jit(mapped)(jax.tree.map(parts, arrays, specs))
+    return jax.tree.map(lambda x: np.asarray(in_words(x)), results)
 
 
 def _swapped(x: Any, spec: Any) -> Any:
@@ -115,16 +116,8 @@ def _swapped(x: Any, spec: Any) -> Any:
 
 
 def _on_host(x: Any) -> Any:
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    if is_key or not getattr(x, "is_fully_addressable", True):
+    if is_key(x) or not getattr(x, "is_fully_addressable", True):
         return x
-    return np.asarray(x)
-
-
-def _in_numpy(x: Any) -> np.ndarray:
-    """Returns the values of an array, the words of a random key."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
     return np.asarray(x)
 
 
@@ -132,7 +125,7 @@ def _verdict(
     shares: np.ndarray, whole: np.ndarray, swapped: np.ndarray, halves: np.ndarray
 ) -> Verdict:
     """Judges an output of the whole batch by those of the batch in another order, and of halves."""
-    floating = jnp.issubdtype(whole.dtype, jnp.floating)
+    floating = is_floating(whole)
     precision = _ROUNDING
     if floating:
         precision = max(precision, 2 * float(jnp.finfo(whole.dtype).eps))

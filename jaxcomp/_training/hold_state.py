@@ -12,7 +12,7 @@ from jaxcomp._base.leaves import is_array, is_floating
 from jaxcomp._base.typing import PyTree
 from jaxcomp._mesh.collectives import is_bound, known_equal
 from jaxcomp._mesh.per_replica import accumulators, is_reducer_state, reducer_states
-from jaxcomp._reducers.reducer import Reducer
+from jaxcomp._reducers.reducer import Reducer, check_reducer
 
 
 class Held(NamedTuple):
@@ -51,11 +51,8 @@ def hold_state(reducer: optax.GradientTransformation) -> optax.GradientTransform
       >>> opt_state[0].residual.shape, int(opt_state[0].count)
       ((2, 16, 16), 1)
     """
-    if not isinstance(reducer, Reducer):
-        raise ValueError(
-            f"`reducer` must be a jaxcomp reducer, got {type(reducer).__name__}. Where "
-            "jaxcomp.data_parallel is given a chain, keep its state beside the optimizer's."
-        )
+    beside = "Where data_parallel is given a chain, keep its state beside the optimizer's."
+    check_reducer(reducer, beside)
 
     def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> Any:
         del params

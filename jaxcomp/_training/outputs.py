@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp._base.leaves import is_array, leaf_name
+from jaxcomp._base.checks import is_integer
+from jaxcomp._base.leaves import in_words, is_array, is_floating, is_key, leaf_name
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, known_equal, maximum, total, vma_axes
 from jaxcomp._mesh.weights import averaged
@@ -58,7 +59,7 @@ def taken_apart(result: Any) -> tuple[tuple[Any, ...], PyTree]:
         outputs = outputs[0]
     value = outputs[0]
     scalar = isinstance(value, float) or (is_array(value) and not np.ndim(value))
-    if not (scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating)):
+    if not (scalar and is_floating(value)):
         raise ValueError(
             "The value that the gradient function returns first must be a floating scalar, the "
             f"mean loss of the examples, got {one_level(value)}. Return (loss, gradients), or what "
@@ -181,12 +182,12 @@ def _possible(x: Array, axis_name: AxisName) -> str:
     words = []
     if x.ndim:
         words.append("join")
-    exact = not jnp.issubdtype(x.dtype, jnp.floating) and not known_equal(x, axis_name)
+    exact = not is_floating(x) and not known_equal(x, axis_name)
     if not exact or _is_compared(x, axis_name):
         words.append("mean")
     if exact:
         words.append("stack")
-    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if not is_key(x):
         words.append("sum")
     return "|".join(words)
 
@@ -200,10 +201,8 @@ def _all_equal(leaves: Sequence[Array], axis_name: AxisName) -> Array:
     """Tells, in a bool scalar, whether integers, flags and keys are equal on all replicas."""
     words = []
     for leaf in leaves:
-        numbers = leaf
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            numbers = jax.random.key_data(leaf)
-        elif leaf.dtype == jnp.bool_:
+        numbers = in_words(leaf)
+        if leaf.dtype == jnp.bool_:
             numbers = leaf.astype(jnp.uint8)
         # By bytes, so that one array holds all types and nothing is rounded.
         words.append(jax.lax.bitcast_convert_type(numbers, jnp.uint8).astype(jnp.int32).ravel())
@@ -266,8 +265,7 @@ def check_aux(aux: PyTree) -> None:
       ValueError: Naming it.
     """
     for word in jax.tree.leaves(aux):
-        axis = isinstance(word, (int, np.integer)) and not isinstance(word, bool)
-        if word not in WORDS and not axis:
+        if word not in WORDS and not is_integer(word):
             raise ValueError(
                 f"`aux` must be one of {WORDS}, an axis along which rows are joined, a tree of "
                 f"these, or None, got {word!r}."

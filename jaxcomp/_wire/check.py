@@ -14,7 +14,7 @@ from jaxcomp._base.checks import check_int
 from jaxcomp._base.leaves import floating_leaves, is_floating
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
-from jaxcomp._reducers.reducer import Reducer
+from jaxcomp._reducers.reducer import Reducer, check_reducer
 from jaxcomp._training.data_parallel import data_parallel
 from jaxcomp._wire.collectives import Collective, collectives, mesh_of
 from jaxcomp._wire.program import Program, read_program
@@ -149,11 +149,7 @@ def _networks(reducer: Any, params: Any, steps: Any) -> list[_Network]:
             "check(compiled, [first, second], [params, others])."
         )
     for each, count in zip(reducer, steps, strict=True):
-        if not isinstance(each, Reducer):
-            raise ValueError(
-                f"`reducer` must be a jaxcomp reducer, got {type(each).__name__}. Pass the first "
-                "link of the chain."
-            )
+        check_reducer(each)
         if count is not None:
             check_int("steps", count, 1)
     return list(map(_Network, *lists))
