@@ -81,7 +81,7 @@ class CompressionStats:
 
     def instead_of(self, tree: PyTree) -> CompressionStats:
         """Compares the same payload with that of an all-reduce of another tree of these leaves."""
-        dense = CompressionStats(dense_leaves(tree))
+        dense = dense_stats(tree)
         before = {leaf.path: leaf.bytes_before for leaf in dense.leaves}
         leaves = []
         for leaf in self.leaves:  # or of one leaf, in which all of them are
@@ -95,7 +95,9 @@ class CompressionStats:
         return _ratio(self.bytes_before, self.bytes_after)
 
     def __str__(self) -> str:
-        width = max(len("total"), *(len(leaf.path) for leaf in self.leaves))
+        width = len("total")
+        for leaf in self.leaves:
+            width = max(width, len(leaf.path))
         row = f"{{:<{width}}}  {{:>18}}  {{:>4}}  {{:>13,}}  {{:>13,}}  {{:>6.1f}}".format
         lines = [f"{'leaf':<{width}}  {'shape':>18}  rank         before          after   ratio"]
         for leaf in self.leaves:
@@ -132,18 +134,18 @@ def whole_run(
     return total
 
 
-def dense_leaves(tree: PyTree, wire: Any = None) -> tuple[LeafStats, ...]:
-    """Lists every floating leaf uncompressed, in its own dtype on the wire or in `wire`."""
+def dense_stats(tree: PyTree, wire: Any = None) -> CompressionStats:
+    """Counts every floating leaf uncompressed, in its own dtype on the wire or in `wire`."""
     leaves = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if not is_floating(leaf):
             continue
         dtype = jnp.dtype(leaf_dtype(leaf))
         shape = tuple(np.shape(leaf))
-        before = math.prod(shape) * dtype.itemsize
-        after = math.prod(shape) * (wire or dtype).itemsize
-        leaves.append(LeafStats(leaf_name(path), shape, 0, before, after))
-    return tuple(leaves)
+        size = math.prod(shape)
+        after = size * (wire or dtype).itemsize
+        leaves.append(LeafStats(leaf_name(path), shape, 0, size * dtype.itemsize, after))
+    return CompressionStats(tuple(leaves))
 
 
 def needed_replicas(replicas: int | None) -> int:
@@ -157,4 +159,6 @@ def needed_replicas(replicas: int | None) -> int:
 
 
 def _ratio(before: int, after: int) -> float:
-    return before / after if after else 1.0
+    if not after:
+        return 1.0
+    return before / after

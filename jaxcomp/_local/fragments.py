@@ -54,11 +54,16 @@ def check_streaming(fragments: Any, delay: Any, alpha: Any, period: int) -> Stre
     Raises:
       ValueError: If one is unusable, or a round of `period` steps is too short for them.
     """
-    split = tuple(fragments) if isinstance(fragments, (list, tuple)) else fragments
-    count = len(split) if isinstance(split, tuple) else check_int("fragments", fragments, 1)
+    split: Any = fragments
+    patterns: tuple[str, ...] = ()
+    if isinstance(fragments, (list, tuple)):
+        split = patterns = tuple(fragments)
+        count = len(patterns)
+    else:
+        count = check_int("fragments", fragments, 1)
     if not count:
         raise ValueError("`fragments` is empty. Pass a number, or a pattern for each fragment.")
-    for pattern in split if isinstance(split, tuple) else ():
+    for pattern in patterns:
         try:
             re.compile(pattern)
         except (re.error, TypeError) as error:
@@ -108,7 +113,10 @@ def numbered(params: PyTree, split: Split = 1) -> PyTree:
     for path, leaf in jax.tree.leaves_with_path(params):
         if is_floating(leaf):
             floating[path] = np.size(leaf) * jnp.dtype(leaf_dtype(leaf)).itemsize
-    numbers = _by_size(floating, split) if isinstance(split, int) else _by_pattern(floating, split)
+    if isinstance(split, tuple):
+        numbers = _by_pattern(floating, split)
+    else:
+        numbers = _by_size(floating, split)
     return jax.tree.map_with_path(lambda path, _: numbers.get(path, -1), params)
 
 
@@ -120,8 +128,9 @@ def part_of(tree: PyTree, numbers: PyTree, fragment: int | None = None) -> PyTre
     """
 
     def chosen(number: int, leaf: Any) -> Any:
-        inside = number >= 0 if fragment is None else number == fragment
-        return leaf if inside else optax.MaskedNode()
+        if number == fragment or (fragment is None and number >= 0):
+            return leaf
+        return optax.MaskedNode()
 
     return jax.tree.map(chosen, numbers, tree)
 
@@ -130,7 +139,9 @@ def put_back(part: PyTree, tree: PyTree) -> PyTree:
     """Returns `tree` with the leaves that a part of it has."""
 
     def chosen(leaf: Any, old: Any) -> Any:
-        return old if is_masked(leaf) else leaf
+        if is_masked(leaf):
+            return old
+        return leaf
 
     return jax.tree.map(chosen, part, tree, is_leaf=is_masked)
 
@@ -140,13 +151,16 @@ def _by_pattern(paths: Iterable[KeyPath], patterns: tuple[str, ...]) -> dict[Key
     numbers: dict[KeyPath, int] = {}
     for path in paths:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        fitting = [k for k, pattern in enumerate(patterns) if re.search(pattern, name)]
-        if not fitting:
+        numbers[path] = -1
+        for number, pattern in enumerate(patterns):
+            if re.search(pattern, name):
+                numbers[path] = number
+                break
+        if numbers[path] < 0:
             raise ValueError(
                 f"No pattern of `fragments` is found in the leaf {name!r}, so that it would never "
                 "be averaged. Add one for it, such as '.*' at the end for all that are left."
             )
-        numbers[path] = fitting[0]
     for number, pattern in enumerate(patterns):
         if number not in numbers.values():
             raise ValueError(

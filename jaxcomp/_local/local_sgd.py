@@ -16,7 +16,7 @@ import optax
 
 from jaxcomp._base.checks import check_transformation
 from jaxcomp._base.leaves import is_floating, widest
-from jaxcomp._base.stats import CompressionStats, LeafStats, dense_leaves
+from jaxcomp._base.stats import CompressionStats, dense_stats
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._local.averages import average
 from jaxcomp._local.fragments import numbered, part_of, put_back
@@ -27,7 +27,7 @@ from jaxcomp._local.sync import (
     Sync,
     check_sync,
     total,
-    wide_leaves,
+    wide_stats,
 )
 from jaxcomp._mesh.collectives import (
     as_local,
@@ -251,7 +251,7 @@ class _LocalSGD:
         Raises:
           ValueError: If that is not known.
         """
-        shapes, treedef = jax.tree.flatten(jax.eval_shape(lambda: optax.tree.zeros_like(params)))
+        shapes, treedef = jax.tree.flatten(jax.eval_shape(optax.tree.zeros_like, params))
         if _sends_something(self.inner, self.sync.axis_name, treedef, tuple(shapes)):
             raise ValueError(
                 "`inner` sends something in every step, which is not counted here: the optimizer "
@@ -262,9 +262,9 @@ class _LocalSGD:
         start = periods.start_step
         part = part_of(params, numbered(params))
 
-        def averages(level: int, nth: int | None) -> list[LeafStats]:
+        def averages(level: int, nth: int | None) -> CompressionStats:
             if not level:
-                return []
+                return CompressionStats(())
             narrow = level < len(periods.levels)
             return self.sync.bytes(part, replicas, nth, self.inner.init, params, plain=narrow)
 
@@ -275,18 +275,18 @@ class _LocalSGD:
                     "over. Pass `step`."
                 )
             cycle = periods.levels[-1].period
-            levels = periods.between(start, start + cycle)
-            return total(params, [averages(level, None) for level in levels]).scaled(1 / cycle)
+            sent = [averages(level, None) for level in periods.between(start, start + cycle)]
+            return total(params, sent).scaled(1 / cycle)
         if step >= start:
             *earlier, level = periods.between(start, step + 1)
             return total(params, [averages(level, earlier.count(level))])
         if self.sync.exact:
-            parts = [list(dense_leaves(params))]
+            sent = [dense_stats(params)]
         else:
-            parts = [list(bytes_of(self.sync.reducer, params, replicas, step).leaves)]
+            sent = [bytes_of(self.sync.reducer, params, replicas, step)]
         if step == start - 1 and not self.sync.plain:
-            parts.append(wide_leaves(params))  # the first anchor
-        return total(params, parts)
+            sent.append(wide_stats(params))  # the first anchor
+        return total(params, sent)
 
 
 @functools.lru_cache  # asked for every step of a run

@@ -143,10 +143,14 @@ def local_sgd_round(
         raise ValueError(
             f"`inner_init` must be a function such as optimizer.init, got {inner_init!r}."
         )
-    if (average_inner_state == "reset" or drop_non_finite) and inner_init is None:
-        option = "drop_non_finite=True" if drop_non_finite else "average_inner_state='reset'"
+    anew = ""
+    if average_inner_state == "reset":
+        anew = "average_inner_state='reset'"
+    if drop_non_finite:
+        anew = "drop_non_finite=True"
+    if anew and inner_init is None:
         raise ValueError(
-            f"{option} needs `inner_init`, the inner optimizer's init: inner_init=optimizer.init."
+            f"{anew} needs `inner_init`, the inner optimizer's init: inner_init=optimizer.init."
         )
     if mesh is not None:
         check_mesh_axes(mesh, axis_name)

@@ -70,7 +70,9 @@ def check_periods(
                 "begins at start_step. Leave offset out."
             )
         return Periods((Level(axes, 1),), sync_every, start_step, start_step)
-    offset = start_step if offset is None else check_int("offset", offset, 0)
+    if offset is None:
+        offset = start_step
+    offset = check_int("offset", offset, 0)
     if isinstance(sync_every, Mapping):
         levels = _check_hierarchy(sync_every, axis_name)
     else:

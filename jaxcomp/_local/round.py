@@ -137,7 +137,9 @@ class LocalSGDRound:
         step_specs = (typed_specs(params), *of_a_step)
 
         def batch_spec(path: KeyPath, leaf: Any) -> P:
-            spec = P(None, axis_name) if leaf.ndim > 1 else P()
+            spec = P()
+            if leaf.ndim > 1:
+                spec = P(None, axis_name)
             name = f"{leaf_name(path)} of the batches"
             return split_spec(name, leaf, spec, axis_name, replicas)
 
@@ -151,12 +153,12 @@ class LocalSGDRound:
             return params, state, jax.tree.map(lambda leaf: leaf[None], auxiliary)
 
         states = state_specs(state, axis_name)
-        in_specs = (
-            jax.tree.map(lambda leaf: P(), params),
-            states,
-            jax.tree.map_with_path(batch_spec, batches),
-            None if weight is None else weight_spec(weight, {}, axis_name, replicas),
-        )
+        weights = None
+        if weight is not None:
+            weights = weight_spec(weight, {}, axis_name, replicas)
+        shared = jax.tree.map(lambda leaf: P(), params)
+        batch_specs = jax.tree.map_with_path(batch_spec, batches)
+        in_specs = (shared, states, batch_specs, weights)
         return call_on_replicas(
             on_replica,
             (params, state, batches, weight),
@@ -177,7 +179,8 @@ class LocalSGDRound:
         numbers = numbered(params, streaming.split)
         auxiliary: list[Any] = []  # of the steps, in pieces
         averages: list[PyTree] = []
-        states: list[LocalSGDState] = []  # of the fragments
+        outer: list[PyTree] = []  # states of the fragments
+        reducers: list[PyTree] = []
 
         def steps(carry: Any, begin: int, end: int, *, unroll: bool = False) -> Any:
             if begin == end:
@@ -196,22 +199,23 @@ class LocalSGDRound:
         for number, end in enumerate(streaming.ends):
             sent = end - streaming.delay
             local, inner = steps((local, inner), begin, sent)
-            own = state._replace(
+            before = state._replace(
                 inner=inner,
                 anchor=part_of(params, numbers, number),
                 outer=state.outer[number],
                 reducer=state.reducer[number],
             )
-            sync = self.syncs[number]
+            part = part_of(local, numbers, number)
             begin_anew = functools.partial(self._inner_begun, inner, local)
-            average, own = sync.step(part_of(local, numbers, number), own, begin_anew, weight)
+            average, after = self.syncs[number].step(part, before, begin_anew, weight)
             # With a delay these steps are the collective's time: they do not depend on it. Not as a
             # loop, because XLA does not know how long that takes, and may wait before it.
-            local, inner = steps((local, own.inner), sent, end, unroll=True)
+            local, inner = steps((local, after.inner), sent, end, unroll=True)
             kept = streaming.mix(average, part_of(local, numbers, number))
             local = put_back(kept, local)
             averages.append(average)
-            states.append(own)
+            outer.append(after.outer)
+            reducers.append(after.reducer)
             begin = end
         shared = local
         for average in averages:
@@ -226,8 +230,8 @@ class LocalSGDRound:
             count=count,
             last_sync=count,
             inner=inner,
-            outer=tuple(own.outer for own in states),
-            reducer=tuple(own.reducer for own in states),
+            outer=tuple(outer),
+            reducer=tuple(reducers),
             local=kept,
             owner=owner_id(self.axis_name),
         )
@@ -238,7 +242,9 @@ class LocalSGDRound:
 
     def _inner_begun(self, inner: PyTree, local: PyTree, new: PyTree) -> PyTree:
         """Returns the inner state as it begins with the new parameters, if that is known."""
-        return inner if self.inner_init is None else self.inner_init(put_back(new, local))
+        if self.inner_init is None:
+            return inner
+        return self.inner_init(put_back(new, local))
 
     def _step(self, carry: Any, batch: Any) -> tuple[Any, Any]:
         """Takes a local step, of which a loop carries parameters and inner state."""
@@ -259,8 +265,9 @@ class LocalSGDRound:
         """Marks what a step changes as this replica's own."""
 
         def marked(leaf: Any) -> Any:
-            # Floating ones only: others are not averaged, so they stay replicated.
-            return as_local(leaf, self.axis_name) if is_floating(leaf) else leaf
+            if not is_floating(leaf):
+                return leaf  # it is not averaged, so it stays replicated
+            return as_local(leaf, self.axis_name)
 
         return jax.tree.map(marked, params), as_local(inner, self.axis_name)
 
@@ -294,15 +301,19 @@ class LocalSGDRound:
         self, params: PyTree, replicas: int | None, step: int | None
     ) -> CompressionStats:
         numbers = numbered(params, self.streaming.split)
-        nth, place = (None, None) if step is None else divmod(step, self.sync_every)
+        nth = place = None
+        if step is not None:
+            nth, place = divmod(step, self.sync_every)
         parts = []
         for number, end in enumerate(self.streaming.ends):
-            if place is None or place + 1 == end - self.streaming.delay:
+            if place in (None, end - self.streaming.delay - 1):
                 part = part_of(params, numbers, number)
                 sync = self.syncs[number]
                 parts.append(sync.bytes(part, replicas, nth, self.inner_init, params))
         sent = total(params, parts)
-        return sent.scaled(1 / self.sync_every) if step is None else sent
+        if step is None:
+            return sent.scaled(1 / self.sync_every)
+        return sent
 
 
 def _types_of(tree: PyTree) -> tuple[Any, list[tuple[int, ...]]]:

@@ -16,7 +16,7 @@ import optax
 
 from jaxcomp._base.checks import check_flag, check_transformation
 from jaxcomp._base.leaves import all_finite, in_compute_dtype
-from jaxcomp._base.stats import CompressionStats, LeafStats, dense_leaves
+from jaxcomp._base.stats import CompressionStats, dense_stats
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, local_if_bound
 from jaxcomp._mesh.per_replica import no_owner
@@ -109,7 +109,9 @@ class Sync:
         anew = None
         if self.drop_non_finite:
             anew = ~all_finite(jax.tree.leaves((params, momenta)))
-            weight = jnp.where(anew, 0, jnp.asarray(1 if weight is None else weight, jnp.float32))
+            if weight is None:
+                weight = 1
+            weight = jnp.where(anew, 0, jnp.asarray(weight, jnp.float32))
         if self.average_inner == "reset":
             anew = jnp.array(True)
 
@@ -134,7 +136,9 @@ class Sync:
             new = optax.apply_updates(anchor, updates)
         inner = state.inner
         if self.average_inner is True:
-            inner = momenta if counted is None else optax.tree.where(counted, momenta, inner)
+            if counted is not None:
+                momenta = optax.tree.where(counted, momenta, inner)
+            inner = momenta
         if counted is not None and (plain or self.exact):
             before = params
             if axes is None and jax.tree.leaves(anchor):
@@ -156,8 +160,8 @@ class Sync:
         params: PyTree,
         *,
         plain: bool = False,
-    ) -> list[LeafStats]:
-        """Lists what one average sends.
+    ) -> CompressionStats:
+        """Counts what one average sends.
 
         Args:
           part: The parameters that are averaged.
@@ -167,17 +171,17 @@ class Sync:
           params: All parameters.
           plain: Leaves the reducer out, as a narrow level of a hierarchy does.
         """
-        leaves = wide_leaves(part)
+        sent = wide_stats(part)
         if not (plain or self.exact):
-            leaves = list(bytes_of(self.reducer, part, replicas, nth).leaves)
+            sent = bytes_of(self.reducer, part, replicas, nth)
         if self.average_inner is True:
             if begin is None:
                 raise ValueError(
                     "The inner state is averaged too, and its size is not known. Make the round "
                     "with inner_init=optimizer.init."
                 )
-            leaves += wide_leaves(jax.eval_shape(begin, params), "inner state ")
-        return leaves
+            sent = sent.plus(wide_stats(jax.eval_shape(begin, params), "inner state "))
+        return sent
 
 
 def _whole_step(
@@ -226,17 +230,19 @@ def check_sync(
     )
 
 
-def wide_leaves(tree: PyTree, prefix: str = "") -> list[LeafStats]:
-    """Lists what `average` sends: float32, or the leaf's own dtype where that is wider."""
-    leaves = dense_leaves(in_compute_dtype(tree))
-    return [dataclasses.replace(leaf, path=prefix + leaf.path) for leaf in leaves]
+def wide_stats(tree: PyTree, prefix: str = "") -> CompressionStats:
+    """Counts what `average` sends: float32, or the leaf's own dtype where that is wider."""
+    leaves = []
+    for leaf in dense_stats(in_compute_dtype(tree)).leaves:
+        leaves.append(dataclasses.replace(leaf, path=prefix + leaf.path))
+    return CompressionStats(tuple(leaves))
 
 
-def total(params: PyTree, parts: Iterable[list[LeafStats]]) -> CompressionStats:
+def total(params: PyTree, parts: Iterable[CompressionStats]) -> CompressionStats:
     """Adds several payloads up, beside an all-reduce of the gradients."""
-    stats = CompressionStats(dense_leaves(params)).scaled(0)
+    stats = dense_stats(params).scaled(0)
     for part in parts:
-        stats = stats.plus(CompressionStats(tuple(part)).scaled(1, before=0))
+        stats = stats.plus(part.scaled(1, before=0))
     return stats
 
 
@@ -251,6 +257,8 @@ def _begun_anew(state: PyTree, initial: PyTree) -> PyTree:
     def begun(old: Any, new: Any) -> Any:
         if isinstance(old, optax.InjectStatefulHyperparamsState):
             return old._replace(inner_state=_begun_anew(old.inner_state, new.inner_state))
-        return old if isinstance(old, optax.ScaleByScheduleState) else new
+        if isinstance(old, optax.ScaleByScheduleState):
+            return old
+        return new
 
     return jax.tree.map(begun, state, initial, is_leaf=lambda node: isinstance(node, kept))

@@ -8,7 +8,7 @@ import optax
 
 from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import checked_dtype, floating_leaves, with_leaves
-from jaxcomp._base.stats import CompressionStats, dense_leaves
+from jaxcomp._base.stats import CompressionStats, dense_stats
 from jaxcomp._base.typing import AxisName, DType, PyTree
 from jaxcomp._mesh.collectives import mean_each
 from jaxcomp._reducers.reducer import Reducer, Reduction
@@ -74,6 +74,6 @@ def allreduce(
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         del replicas, step
-        return CompressionStats(dense_leaves(params, wire))
+        return dense_stats(params, wire)
 
     return Reducer(optax.init_empty_state, reduce, axis_name, count_bytes=count_bytes)

@@ -26,7 +26,7 @@ from jaxcomp._base.leaves import (
     saturated,
     wire_dtype,
 )
-from jaxcomp._base.stats import CompressionStats, dense_leaves, needed_replicas
+from jaxcomp._base.stats import CompressionStats, dense_stats, needed_replicas
 from jaxcomp._base.typing import Array, AxisName, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, outer, plan_leaves, product
 from jaxcomp._lowrank.orthogonalize import ROUNDS_TO_SPAN, orthonormal_bases
@@ -286,12 +286,12 @@ def count_bytes(
     plans = list(filter(is_floating, options.plan(params)))
     wire = _all_reduce_dtype(options, plans)
     if step is not None and step < options.start_step:
-        return CompressionStats(dense_leaves(params, wire))
+        return dense_stats(params, wire)
     if isinstance(options.comm_dtype, Integers):
         wire = options.comm_dtype
         replicas = needed_replicas(replicas)
     leaves = []
-    for plan, leaf in zip(plans, dense_leaves(params), strict=True):
+    for plan, leaf in zip(plans, dense_stats(params).leaves, strict=True):
         after = leaf_bytes(plan, wire, replicas)
         leaves.append(dataclasses.replace(leaf, rank=plan.rank, bytes_after=after))
     return CompressionStats(tuple(leaves))

@@ -14,7 +14,7 @@ import optax
 
 from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.leaves import floating_leaves, nan_unless, with_leaves
-from jaxcomp._base.stats import CompressionStats, dense_leaves, needed_replicas
+from jaxcomp._base.stats import CompressionStats, dense_stats, needed_replicas
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_size
 from jaxcomp._mesh.shares import BlockLayout, mean_by_shares
@@ -97,7 +97,7 @@ def quantized_allreduce(
         del step
         replicas = needed_replicas(replicas)
         leaves = []
-        for leaf in dense_leaves(params):
+        for leaf in dense_stats(params).leaves:
             layout = BlockLayout.of(leaf.size, replicas, block_size)
             leaves.append(dataclasses.replace(leaf, bytes_after=layout.wire_bytes))
         return CompressionStats(tuple(leaves))
