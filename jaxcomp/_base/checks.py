@@ -32,7 +32,9 @@ def is_integer(value: Any) -> bool:
 
 def check_int(name: str, value: Any, minimum: int) -> int:
     """Returns `value` as an int of at least `minimum`; refuses the rest, also what is traced."""
-    kind = "a positive integer" if minimum == 1 else "a non-negative integer"
+    kind = "a non-negative integer"
+    if minimum == 1:
+        kind = "a positive integer"
     if not is_integer(value) or value < minimum:
         hint = _static_hint(name, value)
         raise ValueError(f"`{name}` must be {kind}, got {name}={value!r}.{hint}")
@@ -67,7 +69,7 @@ def check_number(name: str, value: Any, minimum: float, maximum: float = math.in
         return value
     is_array = isinstance(value, jax.Array) and value.ndim == 0
     if is_array:
-        usable = not jnp.issubdtype(value.dtype, jnp.bool_)
+        usable = value.dtype != jnp.bool_
     else:
         usable = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
     if not usable or not minimum <= value <= maximum or value == math.inf:
@@ -75,7 +77,9 @@ def check_number(name: str, value: Any, minimum: float, maximum: float = math.in
         if maximum < math.inf:
             bounds += f" and at most {maximum:g}"
         raise ValueError(f"`{name}` must be a finite number, {bounds}, got {value!r}.")
-    return value if is_array else float(value)
+    if is_array:
+        return value
+    return float(value)
 
 
 def check_static_number(name: str, value: Any, minimum: float, maximum: float = math.inf) -> float:

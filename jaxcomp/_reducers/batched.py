@@ -125,8 +125,10 @@ def batched_powersgd(
             # other dtypes lie in the same matrix, so that each is looked at by itself.
             excess = []
             for mean, dtype in zip(means, dtypes, strict=True):
-                held = clipped(mean, dtype) if dtype == jnp.float16 else mean
-                excess.append(mean - held)
+                most = mean
+                if dtype == jnp.float16:
+                    most = clipped(mean, dtype)
+                excess.append(mean - most)
             unsent = jnp.where(result.finite, square_of(ravel_pytree(excess)[0]), 0)
             residual = state.residual
             state = state._replace(residual=(residual + unsent).astype(residual.dtype))
@@ -156,6 +158,10 @@ def _rows_and_cols(path: KeyPath, leaf: Any) -> MatrixDims:
 def _square_of(params: PyTree) -> jax.ShapeDtypeStruct:
     """Returns the shape of the smallest square that holds all floating values, float32 or wider."""
     leaves = floating_leaves(params)
-    size = sum(math.prod(jnp.shape(x)) for x in leaves)
-    side = math.isqrt(size - 1) + 1 if size else 0
+    size = 0
+    for leaf in leaves:
+        size += math.prod(jnp.shape(leaf))
+    side = math.isqrt(size)
+    if side**2 < size:
+        side += 1
     return jax.ShapeDtypeStruct((side, side), widest(map(leaf_dtype, leaves)))

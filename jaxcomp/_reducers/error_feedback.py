@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -128,12 +129,14 @@ def error_feedback(
         **extra_args: Any,
     ) -> Reduction:
         residual = as_local(jax.tree.leaves(state.residual), axis_name)
-        scale: Any = decay(state.count) if callable(decay) else decay
+        scale: Any = decay
+        if callable(decay):
+            scale = decay(state.count)
         due = (state.count + 1) % every == 0
         if every > 1:
             scale = jnp.where(due, scale, 0.0)
         gradients = floating_leaves(updates)
-        totals = [_add(g, e, scale) for g, e in zip(gradients, residual, strict=True)]
+        totals = jax.tree.map(functools.partial(_add, scale=scale), gradients, residual)
         result = reducer.reduce(with_leaves(updates, totals), state.inner, params, **extra_args)
         # `allreduce` keeps what is finite; beside a residual nobody shall take half a step.
         means = nan_unless(result.finite, floating_leaves(result.updates))

@@ -118,7 +118,7 @@ def exact_average(
     return Average(
         p,
         starts,
-        [jnp.zeros_like(start) for start in starts],
+        optax.tree.zeros_like(starts),
         _in_dtypes_of(plans, nan_unless(reduced.finite, reduced.means)),
         _in_dtypes_of(plans, reduced.sent),
         reduced.finite,
@@ -151,7 +151,7 @@ def low_rank_average(
     first = average_factors(options, plans, left, gradients[number:])
     # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands in
     # for torch's sum; dividing eps too leaves the quotient unchanged.
-    left = [jnp.where(first.finite, x, 0) for x in first.means[:number]]
+    left = jax.tree.map(lambda x: jnp.where(first.finite, x, 0), first.means[:number])
     p = orthonormal_bases(left, options.eps / axis_size(options.axis_name))
     right = jax.tree.map(functools.partial(product, transposed=True), views, totals, p)
     second = average_factors(options, plans, right, [])
@@ -198,7 +198,7 @@ def _nan_if_too_large(
 
 def _in_dtypes_of(plans: list[LeafPlan], averages: list[Array]) -> list[Array]:
     """Casts averages to the dtypes of the gradients, as far as these reach."""
-    return [saturated(x, plan.dtype) for x, plan in zip(averages, plans, strict=True)]
+    return jax.tree.map(lambda plan, x: saturated(x, plan.dtype), plans, averages)
 
 
 def average_factors(
@@ -219,19 +219,21 @@ def average_factors(
         dtype = _all_reduce_dtype(options, plans)
         return reduce_mean([*factors, *uncompressed], axis_name, dtype, factors=number)
     replicas = axis_size(axis_name)
-    parts = [_transposed(factor) for factor in factors]
+    parts = list(map(_transposed, factors))
     layouts: list[Layout] = []
     for plan, columns in zip(plans, parts, strict=False):
         # Each leaf of a group is sent as it would be alone.
-        is_group = plan.view is not None and plan.view.is_group
-        shape = columns.shape[1:] if is_group else columns.shape
+        shape = columns.shape
+        if plan.view is not None and plan.view.is_group:
+            shape = shape[1:]
         layouts.append(factor_layout(shape, replicas, options.comm_dtype.bits))
     in_all_reduces: list[Array] = []
     if other_axes():
         in_all_reduces += uncompressed
     else:
-        parts += [x.astype(compute_dtype(x.dtype)) for x in uncompressed]
-        layouts += [ExactLayout(x.size, replicas, x.dtype) for x in uncompressed]
+        for x in uncompressed:
+            parts.append(x.astype(compute_dtype(x.dtype)))
+            layouts.append(ExactLayout(x.size, replicas, x.dtype))
     shared = mean_by_shares(parts, layouts, axis_name)
     others = mean_each(in_all_reduces, axis_name)
     for arrays in (shared.means, shared.sent):

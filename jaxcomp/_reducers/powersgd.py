@@ -224,7 +224,9 @@ def powersgd_step(
     old_residual = treedef.flatten_up_to(state.residual)
     old_q = treedef.flatten_up_to(state.q)
     of_leaves = options.plan(updates if like is None else like)
-    q = old_q if options.warm_start else options.random_factors(of_leaves, state.count)
+    q = old_q
+    if not options.warm_start:
+        q = options.random_factors(of_leaves, state.count)
     groups = grouped(of_leaves)
     plans = groups.plans
     gradients = together(groups, leaves)
@@ -232,11 +234,16 @@ def powersgd_step(
     starts = together(groups, q)
 
     started = state.count >= options.start_step
-    totals = [x.astype(compute_dtype(x.dtype)) for x in gradients[: len(starts)]]
-    starts = [start.astype(total.dtype) for start, total in zip(starts, totals, strict=True)]
+    totals = []
+    for i, start in enumerate(starts):
+        dtype = compute_dtype(gradients[i].dtype)
+        totals.append(gradients[i].astype(dtype))
+        starts[i] = start.astype(dtype)
     for i, old in enumerate(residual):
         old = old.astype(totals[i].dtype)
-        totals[i] += jnp.where(started, old, 0) if options.start_step else old
+        if options.start_step:
+            old = jnp.where(started, old, 0)
+        totals[i] += old
     arguments = (options, plans, gradients, totals, starts)
     average = from_step(
         state.count,
@@ -244,9 +251,11 @@ def powersgd_step(
         functools.partial(exact_average, *arguments),
         functools.partial(low_rank_average, *arguments),
     )
-    # With `started` in the flag XLA keeps a copy of the gradients: not where every step compresses.
-    commit = average.finite & started if options.start_step else average.finite
-    q = [jnp.where(commit, new, old) for new, old in zip(average.q, starts, strict=True)]
+    commit = average.finite
+    if options.start_step:
+        # With `started` in it XLA keeps a copy of the gradients: not where every step compresses.
+        commit = average.finite & started
+    q = jax.tree.map(functools.partial(jnp.where, commit), average.q, starts)
     views = compressed_views(plans)
     for i, old in enumerate(residual):
         factors = average.p[i], average.q[i], average.q_sent[i]
@@ -274,7 +283,9 @@ class Groups(NamedTuple):
 def grouped(plans: Sequence[LeafPlan]) -> Groups:
     """Groups floating leaves: small equal ones that are compressed, up to `_MOST_VALUES`."""
     # A leaf may be sharded along an axis that is left to the compiler: a group would gather it.
-    largest = -1 if other_axes() else _SMALL
+    largest = _SMALL
+    if other_axes():
+        largest = -1
     kinds: list[Any] = []
     for i, plan in enumerate(plans):
         kind = None
@@ -288,7 +299,9 @@ def grouped(plans: Sequence[LeafPlan]) -> Groups:
     for equal in sorted(alike(kinds), key=lambda equal: plans[equal[0]].size):
         if len(equal) > 1:
             values += len(equal) * plans[equal[0]].size
-        most = _MOST_LEAVES if values <= _MOST_VALUES else 1
+        most = _MOST_LEAVES
+        if values > _MOST_VALUES:
+            most = 1
         for start in range(0, len(equal), most):
             groups.append(tuple(equal[start : start + most]))
     groups.sort(key=lambda group: (plans[group[0]].view is None, group))
@@ -308,8 +321,10 @@ def together(groups: Groups, leaves: Sequence[Any]) -> list[Array]:
     """Makes the array of each group of all leaves; none of leaves that a state does not have."""
     arrays = []
     for positions in _present(groups, leaves):
-        members = [leaves[i] for i in positions]
-        arrays.append(members[0] if len(positions) == 1 else jnp.stack(members))
+        array = leaves[positions[0]]
+        if len(positions) > 1:
+            array = jnp.stack([leaves[i] for i in positions])
+        arrays.append(array)
     return arrays
 
 
@@ -317,8 +332,11 @@ def apart(groups: Groups, arrays: Sequence[Array], leaves: Sequence[Any]) -> lis
     """Returns all leaves, those of the groups out of their arrays and the others as they are."""
     result = list(leaves)
     for positions, array in zip(_present(groups, leaves), arrays, strict=False):
+        if len(positions) == 1:
+            result[positions[0]] = array
+            continue
         for place, i in enumerate(positions):
-            result[i] = array if len(positions) == 1 else array[place]
+            result[i] = array[place]
     return result
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp._base.checks import check_int
-from jaxcomp._base.leaves import floating_leaves, is_floating
+from jaxcomp._base.leaves import is_floating
+from jaxcomp._base.stats import dense_stats
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
+from jaxcomp._mesh.explicit import replicas_on
 from jaxcomp._reducers.reducer import Reducer, check_reducer
 from jaxcomp._training.data_parallel import data_parallel
 from jaxcomp._wire.collectives import Collective, collectives, mesh_of
@@ -83,7 +84,7 @@ def check(
         axes.update(dict.fromkeys(axis_tuple(network.reducer.axis_name)))
     crossing = _crossing(listed, axes)
     # Beside other axes every device of a replica may send a share of what it has.
-    others = math.prod(size for name, size in mesh.shape.items() if name not in axes)
+    others = mesh.size // replicas_on(mesh, tuple(axes))
     _, right, calls, allowed = np.sum(expected, axis=0)
     sent = _bytes(crossing)
     if right / others / 2 <= sent <= right + allowed:
@@ -94,12 +95,15 @@ def check(
         f"The compiled step sends {sent:,.0f} bytes over {', '.join(axes)}, where the right one "
         f"with {reducers} sends {right:,.0f}, and {allowed:,.0f} besides are allowed (allow=)."
     ]
-    times = round(sent / right) if right else 0
+    times = 0
+    if right:
+        times = round(sent / right)
     whole = abs(sent - times * right) < 0.1 * right
     called = sum(collective.times for collective in crossing)
     if times > 1 and whole and called >= times * calls:
-        counts = [times * reducer.steps for reducer in expected]
-        shown = counts[0] if len(counts) == 1 else counts
+        shown: Any = [times * reducer.steps for reducer in expected]
+        if len(shown) == 1:
+            (shown,) = shown
         lines.append(
             f"  That is {times} times as much. If the reducer runs on every micro-batch, let it "
             f"run once, on the mean of their gradients. If one call takes {shown} training steps, "
@@ -178,7 +182,7 @@ def _expected(
     )
     sent = _bytes(alone)
     if allow is None:
-        dense = sum(leaf.size * leaf.dtype.itemsize for leaf in floating_leaves(network.params))
+        dense = dense_stats(network.params).bytes_before
         allow = int(max(_SMALL, min(dense / 100, sent / 2)))
     steps = network.steps or 1
     if network.steps is None and alone:
@@ -196,7 +200,7 @@ def _alone(network: _Network, mesh: Any) -> Any:
         scale = x.mean()
         return scale, jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), params)
 
-    replicas = math.prod(mesh.shape[name] for name in axis_tuple(reducer.axis_name))
+    replicas = replicas_on(mesh, reducer.axis_name)
     rows = jax.NamedSharding(mesh, jax.P(reducer.axis_name))  # shapes alone name no device
     examples = jax.ShapeDtypeStruct((replicas,), jnp.float32, sharding=rows)
     run = data_parallel(gradients, reducer, mesh=mesh)

@@ -34,7 +34,9 @@ class Collective:
     @property
     def as_all_reduce(self) -> float:
         """Bytes of an all-reduce that would cost as much: half, for anything else than one."""
-        return self.bytes if self.kind == "all-reduce" else self.bytes / 2
+        if self.kind == "all-reduce":
+            return self.bytes
+        return self.bytes / 2
 
     def __str__(self) -> str:
         """Returns a line of a list."""

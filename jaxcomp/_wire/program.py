@@ -53,7 +53,9 @@ class Instruction(NamedTuple):
     def kind(self) -> str | None:
         """Returns the collective that this does or begins; None for everything else."""
         kind = self.opcode.removesuffix("-start")
-        return kind if kind in KINDS else None
+        if kind not in KINDS:
+            return None
+        return kind
 
 
 class Computation(NamedTuple):
@@ -133,7 +135,7 @@ class _Message:
 
     def messages(self, field: int) -> list[_Message]:
         """Returns the messages of a field."""
-        return [_Message(value) for value in self._values[field]]
+        return list(map(_Message, self._values[field]))
 
 
 def _varint(encoded: memoryview, position: int) -> tuple[int, int]:
@@ -199,8 +201,10 @@ def _arrays(shapes: list[_Message]) -> tuple[ArrayType, ...]:
         if element in ("tuple", "opaque", "token"):
             arrays += _arrays(shape.messages(4))
             continue
+        size = 8  # of a truth value, in bits
         bits = re.search(r"\d+", element)
-        size = int(bits[0]) if bits else 8  # a truth value takes a byte
+        if bits:
+            size = int(bits[0])
         values = math.prod(shape.numbers(3))
         arrays.append(ArrayType(element, values, bytes=math.ceil(values * size / 8)))
     return tuple(arrays)
@@ -216,10 +220,13 @@ def _device_groups(instruction: _Message) -> np.ndarray | None:
         return _in_order(counted, 3).reshape(counted.number(1), counted.number(2))
     for along in instruction.messages(93):
         return _groups_along_axes(along)
-    groups = [(pair.number(1), pair.number(2)) for pair in instruction.messages(52)]
+    groups: list[Any] = []
+    for pair in instruction.messages(52):
+        groups.append((pair.number(1), pair.number(2)))
     device_lists = instruction.messages(87)
     for device_list in device_lists:
-        groups += [group.numbers(1) for group in device_list.messages(1)]
+        for group in device_list.messages(1):
+            groups.append(group.numbers(1))
     if groups:
         return np.array(groups)
     if device_lists:

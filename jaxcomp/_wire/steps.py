@@ -44,8 +44,11 @@ def count_steps(program: Program, listed: Sequence[Collective], sent: Collective
         if any(map(_is_differentiated, computation.instructions.values())):
             paths = _Paths(program, sent.kind, largest)
             return (_highest(paths.through(program.entry, [])) + 1) // 2 or 1
-    same = [other for other in listed if other.kind == sent.kind and largest in other.arrays]
-    return max((other.times for other in same), default=1)
+    turns = 1
+    for other in listed:
+        if other.kind == sent.kind and largest in other.arrays:
+            turns = max(turns, other.times)
+    return turns
 
 
 @dataclasses.dataclass
@@ -128,7 +131,10 @@ def _highest(depth: _Depth) -> int:
 
 def _merged(results: list[_Depth]) -> _Depth:
     """Returns the greater depth of each part of the results of several branches."""
-    lists = [result for result in results if isinstance(result, list)]
-    if len(lists) < len(results):
-        return _highest(results)
-    return [_merged(list(parts)) for parts in zip(*lists, strict=True)]
+    for result in results:
+        if not isinstance(result, list):
+            return _highest(results)
+    merged: list[_Depth] = []
+    for parts in zip(*results, strict=True):  # pyright: ignore[reportArgumentType]
+        merged.append(_merged(list(parts)))
+    return merged
