@@ -62,7 +62,8 @@ class LocalSGDState(NamedTuple):
         """Makes the state before the first step."""
         inner, local = local_if_bound(jax.tree.map(jnp.asarray, (inner, local)), axis_name)
         # Two arrays: a training step that donates its state must not see one buffer twice.
-        count, last_sync = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
+        count = jnp.zeros([], jnp.int32)
+        last_sync = jnp.zeros([], jnp.int32)
         owner = no_owner(axis_name)
         return cls(count, last_sync, inner, local=local, owner=owner, **shared)
 

@@ -89,7 +89,8 @@ def accumulate(
 
     def init(params: PyTree) -> AccumulateState:
         # Two arrays: a training step that donates its state must not see one buffer twice.
-        mini_step, gradient_step = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32)
+        mini_step = jnp.zeros([], jnp.int32)
+        gradient_step = jnp.zeros([], jnp.int32)
         # Like the parameters, so that they are sharded as those are.
         zeros = optax.tree.zeros_like(params, dtype=accumulator_dtype)
         return AccumulateState(mini_step, gradient_step, inner.init(params), zeros)
@@ -122,7 +123,9 @@ def accumulate(
             return (mean + change).astype(total.dtype)
 
         def in_its_dtype(mean: Array, gradient: Array) -> Array:
-            return mean.astype(gradient.dtype) if is_floating(gradient) else gradient
+            if not is_floating(gradient):
+                return gradient
+            return mean.astype(gradient.dtype)
 
         total = jax.tree.map(add, state.acc_grads, updates)
         mean = jax.tree.map(in_its_dtype, total, updates)

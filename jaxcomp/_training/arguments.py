@@ -100,20 +100,22 @@ def split_specs(
     rows: dict[str, int] = {}  # of each leaf that is split without a specification
     keys: dict[str, Any] = {}
 
-    def spec_of(path: Any, leaf: Any, said: PartitionSpec | None) -> PartitionSpec | None:
+    def spec_of(path: Any, leaf: Any, specified: PartitionSpec | None) -> PartitionSpec | None:
         name = f"{leaf_name(path[1:])} of argument {path[0].idx}"
-        spec = said
+        spec = specified
         if spec is None:
             spec = _usual_spec(leaf, axis_name, mesh)
         spec = split_spec(name, leaf, spec, axis_name, replicas)
         axis = split_axis(spec)
         if axis is not None:
             examples[axis] = leaf.shape[axis]
-        if said is None and axis is not None:
+        if specified is None and axis is not None:
             rows[name] = leaf.shape[axis]
-        elif said is None and _is_raw_key(leaf):
+        elif specified is None and _is_raw_key(leaf):
             keys[name] = leaf
-        return spec if is_array(leaf) else None
+        if not is_array(leaf):
+            return None
+        return spec
 
     each = _one_each(batch_specs, len(args), params_at, axis_name, mesh)
     each = jax.tree.broadcast(each, args, is_leaf=lambda node: node is None)

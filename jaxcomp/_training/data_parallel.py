@@ -211,8 +211,10 @@ class DataParallel:
 
     def _params(self, args: tuple[Any, ...]) -> PyTree:
         """Returns what gradients are taken of, arrays only: a tuple if `argnums` are several."""
-        several = tuple(arrays_only(args[i]) for i in positions(args, self.argnums))
-        return several if np.ndim(self.argnums) else several[0]
+        params = tuple(arrays_only(args[i]) for i in positions(args, self.argnums))
+        if not np.ndim(self.argnums):
+            (params,) = params
+        return params
 
     def _call(self, arguments: Any, mesh: Any = None, replicas: int = 1) -> Call:
         """Finds the arrays among positional and named arguments, and how each is split."""
@@ -300,8 +302,12 @@ class DataParallel:
             # Typed as this replica's own: else JAX would add up the gradients of all.
             local[i] = as_local(local[i], self.axis_name)
         marked = (tuple(local), arrays[1])
-        leaves = zip(*map(jax.tree.leaves, (marked, arrays, call.specs)), strict=True)
-        shared = {id(x): original for x, original, spec in leaves if split_axis(spec) is None}
+        shared = {}
+        originals = jax.tree.leaves(arrays)
+        specs = jax.tree.leaves(call.specs)
+        for i, leaf in enumerate(jax.tree.leaves(marked)):
+            if split_axis(specs[i]) is None:
+                shared[id(leaf)] = originals[i]
         args, kwargs = with_arrays(on_replica(call.arguments), marked)
         outputs, gradients = taken_apart(self.grad_fn(*args, **kwargs))
         check_loss(outputs[0], self.axis_name)

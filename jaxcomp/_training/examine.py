@@ -67,12 +67,15 @@ def examined(
     halves = _on_replicas(function, arrays, specs, axis_name, 2)
     verdicts = jax.tree.map(functools.partial(_verdict, shares), whole, swapped, halves)
     table = [("output", "type", "aux", "")]
-    for (path, verdict), leaf in zip(
-        jax.tree.leaves_with_path(verdicts), jax.tree.leaves(whole), strict=True
-    ):
-        name = leaf_name(path[1:]) if len(table) > 1 else "the loss"
-        word = "-" if verdict.word is None else repr(verdict.word)
-        table.append((name, described(leaf[0]), word, verdict.remark))
+    leaves = jax.tree.leaves(whole)
+    for i, (path, verdict) in enumerate(jax.tree.leaves_with_path(verdicts)):
+        name = "the loss"
+        if i > 0:
+            name = leaf_name(path[1:])
+        word = "-"
+        if verdict.word is not None:
+            word = repr(verdict.word)
+        table.append((name, described(leaves[i][0]), word, verdict.remark))
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:
         print("  ".join(map(str.ljust, row, widths)).rstrip())
@@ -101,7 +104,9 @@ def _on_replicas(
 
     def parts(x: Any, spec: Any) -> Any:
         axis = split_axis(spec)
-        return x if axis is None else jnp.stack(jnp.split(jnp.asarray(x), replicas, axis))
+        if axis is None:
+            return x
+        return jnp.stack(jnp.split(jnp.asarray(x), replicas, axis))
 
     in_axes = jax.tree.map(lambda spec: None if split_axis(spec) is None else 0, specs)
     mapped = jax.vmap(only_replica(function, others), (in_axes,), 0, first, replicas)
@@ -112,7 +117,9 @@ def _on_replicas(
 def _swapped(x: Any, spec: Any) -> Any:
     """Exchanges the halves of a batch."""
     axis = split_axis(spec)
-    return x if axis is None else jnp.roll(x, x.shape[axis] // 2, axis)
+    if axis is None:
+        return x
+    return jnp.roll(x, x.shape[axis] // 2, axis)
 
 
 def _on_host(x: Any) -> Any:
@@ -148,12 +155,16 @@ def _verdict(
         "larger": np.maximum(first, second),
         "smaller": np.minimum(first, second),
     }
-    misses = {kind: _largest(whole - value) for kind, value in expected.items()}
+    misses = {}
+    for kind, value in expected.items():
+        misses[kind] = _largest(whole - value)
     if apart == 0 and misses["mean"] <= rounding < scale and floating and precision == _ROUNDING:
         return Verdict("mean", "the same in both halves")
-    # A mean that is rounded to 16 bits may come near, but one of two numbers is not rounded.
-    most = {"mean": rounding, "sum": rounding, "larger": 0, "smaller": 0}
-    fitting = [kind for kind, miss in misses.items() if miss <= most[kind]]
+    fitting = []
+    for kind, miss in misses.items():
+        # A mean that is rounded to 16 bits may come near, but one of two numbers is not rounded.
+        if miss == 0 or (kind in ("mean", "sum") and miss <= rounding):
+            fitting.append(kind)
     if len(fitting) > 1:
         alike = " or ".join(fitting)
         remark = f"{alike} of both halves: take another batch, or say it yourself"

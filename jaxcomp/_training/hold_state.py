@@ -71,7 +71,9 @@ def hold_state(reducer: optax.GradientTransformation) -> optax.GradientTransform
 
     def init(params: PyTree) -> PyTree:
         state = reducer.init(params)
-        return state if jax.tree.leaves(state) else Held()
+        if not jax.tree.leaves(state):
+            return Held()
+        return state
 
     return optax.GradientTransformation(init, update)
 
@@ -140,7 +142,9 @@ def _not_one_state(tree: PyTree, kind: type, fitting: int) -> str:
     names = f"a {type(tree).__name__}"
     if isinstance(tree, dict):
         names += f" of {', '.join(map(repr, tree))}"
-    held = f"{fitting} that may be it" if fitting else "none"
+    held = "none"
+    if fitting:
+        held = f"{fitting} that may be it"
     return (
         "The first argument must be the reducer's state, as init(params) gives it, or a tree that "
         f"holds it, and the second the parameters; got {names} first, which has {held}."

@@ -223,8 +223,10 @@ def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) 
         zeros = jax.tree.map(lambda x: jnp.zeros(np.shape(x), x.dtype), params)
         means, state = reducer.update(as_local(zeros, axis_name), reducer.init(zeros), zeros)
         check_averaged(means, axis_name)
-        shared = leaves_marked(state, SHARED)
-        apart = {name: sorted(varying(leaf)) for name, leaf in shared.items() if varying(leaf)}
+        apart = {}
+        for name, leaf in leaves_marked(state, SHARED).items():
+            if varying(leaf):
+                apart[name] = sorted(varying(leaf))
         along = set(map(varying, leaves_marked(state, LOCAL, OWNER).values()))
         if apart or len(along) > 1:
             raise ValueError(
@@ -241,7 +243,9 @@ def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) 
     with jax.sharding.use_abstract_mesh(alone), _explained(names):
         along = jax.eval_shape(jax.shard_map(differing, in_specs=(), out_specs=PartitionSpec()))
     common = tuple(name for name in names if name in along)
-    return common[0] if len(common) == 1 else common or names
+    if len(common) == 1:
+        return common[0]
+    return common or names
 
 
 def check_replica_axis(state: PyTree, mesh: Any, axis_name: AxisName) -> None:
@@ -269,7 +273,9 @@ def named_axis(reducer: Any, axis_name: AxisName | None) -> AxisName:
     """
     if not (hasattr(reducer, "init") and hasattr(reducer, "update")):
         made = getattr(reducer, "__name__", None)
-        hint = f": call it, {made}(axis_name=...)" if callable(reducer) and made else ""
+        hint = ""
+        if callable(reducer) and made:
+            hint = f": call it, {made}(axis_name=...)"
         raise ValueError(f"`reducer` must be a jaxcomp reducer, got {reducer!r}{hint}.")
     if axis_name is None:
         axis_name = getattr(reducer, "axis_name", None)

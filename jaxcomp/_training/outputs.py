@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp._base.checks import is_integer
-from jaxcomp._base.leaves import in_words, is_array, is_floating, is_key, leaf_name
+from jaxcomp._base.leaves import in_words, is_array, is_floating, is_key, leaf_name, with_arrays
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, known_equal, maximum, total, vma_axes
 from jaxcomp._mesh.weights import averaged
@@ -165,7 +165,9 @@ def _kind(
         )
     if word in ("mean", "sum", "stack"):
         return word
-    axis = 0 if word == "join" else int(word)
+    axis = 0
+    if word != "join":
+        axis = int(word)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f'{what} has no axis {axis} along which to join rows. Say "stack".')
     fitting = [other for other, length in enumerate(x.shape) if length in examples]
@@ -225,20 +227,26 @@ def reduced(
       The same with what is equal on all replicas by now, None in the place of rows; and the rows in
       order, with the axis along which they are to be joined in front.
     """
-    pairs = list(zip(outputs.leaves, outputs.kinds, strict=True))
-    local = [leaf if kind == "mean" else None for leaf, kind in pairs]
-    leaves, _ = averaged(local, axis_name, weight)
+    leaves = list(outputs.leaves)
+    to_average: list[Array | None] = [None] * len(leaves)
+    compared = []
     rows: list[Array] = []
-    for i, (leaf, kind) in enumerate(pairs):
-        if kind in (_EQUAL, _COMPARED):
-            leaves[i] = leaf
+    for i, kind in enumerate(outputs.kinds):
+        leaf = leaves[i]
+        if kind == "mean":
+            to_average[i] = leaf
         elif kind == "sum":
             leaves[i] = total(leaf, axis_name)
-        elif kind == "stack":
-            rows.append(as_local(leaf[None], axis_name))
-        elif kind != "mean":
-            rows.append(as_local(jnp.moveaxis(leaf, int(kind), 0), axis_name))
-    compared = [leaf for leaf, kind in pairs if kind == _COMPARED]
+        elif kind == _COMPARED:
+            compared.append(leaf)
+        elif kind != _EQUAL:
+            leaves[i] = None
+            row = leaf[None]
+            if kind != "stack":
+                row = jnp.moveaxis(leaf, int(kind), 0)
+            rows.append(as_local(row, axis_name))
+    means, _ = averaged(to_average, axis_name, weight)
+    leaves = with_arrays(leaves, means)
     if compared:
         # A program that runs raises nothing: the loss tells.
         leaves[0] = jnp.where(_all_equal(compared, axis_name), leaves[0], jnp.nan)
@@ -255,7 +263,9 @@ def put_together(whole: Outputs, rows: list[Array]) -> PyTree:
         elif isinstance(kind, int):
             leaves[i] = jnp.moveaxis(next(following), 0, kind)
     outputs = whole.treedef.unflatten(leaves)
-    return outputs[0] if len(outputs) == 1 else outputs
+    if len(outputs) == 1:
+        return outputs[0]
+    return outputs
 
 
 def check_aux(aux: PyTree) -> None:
@@ -282,8 +292,10 @@ def words_of(aux: PyTree, auxiliary: PyTree) -> list[Any]:
     """
     # A line for each key, without its kind.
     names_of = functools.partial(jax.tree_util.keystr, simple=True, separator="\n")
-    said = {names_of(path): (path, word) for path, word in jax.tree.leaves_with_path(aux)}
-    unused = dict(said)
+    entries = {}
+    for path, word in jax.tree.leaves_with_path(aux):
+        entries[names_of(path)] = (path, word)
+    unused = dict(entries)
     places = jax.tree.leaves_with_path(auxiliary, is_leaf=_is_empty)
     words: list[Any] = []
     for path, leaf in places:
@@ -291,8 +303,8 @@ def words_of(aux: PyTree, auxiliary: PyTree) -> list[Any]:
         for length in range(len(path), -1, -1):
             part = names_of(path[:length])
             unused.pop(part, None)
-            if part in said:
-                word = said[part][1]
+            if part in entries:
+                _, word = entries[part]
         if not _is_empty(leaf):
             words.append(word)
     for path, _ in unused.values():

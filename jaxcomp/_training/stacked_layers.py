@@ -37,20 +37,28 @@ def note_stacked_layers(params: PyTree, state: PyTree) -> None:
         for length in range(1, len(path)):
             parts[path[:length]].append((leaf_name(path), np.shape(leaf), first_axis))
     for path, leaves in parts.items():  # from the root down
-        names, shapes, first_axes = zip(*leaves, strict=True)
+        lengths = set()
+        axis_names = set()
+        least_axes = 3
+        whole = ""  # the first leaf with two axes behind that of the layers
+        for name, shape, axis_name in leaves:
+            lengths.add(shape[:1])
+            axis_names.add(axis_name)
+            least_axes = min(least_axes, len(shape))
+            if not whole and len(shape) > 2 and name in matrices:
+                whole = name
         why = ""
-        if len(set(first_axes)) == 1 and _LAYERS.fullmatch(first_axes[0] or ""):
-            why = f"called {first_axes[0]!r}"
-        elif min(map(len, shapes)) == 2:
+        common = axis_names.pop() if len(axis_names) == 1 else None
+        if _LAYERS.fullmatch(common or ""):
+            why = f"called {common!r}"
+        elif least_axes == 2:
             why = "as stacked layers have"
-        alike = len({shape[:1] for shape in shapes}) == 1
-        whole = [name for name, shape in zip(names, shapes, strict=True) if len(shape) > 2]
-        whole = [name for name in whole if name in matrices]
-        if alike and why and whole:
+        if len(lengths) == 1 and why and whole:
+            ((length,),) = lengths
             last = jax.tree_util.keystr(path[-1:], simple=True)
             warnings.warn(
-                f"All leaves in {leaf_name(path)} have a leading axis of {shapes[0][0]}, {why}, "
-                f"and {whole[0]} is compressed as one matrix. If they are layers, pass "
+                f"All leaves in {leaf_name(path)} have a leading axis of {length}, {why}, "
+                f"and {whole} is compressed as one matrix. If they are layers, pass "
                 f"powersgd(matrix_dims=jaxcomp.stacked({last!r})), which compresses layer by layer "
                 "and loses less.",
                 stacklevel=3,
@@ -63,6 +71,7 @@ def _leaves_of_one_matrix(state: PyTree) -> set[str]:
     is_powersgd = lambda node: isinstance(node, PowerSGDState)  # noqa: E731
     names: set[str] = set()
     for node in filter(is_powersgd, jax.tree.leaves(state, is_leaf=is_powersgd)):
-        leaves = jax.tree.leaves_with_path(node.q)
-        names.update(leaf_name(path) for path, q in leaves if np.ndim(q) == 2)
+        for path, q in jax.tree.leaves_with_path(node.q):
+            if np.ndim(q) == 2:
+                names.add(leaf_name(path))
     return names
