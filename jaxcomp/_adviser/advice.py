@@ -89,7 +89,9 @@ class Advice:
         """Tells whether anything but an all-reduce is recommended; None where it is not known."""
         if not self.recommended.compressed:
             return False
-        return None if self.recommended.doubt else True
+        if self.recommended.doubt:
+            return None
+        return True
 
     def reducer(self, axis_name: AxisName) -> Transformation:
         """Makes what is recommended, or what to try, for the replicas along `axis_name`.
@@ -110,7 +112,9 @@ class Advice:
         """Says what to do, in a few words."""
         if self.compress is None:
             return "Not known: run both."
-        return f"Use {self.recommended.name}." if self.compress else "Do not compress."
+        if not self.compress:
+            return "Do not compress."
+        return f"Use {self.recommended.name}."
 
     @property
     def reason(self) -> str:
@@ -128,7 +132,9 @@ class Advice:
                 "the model."
             )
         ratio = self.predictions[0].bytes_per_step / best.bytes_per_step
-        subject = f"With {best.name}" if best.doubt else "With it"
+        subject = "With it"
+        if best.doubt:
+            subject = f"With {best.name}"
         sentences = [
             f"{subject} the step is {best.speedup:.2f} times faster than with the "
             f"{self.baseline.name}, with {ratio:.1f} times fewer bytes than float32 and "

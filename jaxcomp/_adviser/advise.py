@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -98,7 +99,9 @@ def advise(
       'Do not compress.'
     """
     workers = check_int("workers", workers, 1)
-    senders = workers if hosts is None else check_int("hosts", hosts, 1)
+    senders = workers
+    if hosts is not None:
+        senders = check_int("hosts", hosts, 1)
     if workers % senders:
         raise ValueError(
             f"`hosts` must divide the workers, got hosts={hosts} for workers={workers}."
@@ -106,21 +109,28 @@ def advise(
     link = Link(senders, parse("bandwidth", bandwidth), parse("latency", latency))
     compute_time = parse("step_time", step_time)
     budget = parse("loss_budget", loss_budget)
-    constants = device if isinstance(device, Calibration) else ASSUMED.get(device)
+    constants: Any = device
+    if not isinstance(device, Calibration):
+        constants = ASSUMED.get(device)
     if constants is None:
         raise ValueError(
             f"`device` must be one of {', '.join(ASSUMED)} or what measure returned, got "
             f"{device!r}."
         )
     params, assumption = shapes_of(params)
-    notes = [assumption] if assumption else []
-    notes.append(f"device: {constants.device}")
+    notes = [f"device: {constants.device}"]
+    if assumption:
+        notes.insert(0, assumption)
     if senders < workers:
         notes.append(
             f"{workers // senders} workers of each host average among themselves first "
             "(docs/meshes.md), which is not counted; what is sent goes from host to host"
         )
-    deep = sum(len(np.shape(leaf)) > 2 for leaf in jax.tree.leaves(params))
+    deep = 0
+    values = 0
+    for leaf in jax.tree.leaves(params):
+        deep += len(np.shape(leaf)) > 2
+        values += math.prod(np.shape(leaf))
     if deep and matrix_dims is None:
         notes.append(
             f"leaves of three axes or more, {deep} here, count as one matrix each: pass "
@@ -128,19 +138,21 @@ def advise(
         )
 
     if opt_state is not None:
-        losses, evidence = _losses_of_run(opt_state, budget, matrix_dims)
+        lowest, loss, evidence = _losses_of_run(opt_state, budget, matrix_dims)
     else:
         guess = ""
         if tokens is None:
-            values = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(params))
             # Forward and backward pass take six operations for each parameter and token.
             estimate = workers * compute_time * constants.training_flops / (6 * values)
             tokens = float(f"{max(1.0, estimate):.2g}")
             guess = " (estimated from parameters, step time and device: pass tokens=)"
         width = typical_width(params, matrix_dims)
-        losses, evidence = _losses_by_law(optimizer, width, parse("tokens", tokens), budget)
+        lowest, loss, evidence = _losses_by_law(optimizer, width, parse("tokens", tokens), budget)
         evidence += guess
     notes.append(f"loss: {evidence}")
+    losses = {}
+    for rank in (lowest, 2 * lowest, 4 * lowest):
+        losses[rank] = loss(rank)
 
     predictions = _predictions(params, link, compute_time, constants, losses, matrix_dims)
     if not any(prediction.rank for prediction in predictions):
@@ -164,11 +176,11 @@ def advise(
 
 def _losses_of_run(
     opt_state: PyTree, budget: float, matrix_dims: MatrixDimsFn | None
-) -> tuple[dict[int, Loss], str]:
-    """Reads off a run's own momentum the lowest rank that keeps the budget, and two above it.
+) -> tuple[int, Callable[[int], Loss], str]:
+    """Reads off a run's own momentum which rank keeps the budget.
 
     Returns:
-      What is lost at each rank, and what that rests on.
+      The lowest that does, what is lost at any rank, and what that rests on.
     """
     momentum = read_momentum(opt_state, matrix_dims)
     law = momentum.law
@@ -188,24 +200,24 @@ def _losses_of_run(
         return Loss(expected.gap, expected.half_width, doubt)
 
     highest = max(map(len, momentum.spectra.values()))
-    multiples = range(8, highest + 8, 8)
-    keeping = (rank for rank in multiples if rank >= highest or gap(rank).gap <= budget)
-    lowest = next(keeping)
+    lowest = 8
+    while lowest < highest and gap(lowest).gap > budget:
+        lowest += 8
     evidence = (
         f"read off the momentum in opt_state, by a law from {law.settings} settings of models of "
         "up to 12.9 million parameters; it holds for a state from an exact run, between a quarter "
         "and a half of its steps"
     )
-    return {rank: loss(rank) for rank in (lowest, 2 * lowest, 4 * lowest)}, evidence
+    return lowest, loss, evidence
 
 
 def _losses_by_law(
     optimizer: str, width: int, tokens: float, budget: float
-) -> tuple[dict[int, Loss], str]:
-    """Guesses the lowest rank that keeps the budget, and two above; unsure beyond all runs.
+) -> tuple[int, Callable[[int], Loss], str]:
+    """Guesses which rank keeps the budget; unsure beyond all runs.
 
     Returns:
-      What is lost at each rank, and what that rests on.
+      The lowest that does, what is lost at any rank, and what that rests on.
     """
     if optimizer not in LAWS:
         raise ValueError(
@@ -226,12 +238,14 @@ def _losses_by_law(
         half_width = law.half_width(rank, width, tokens)
         return Loss(law.gap(rank, width, tokens), half_width, _too_wide(half_width, budget))
 
-    lowest = law.rank(budget, width, tokens) if covered else 8 * math.ceil(width / 16 / 8)
+    lowest = 8 * math.ceil(width / 16 / 8)
+    if covered:
+        lowest = law.rank(budget, width, tokens)
     evidence = (
         f"a law from {law.runs} runs with {optimizer}, of language models, for width {width:,} and "
         f"{tokens:,.0f} tokens a step"
     )
-    return {rank: loss(rank) for rank in (lowest, 2 * lowest, 4 * lowest)}, evidence
+    return lowest, loss, evidence
 
 
 def _too_wide(half_width: float, budget: float) -> str:

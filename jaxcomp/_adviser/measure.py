@@ -71,7 +71,9 @@ def measure(
     if devices is None:
         devices = jax.devices()
     local = next(device for device in devices if device.process_index == jax.process_index())
-    assumed = ASSUMED["cpu" if local.platform == "cpu" else "gpu"]
+    assumed = ASSUMED["gpu"]
+    if local.platform == "cpu":
+        assumed = ASSUMED["cpu"]
     integers = quantized_allreduce(axis_name=_AXIS)
     # What compresses, if anything does, and how its collectives send.
     reducers: dict[str, tuple[Reducer | None, Reducer]] = {
@@ -127,7 +129,7 @@ def _step_time(reducer: Any, tree: Sequence[Any], devices: Sequence[_Device]) ->
     mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
     # Repeated, so that a large tree is quickly made: no time depends on the values.
     noise = np.random.default_rng(0).standard_normal(100_003, np.float32)
-    arrays = [np.resize(noise, leaf.shape).astype(leaf.dtype) for leaf in tree]
+    arrays = jax.tree.map(lambda leaf: np.resize(noise, leaf.shape).astype(leaf.dtype), tree)
     grads = jax.device_put(arrays, NamedSharding(mesh, jax.P()))
     params = jax.tree.map(jnp.copy, grads)
     optimizer = optax.chain(reducer, optax.sgd(1e-3))

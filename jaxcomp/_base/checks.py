@@ -16,8 +16,10 @@ def check_axis_name(axis_name: Any) -> Any:
     names = axis_name
     if not isinstance(axis_name, tuple):
         names = (axis_name,)
-    unnamed = [name for name in names if not isinstance(name, str) or not name]
-    if not names or unnamed or len(set(names)) < len(names):
+    named = bool(names)
+    for name in names:
+        named &= isinstance(name, str) and name != ""
+    if not named or len(set(names)) < len(names):
         raise ValueError(
             f"`axis_name` must be a string or a tuple of distinct strings, got {axis_name!r}. Pass "
             "the axis_name of your pmap or vmap, or the mesh axis of your shard_map."

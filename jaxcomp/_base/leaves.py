@@ -174,7 +174,9 @@ def arrays_or_shapes(tree: PyTree) -> PyTree:
     """Returns the tree with None in the place of what is neither an array nor the shape of one."""
 
     def kept(leaf: Any) -> Any:
-        return leaf if is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) else None
+        if is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        return None
 
     return jax.tree.map(kept, tree)
 

@@ -82,7 +82,9 @@ class Momentum:
 
     def tail(self, ranks: Mapping[str, int]) -> float:
         """Returns the share of the energy beyond the ranks; a leaf without one is sent whole."""
-        beyond = sum(self.spectra[name][rank:].sum() for name, rank in ranks.items())
+        beyond = 0.0
+        for name, rank in ranks.items():
+            beyond += self.spectra[name][rank:].sum()
         return float(beyond / self.energy)
 
     @functools.cached_property
@@ -158,8 +160,11 @@ def ranks_of(
 ) -> dict[str, int]:
     """Returns the rank of each leaf that is compressed."""
     rate = check_static_number("min_compression_rate", min_compression_rate, 0)
-    plans = plan_leaves(tree, rank, rate, matrix_dims)
-    return {plan.path: plan.rank for plan in plans if plan.view is not None}
+    ranks = {}
+    for plan in plan_leaves(tree, rank, rate, matrix_dims):
+        if plan.view is not None:
+            ranks[plan.path] = plan.rank
+    return ranks
 
 
 def read_momentum(opt_state: PyTree, matrix_dims: MatrixDimsFn | None = None) -> Momentum:
@@ -186,13 +191,13 @@ def read_momentum(opt_state: PyTree, matrix_dims: MatrixDimsFn | None = None) ->
         )
     # Of several optimizers each leaf has one, and is masked for the others.
     tree = jax.tree.map(lambda *leaves: min(leaves, key=is_masked), *parts, is_leaf=is_masked)
-    spectra = spectra_of(tree, matrix_dims)
-    if not any(energy.sum() > 0 for energy in spectra.values()):
+    momentum = Momentum(TAIL_LAWS[law], tree, spectra_of(tree, matrix_dims))
+    if not momentum.energy > 0:
         raise ValueError(
             "The momentum in `opt_state` is zero, or has no matrices. Make a quarter of an exact "
             "run first, and pass its state."
         )
-    return Momentum(TAIL_LAWS[law], tree, spectra)
+    return momentum
 
 
 def spectra_of(tree: PyTree, matrix_dims: MatrixDimsFn | None) -> dict[str, np.ndarray]:
@@ -252,7 +257,9 @@ def _moments(node: Any) -> Any:
 
     Nothing else has any: an empty mapping.
     """
-    fields = node._asdict() if hasattr(node, "_asdict") else node
+    fields = node
+    if hasattr(node, "_asdict"):
+        fields = node._asdict()
     if isinstance(fields, Mapping) and "mu" in fields and ("nu" in fields or _MUON in fields):
         return fields
     return {}

@@ -140,8 +140,7 @@ def ranks_by_spectrum(
 
     if momentum is not None:
         budget = momentum.law.tail(parse("loss_budget", loss_budget or 0.0))
-        first = {path: 1 for path, rank in ranks.items() if rank}
-        beyond = momentum.tail(first)
+        beyond = momentum.tail({path: 1 for path, rank in ranks.items() if rank})
         for offer in in_order:
             if beyond <= budget:
                 break
@@ -151,12 +150,17 @@ def ranks_by_spectrum(
 
     ratio = check_static_number("ratio", ratio, 1)
     dense = 0
+    spent = 0
+    unit = "values"
     for plan in plans:
-        dense += plan.size * (1 if wire is None else jnp.dtype(plan.dtype).itemsize)
-    left = dense / ratio - sum(_cost(plan, wire) for plan in plans)
+        spent += _cost(plan, wire)
+        if wire is None:
+            dense += plan.size
+        else:
+            dense += plan.size * jnp.dtype(plan.dtype).itemsize
+            unit = "bytes"
+    left = dense / ratio - spent
     if left < 0:
-        spent = dense / ratio - left
-        unit = "values" if wire is None else "bytes"
         raise ValueError(
             f"rank 1 everywhere already sends {spent:.0f} {unit}, and ratio={ratio:g} allows "
             f"{dense / ratio:.0f}. Pass a ratio of at most {dense / spent:.1f}."
@@ -196,24 +200,29 @@ def _offers(
     rows = plan.view.n_rows
     cols = plan.view.n_cols
     column = _cost(plan, wire)  # of rank 1: one column for each matrix of the batch
-    scale = np.sqrt(energy.sum() / plan.size) if scaled else 1.0
+    scale = 1.0
+    if scaled:
+        scale = np.sqrt(energy.sum() / plan.size)
     rank = 1
     last = False
     while not last:
         last = rank + 1 >= min(rows, cols) or not is_compressed(rows, cols, rank + 1, rate)
+        after: int | None = rank + 1
         cost = column
         sent = energy[rank]
         if last:
+            after = None
             dense = dataclasses.replace(plan, view=None, rank=0)
             cost = _cost(dense, wire) - column * rank
             sent = energy[rank:].sum()
         if sent <= _ROUNDING * energy[0]:
             return
-        after = None if last else rank + 1
         yield _Offer(plan.path, rank, after, cost, sent, sent / (cost * scale))
         rank += 1
 
 
 def _cost(plan: LeafPlan, wire: Any) -> int:
     """Returns the bytes that a leaf puts on the wire, or its values without a wire."""
-    return plan.wire_size if wire is None else leaf_bytes(plan, wire, 1)
+    if wire is None:
+        return plan.wire_size
+    return leaf_bytes(plan, wire, 1)

@@ -47,7 +47,9 @@ def parse(name: str, value: str | SupportsFloat) -> float:
     # A comparison with NaN is false.
     inside = 0 < number < argument.below or (number == 0 and argument.may_be_zero)
     if not inside:
-        least = "not negative" if argument.may_be_zero else "positive"
+        least = "positive"
+        if argument.may_be_zero:
+            least = "not negative"
         raise ValueError(
             f"`{name}` must be {least} and below {argument.below:g}, with a unit as in "
             f"{argument.example}, got {value!r}."

@@ -198,6 +198,8 @@ def with_row(state: PyTree) -> PyTree:
     """Inverts `without_row`."""
 
     def put_in(leaf: Any, mark: str) -> Any:
-        return leaf if mark == SHARED else jnp.expand_dims(leaf, 0)
+        if mark == SHARED:
+            return leaf
+        return jnp.expand_dims(leaf, 0)
 
     return jax.tree.map(put_in, state, marks(state))

@@ -100,7 +100,9 @@ class BlockLayout(_Layout):
     @property
     def _integer_bytes(self) -> int:
         count = self.blocks * self.length
-        return count if self.bits == 8 else 3 * _quotient_up(count, 4)
+        if self.bits == 6:
+            return 3 * _quotient_up(count, 4)
+        return count
 
     @property
     def _payload(self) -> int:

@@ -45,8 +45,9 @@ def refuse_misspelt_weight(names: Iterable[str]) -> None:
 
 def is_real(dtype: Any) -> bool:
     """Tells whether values of a dtype can count something: real numbers and truth values."""
-    kinds = (jnp.floating, jnp.integer, jnp.bool_)
-    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return False
+    return jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_
 
 
 def share_of_mean(weight: Any, axis_name: AxisName) -> tuple[Array, Array]:

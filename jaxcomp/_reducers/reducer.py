@@ -299,5 +299,7 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the leaves by their paths."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {leaf_name(path).removeprefix("."): np.shape(leaf) for path, leaf in leaves}
+    shapes = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        shapes[leaf_name(path).removeprefix(".")] = np.shape(leaf)
+    return shapes

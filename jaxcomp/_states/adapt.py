@@ -98,7 +98,9 @@ def _adapted(old: Any, new: Any) -> Any:
         return state._replace(count=old.count, q=q)
     inner = new.inner
     if type(old.inner) is type(inner):
-        inner = _adapted(old.inner, inner) if _has_residual(inner) else old.inner
+        inner = old.inner
+        if _has_residual(inner):
+            inner = _adapted(inner, new.inner)
     return state._replace(count=old.count, inner=inner)
 
 
@@ -133,7 +135,9 @@ def _carried_over(
 
 
 def _same_shape(old: Array, new: Array) -> Array | None:
-    return old.astype(new.dtype) if old.shape == new.shape else None
+    if old.shape != new.shape:
+        return None
+    return old.astype(new.dtype)
 
 
 def _resized(old: Array, new: Array) -> Array | None:

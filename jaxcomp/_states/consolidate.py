@@ -81,7 +81,9 @@ def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
             return _owner_of_all(jnp.asarray(leaf))
         if mark == LOCAL:
             return _mean_of_rows(leaf)
-        return leaf[0] if layout.everything else leaf
+        if layout.everything:
+            return leaf[0]
+        return leaf
 
     return jax.tree.map(collapsed, state, marks(state))
 
@@ -179,8 +181,11 @@ def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
 
     def consolidated(leaf: Any, mark: str, mean: Any) -> Any:
         if mark == OWNER:
-            return jnp.where((mean > 1 - 0.5 / replicas).any(), 0.0, jnp.nan).astype(leaf.dtype)
-        return leaf if mark == SHARED else mean
+            consistent = (mean > 1 - 0.5 / replicas).any()
+            return jnp.where(consistent, 0.0, jnp.nan).astype(leaf.dtype)
+        if mark == SHARED:
+            return leaf
+        return mean
 
     means, _ = averaged(jax.tree.map(to_average, state, kinds), axis_name)
     return jax.tree.map(consolidated, state, kinds, means)
@@ -208,7 +213,9 @@ def _check_not_mapped(state: PyTree) -> None:
 
 
 def _no_axis(local: dict[str, Any]) -> str:
-    shapes = "".join(f"\n  {name}: {np.shape(leaf)}" for name, leaf in local.items())
+    shapes = ""
+    for name, leaf in local.items():
+        shapes += f"\n  {name}: {np.shape(leaf)}"
     return (
         "Outside of a mapped function what each replica has of its own needs one leading axis of "
         f"replicas, the same for all:{shapes}\nPass what pmap or jaxcomp.data_parallel returned, "

@@ -10,6 +10,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomp._base.leaves import compute_dtype, is_masked, leaf_name, widest
@@ -45,7 +46,7 @@ class Diagnostics(NamedTuple):
     leaves: dict[str, LeafDiagnostics]
 
     def __str__(self) -> str:
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(self)):
+        if isinstance(self.share, jax.core.Tracer):
             return repr(self)
         values: Diagnostics = jax.device_get(self)
         width = max(len("leaf"), *map(len, values.leaves))
@@ -125,22 +126,28 @@ def _measured(paths: Sequence[KeyPath], nodes: Sequence[Any]) -> Diagnostics:
     Raises:
       ValueError: If no leaf in them has both a residual and a factor.
     """
-    measured: list[tuple[str, str, LeafDiagnostics]] = []
+    leaves: dict[str, LeafDiagnostics] = {}
+    by_place: dict[str, LeafDiagnostics] = {}
     for path, node in zip(paths, nodes, strict=True):
         for name, leaf in _of_state(node).items():
-            measured.append((jax.tree_util.keystr(path), name, leaf))
-    if not measured:
+            leaves[name] = leaf
+            by_place[jax.tree_util.keystr(path) + name] = leaf
+    if not leaves:
         raise ValueError(
             "`state` must hold a state of jaxcomp.powersgd in which a leaf has a residual and a "
             "factor; it has none. Pass the reducer's state, or the optimizer's that holds it; with "
             "error_feedback=False, warm_start=False, or no leaf that is compressed, the state does "
             "not tell what was carried."
         )
-    leaves = {name: leaf for _, name, leaf in measured}
-    if len(leaves) < len(measured):  # names meet
-        leaves = {place + name: leaf for place, name, leaf in measured}
-    output_norm = _norm_of_norms([leaf.output_norm for leaf in leaves.values()])
-    residual_norm = _norm_of_norms([leaf.residual_norm for leaf in leaves.values()])
+    if len(leaves) < len(by_place):  # several states have a leaf of one name
+        leaves = by_place
+    output_norms = []
+    residual_norms = []
+    for leaf in leaves.values():
+        output_norms.append(leaf.output_norm)
+        residual_norms.append(leaf.residual_norm)
+    output_norm = _norm_of_norms(output_norms)
+    residual_norm = _norm_of_norms(residual_norms)
     return Diagnostics(_share(output_norm, residual_norm), output_norm, residual_norm, leaves)
 
 
@@ -212,7 +219,7 @@ def _norm(x: Array) -> Array:
 
 def _norm_of_norms(norms: Sequence[Array]) -> Array:
     dtype = widest([norm.dtype for norm in norms])
-    return _norm(jnp.stack([norm.astype(dtype) for norm in norms]))
+    return _norm(jnp.stack(optax.tree.cast(norms, dtype)))
 
 
 def _share(output_norm: Array, residual_norm: Array) -> Array:

@@ -217,10 +217,14 @@ def _check_shapes(state: PyTree, like: PyTree, replicas: int, has_axis: bool) ->
 
     def compare(path: KeyPath, leaf: Any, mark: str, expected: Any) -> None:
         shape = np.shape(expected)
-        with_axis = (replicas, *shape) if has_axis and mark != SHARED else shape
-        if np.shape(leaf) != with_axis:
-            either = f"{shape}" if mark == SHARED else f"{shape} or (replicas, *{shape})"
-            wrong.append(f"\n  {leaf_name(path)}: expected {either}, got {np.shape(leaf)}")
+        fitting = shape
+        allowed = f"{shape}"
+        if mark != SHARED:
+            allowed += f" or (replicas, *{shape})"
+            if has_axis:
+                fitting = (replicas, *shape)
+        if np.shape(leaf) != fitting:
+            wrong.append(f"\n  {leaf_name(path)}: expected {allowed}, got {np.shape(leaf)}")
 
     jax.tree.map_with_path(compare, state, marks(state), like)
     if wrong:
@@ -233,7 +237,7 @@ def _check_shapes(state: PyTree, like: PyTree, replicas: int, has_axis: bool) ->
 
 def check_not_spread(path: KeyPath, leaf: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> None:
     """Refuses a leaf that lies along the axis of the replicas, and names it."""
-    along = [part for part in over_axes(spec, axes) if part]
+    along = list(filter(None, over_axes(spec, axes)))
     if along:
         raise ValueError(
             f"The leaf {leaf_name(path)} of shape {np.shape(leaf)} is sharded over {along}, the "
