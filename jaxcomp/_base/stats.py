@@ -137,7 +137,7 @@ def whole_run(
 def dense_stats(tree: PyTree, wire: Any = None) -> CompressionStats:
     """Counts every floating leaf uncompressed, in its own dtype on the wire or in `wire`."""
     leaves = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, leaf in jax.tree.leaves_with_path(tree):
         if not is_floating(leaf):
             continue
         dtype = jnp.dtype(leaf_dtype(leaf))

@@ -208,7 +208,7 @@ def spectra_of(tree: PyTree, matrix_dims: MatrixDimsFn | None) -> dict[str, np.n
     """
     spectra = {}
     plans = plan_leaves(tree, 1, 0.0, matrix_dims)
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = jax.tree.leaves_with_path(tree)
     for plan, (path, leaf) in zip(plans, leaves, strict=True):
         if plan.view is None:
             continue
@@ -239,7 +239,7 @@ def _check_on_host(opt_state: PyTree) -> None:
     Raises:
       ValueError: Naming the leaf.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+    for path, leaf in jax.tree.leaves_with_path(opt_state):
         if isinstance(leaf, jax.core.Tracer):
             raise ValueError(
                 f"`opt_state` is traced at {leaf_name(path)}: read it outside of jax.jit, between "

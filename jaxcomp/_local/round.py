@@ -110,7 +110,7 @@ class LocalSGDRound:
           ValueError: If a leaf of `batches` has another leading axis, `step_fn` does not return
             three values, or the axis is not bound.
         """
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batches):
+        for path, leaf in jax.tree.leaves_with_path(batches):
             if np.shape(leaf)[:1] != (self.sync_every,):
                 raise ValueError(
                     f"The batches' leaf {leaf_name(path)} has shape {np.shape(leaf)}; a round of "

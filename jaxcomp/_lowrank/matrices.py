@@ -359,7 +359,7 @@ def plan_leaves(
       >>> bias.view is None, kernel.p_shape, kernel.q_shape
       (True, (64, 4), (288, 4))
     """
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    leaves = jax.tree.leaves_with_path(tree)
     # `jaxcomp.stacked` knows names that the tree must have: a misspelt one would be silent.
     check_leaves = getattr(matrix_dims, "check_leaves", None)
     if check_leaves is not None:

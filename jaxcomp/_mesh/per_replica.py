@@ -60,7 +60,7 @@ def marks(tree: PyTree) -> PyTree:
         local = _FOREIGN.get(type(node)) or node.per_replica
         if averaged_before and is_accumulator(node):
             local = ()
-        children, treedef = jax.tree_util.tree_flatten_with_path(node, lambda x: x is not node)
+        children, treedef = jax.tree.flatten_with_path(node, lambda x: x is not node)
         marked = []
         for path, child in children:
             (field,) = key_names(path)

@@ -210,7 +210,7 @@ def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
     """
     axes = vma_axes(axis_name)
     wrong = []
-    leaves = jax.tree_util.tree_leaves_with_path(updates)
+    leaves = jax.tree.leaves_with_path(updates)
     for path, leaf in leaves:
         dtype = getattr(leaf, "dtype", None)
         if dtype is None:

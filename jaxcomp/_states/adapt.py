@@ -112,7 +112,7 @@ def _carried_over(
     Raises:
       ValueError: Listing the leaves for which the function returns None.
     """
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(new, is_leaf=is_masked)
+    leaves, treedef = jax.tree.flatten_with_path(new, is_leaf=is_masked)
     values = jax.tree.leaves(old, is_leaf=is_masked)
     if len(values) != len(leaves):
         raise ValueError(

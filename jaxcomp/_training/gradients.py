@@ -85,7 +85,7 @@ def check_averaged(means: PyTree, axis_name: AxisName) -> None:
     Raises:
       ValueError: Naming a leaf. Known under ``check_vma=True`` only.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(means):
+    for path, leaf in jax.tree.leaves_with_path(means):
         apart = [name for name in axis_tuple(axis_name) if name in varying(leaf)]
         if leaf.dtype != jax.dtypes.float0 and apart:
             raise ValueError(
