@@ -469,7 +469,7 @@ def _psum(xs: list[Array], axis_name: AxisName, dtype: Any) -> list[Array]:
     the arrays are cast to float32 before the sum.
     """
 
-    def summed(xs: list[Array]) -> list[Array]:
+    def summed(xs: list[Array]) -> Any:
         return optax.tree.cast(lax.psum(xs, axis_name), dtype)
 
     def summed_wide(xs: list[Array]) -> list[Array]:

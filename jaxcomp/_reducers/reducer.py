@@ -150,7 +150,8 @@ class Reducer(Transformation):
             # of a reducer cannot know. In such a case the compiler decides, and the results are
             # typed as what they replace.
             like = typed_specs(gradients)
-            types = Reduction(like, typed_specs(state), like, finite=PartitionSpec())
+            everywhere: Any = PartitionSpec()
+            types = Reduction(like, typed_specs(state), like, everywhere)
             average = functools.partial(call_on_automatic_axes, average, types)
         reduction = average(gradients, state, params, weight, extra_args)
         averages = boxed_as(reduction.updates, updates)

@@ -219,7 +219,8 @@ def _norm(x: Array) -> Array:
 
 def _norm_of_norms(norms: Sequence[Array]) -> Array:
     dtype = widest([norm.dtype for norm in norms])
-    return _norm(jnp.stack(optax.tree.cast(norms, dtype)))
+    in_one_dtype: Any = optax.tree.cast(norms, dtype)
+    return _norm(jnp.stack(in_one_dtype))
 
 
 def _share(output_norm: Array, residual_norm: Array) -> Array:

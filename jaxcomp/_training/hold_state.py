@@ -21,7 +21,7 @@ class Held(NamedTuple):
     per_replica = ()
 
 
-def hold_state(reducer: optax.GradientTransformation) -> optax.GradientTransformation:
+def hold_state(reducer: Reducer) -> optax.GradientTransformation:
     """Makes a link of an optimizer's chain that holds a reducer's state and changes no update.
 
     What saves, places, donates and returns the optimizer's state then does so with the reducer's.
