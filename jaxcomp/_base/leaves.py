@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -184,6 +184,20 @@ def arrays_or_shapes(tree: PyTree) -> PyTree:
 def with_arrays(tree: PyTree, arrays: PyTree) -> PyTree:
     """Returns the tree with other arrays in the places that `arrays_only` left; the rest stays."""
     return jax.tree.map(lambda x, array: x if array is None else array, tree, arrays)
+
+
+def nodes_of(tree: PyTree, is_node: Callable[[Any], bool]) -> list[Any]:
+    """Returns the nodes of a kind in a tree, without those inside of others."""
+    return list(filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
+
+
+def replaced(tree: PyTree, old: Any, new: Any) -> PyTree:
+    """Returns a tree with another node in the place of `old`, itself one of its nodes."""
+
+    def is_old(node: Any) -> bool:
+        return node is old
+
+    return jax.tree.map(lambda node: new if is_old(node) else node, tree, is_leaf=is_old)
 
 
 def is_masked(node: Any) -> bool:

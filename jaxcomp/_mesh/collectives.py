@@ -78,10 +78,12 @@ def axes_known_equal(x: Any, axis_name: AxisName) -> tuple[str, ...]:
     return tuple(name for name in vma_axes(axis_name) if name not in known)
 
 
-def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
-    """Returns the mapped axes as a tuple of names."""
+def axis_tuple(axis_name: AxisName | None) -> tuple[str, ...]:
+    """Returns axes as a tuple of names; None, as of a dimension that is not split, is none."""
     if isinstance(axis_name, tuple):
         return axis_name
+    if axis_name is None:
+        return ()
     return (axis_name,)
 
 

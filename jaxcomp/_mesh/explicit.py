@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomp._base.leaves import arrays_only, with_arrays
@@ -82,18 +83,18 @@ def resharded(x: Any, mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> 
     others = tuple(name for name in mesh.axis_names if name not in axes)
     parts = []
     for part, kept in itertools.zip_longest(over_axes(spec, axes), over_axes(before, others)):
-        parts.append((*_names(part), *_names(kept)) or None)
+        parts.append(axis_tuple(part) + axis_tuple(kept) or None)
     after = PartitionSpec(*parts)
     if after == before:
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, after))
 
 
-def _names(part: Any) -> tuple[str, ...]:
-    """Returns the axes over which a specification splits one dimension."""
-    if part is None:
-        return ()
-    return axis_tuple(part)
+def known_sharding(leaf: Any) -> Any:
+    """Returns how a leaf is known to lie: of a tracer only what its type says, of NumPy nothing."""
+    if isinstance(leaf, jax.core.Tracer):
+        return jax.typeof(leaf).sharding
+    return getattr(leaf, "sharding", None)
 
 
 def call_on_automatic_axes(function: Callable[..., Any], shardings: PyTree, /, *args: Any) -> Any:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._base.leaves import key_names, leaf_name
+from jaxcomp._base.leaves import key_names, leaf_name, nodes_of
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.collectives import local_if_bound
 
@@ -82,7 +82,7 @@ def is_accumulator(node: Any) -> bool:
 
 def accumulators(tree: PyTree) -> list[Any]:
     """Returns the states that accumulate, in a tree."""
-    return list(filter(is_accumulator, jax.tree.leaves(tree, is_leaf=is_accumulator)))
+    return nodes_of(tree, is_accumulator)
 
 
 def _has_averaged_before(tree: PyTree) -> bool:
@@ -97,7 +97,7 @@ def _has_averaged_before(tree: PyTree) -> bool:
         return False
     if all(type(node) in _FOREIGN for node in nodes):
         return bool(reducer_states(tree))
-    return any(map(_is_chain_behind, jax.tree.leaves(tree, is_leaf=_is_chain_behind)))
+    return bool(nodes_of(tree, _is_chain_behind))
 
 
 def _is_chain_behind(node: Any) -> bool:
@@ -114,7 +114,7 @@ def is_reducer_state(node: Any) -> bool:
 
 def reducer_states(tree: PyTree) -> list[Any]:
     """Returns the states in a tree that are in no other."""
-    return list(filter(is_reducer_state, jax.tree.leaves(tree, is_leaf=is_reducer_state)))
+    return nodes_of(tree, is_reducer_state)
 
 
 def _is_state(node: Any) -> bool:
@@ -132,7 +132,7 @@ def has_foreign(tree: PyTree) -> bool:
     One that is itself in a per-replica field, as an optimizer of local steps, has none: its row is
     taken off with the field's.
     """
-    kinds = map(type, jax.tree.leaves(tree, is_leaf=_is_state))
+    kinds = map(type, nodes_of(tree, _is_state))
     return not _FOREIGN.keys().isdisjoint(kinds) and not _has_averaged_before(tree)
 
 

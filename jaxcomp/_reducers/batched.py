@@ -125,10 +125,7 @@ def batched_powersgd(
             # other dtypes lie in the same matrix, so that each is looked at by itself.
             excess = []
             for mean, dtype in zip(means, dtypes, strict=True):
-                most = mean
-                if dtype == jnp.float16:
-                    most = clipped(mean, dtype)
-                excess.append(mean - most)
+                excess.append(mean - clipped(mean, dtype))
             unsent = jnp.where(result.finite, square_of(ravel_pytree(excess)[0]), 0)
             residual = state.residual
             state = state._replace(residual=(residual + unsent).astype(residual.dtype))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp._base.leaves import is_masked, leaf_name
+from jaxcomp._base.leaves import is_masked, leaf_name, nodes_of, replaced
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._lowrank.orthogonalize import orthogonalize
 from jaxcomp._mesh.per_replica import has_rows
@@ -61,19 +61,17 @@ def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
     check_reducer(reducer)
     if has_rows(state):
         state = consolidate(state)
-    nodes, treedef = jax.tree.flatten(state, is_leaf=_has_residual)
-    places = [i for i, node in enumerate(nodes) if _has_residual(node)]
-    if len(places) != 1:
+    states = nodes_of(state, _has_residual)
+    if len(states) != 1:
         raise ValueError(
-            f"`state` must hold the state of one reducer with a residual, it holds {len(places)}. "
+            f"`state` must hold the state of one reducer with a residual, it holds {len(states)}. "
             "Pass that of one; a run that had none starts with reducer.init(params)."
         )
-    old = nodes[places[0]]
+    (old,) = states
     new = reducer.init(params)
     if _has_residual(new) and _is_one_array(old) == _is_one_array(new):
         new = _adapted(old, new)
-    nodes[places[0]] = new
-    return treedef.unflatten(nodes)
+    return replaced(state, old, new)
 
 
 def _has_residual(node: Any) -> bool:

@@ -19,7 +19,7 @@ from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
-from jaxcomp._mesh.explicit import check_mesh_axes, over_axes, replicas_on
+from jaxcomp._mesh.explicit import check_mesh_axes, known_sharding, over_axes, replicas_on
 from jaxcomp._mesh.per_replica import OWNER, SHARED, has_foreign, has_rows, leaves_marked, marks
 from jaxcomp._states.consolidate import Layout, consolidate, layout_of
 
@@ -248,10 +248,8 @@ def check_not_spread(path: KeyPath, leaf: Any, spec: PartitionSpec, axes: tuple[
 
 
 def known_spec(leaf: Any, mesh: Any) -> PartitionSpec:
-    """Returns how a leaf is known to lie on a mesh: of a tracer only what its type says."""
-    if isinstance(leaf, jax.core.Tracer):
-        return jax.typeof(leaf).sharding.spec
-    sharding = getattr(leaf, "sharding", None)
+    """Returns how a leaf is known to lie on a mesh."""
+    sharding = known_sharding(leaf)
     if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == mesh.axis_names:
         return sharding.spec
     return PartitionSpec()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
-from jaxcomp._base.leaves import is_array, is_floating
+from jaxcomp._base.leaves import is_array, is_floating, nodes_of, replaced
 from jaxcomp._base.typing import PyTree
 from jaxcomp._mesh.collectives import is_bound, known_equal
 from jaxcomp._mesh.per_replica import accumulators, is_reducer_state, reducer_states
@@ -111,22 +112,17 @@ def state_in(
     def is_it(node: Any) -> bool:
         return jax.tree.structure(node) in expected
 
-    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_it)
-    places = [i for i, node in enumerate(nodes) if is_it(node)]
+    states = nodes_of(tree, is_it)
     if not fresh.num_leaves:
         # Without a state of its own a reducer takes any, but for what can only be the parameters.
-        like_params = bool(nodes) and all(is_array(x) and is_floating(x) for x in nodes)
-        if places or not like_params:
+        leaves = jax.tree.leaves(tree)
+        like_params = bool(leaves) and all(is_array(x) and is_floating(x) for x in leaves)
+        if states or not like_params:
             return fresh_state, lambda state: tree
-    if len(places) != 1:
-        raise ValueError(_not_one_state(tree, type(fresh_state), len(places)))
-    (place,) = places
-
-    def put_back(state: PyTree) -> PyTree:
-        nodes[place] = state
-        return treedef.unflatten(nodes)
-
-    return nodes[place], put_back
+    if len(states) != 1:
+        raise ValueError(_not_one_state(tree, type(fresh_state), len(states)))
+    (state,) = states
+    return state, functools.partial(replaced, tree, state)
 
 
 def _not_one_state(tree: PyTree, kind: type, fitting: int) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -17,7 +16,14 @@ from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, varying
-from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, context_mesh, replicas_on, resharded
+from jaxcomp._mesh.explicit import (
+    Boundary,
+    check_mesh_axes,
+    context_mesh,
+    known_sharding,
+    replicas_on,
+    resharded,
+)
 from jaxcomp._mesh.per_replica import LOCAL, OWNER, SHARED, leaves_marked
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import check_not_spread, known_spec, state_specs
@@ -43,10 +49,7 @@ def the_mesh(users_mesh: Any, axis_name: AxisName, *trees: PyTree) -> Any:
 def _mesh_of_arrays(trees: PyTree, names: tuple[str, ...]) -> Any:
     """Returns the first mesh with these axes that an array lies on; None if there is none."""
     for leaf in jax.tree.leaves(trees):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(leaf, jax.core.Tracer):
-            sharding = jax.typeof(leaf).sharding
-        mesh = getattr(sharding, "mesh", None)
+        mesh = getattr(known_sharding(leaf), "mesh", None)
         if mesh is not None and set(names) <= set(mesh.axis_names):
             return mesh
     return None

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcomp._base.leaves import leaf_name, unboxed
+from jaxcomp._base.leaves import leaf_name, nodes_of, unboxed
 from jaxcomp._base.typing import KeyPath, PyTree
 from jaxcomp._reducers.powersgd import PowerSGDState
 
@@ -68,9 +68,8 @@ def note_stacked_layers(params: PyTree, state: PyTree) -> None:
 
 def _leaves_of_one_matrix(state: PyTree) -> set[str]:
     """Returns the names of the leaves that are compressed as one matrix each."""
-    is_powersgd = lambda node: isinstance(node, PowerSGDState)  # noqa: E731
     names: set[str] = set()
-    for node in filter(is_powersgd, jax.tree.leaves(state, is_leaf=is_powersgd)):
+    for node in nodes_of(state, lambda node: isinstance(node, PowerSGDState)):
         for path, q in jax.tree.leaves_with_path(node.q):
             if np.ndim(q) == 2:
                 names.add(leaf_name(path))
