@@ -346,7 +346,7 @@ def test_clipping_is_named_where_the_file_speaks_of_it_and_has_a_place():
 
 def test_a_run_prints_in_one_line():
     there = torch_bridge.to_flax(run(), LIKE)
-    text = "2 leaves of 1,920 values, with optimizer, difference=None)"
+    text = "2 leaves of 1,920 values, with optimizer, difference=None, control=None)"
     assert repr(there) == f"FlaxRun(step={there.step}, {text}"
 
 

@@ -70,8 +70,11 @@ def convert_to_flax(options: argparse.Namespace) -> None:
         state.update(run.params if of_variables else {"params": run.params})
         begin("writing")
         write_flax(options.out, state, config, force=options.force)
-    size = sum(int(np.size(leaf)) for leaf in jax.tree.leaves(state["params"]))
-    print(f"{printable(str(options.out))}: step {run.step}, {size:,} values")
+    size = sum(map(np.size, jax.tree.leaves(state["params"])))
+    line = f"{printable(str(options.out))}: step {run.step}, {size:,} values"
+    if run.difference is not None:
+        line += f", outputs {run.difference:.0e} off where a control is {run.control:.0e}"
+    print(line)
 
 
 def convert_to_torch(options: argparse.Namespace) -> None:

@@ -61,7 +61,7 @@ class FlaxRun:
       >>> run = FlaxRun({}, optax.identity(), optax.EmptyState(), None, None, 20)
       >>> params, transformation, opt_state, step = run
       >>> run
-      FlaxRun(step=20, 0 leaves of 0 values, without optimizer, difference=None)
+      FlaxRun(step=20, 0 leaves of 0 values, without optimizer, difference=None, control=None)
     """
 
     params: Any
@@ -96,7 +96,7 @@ class FlaxRun:
         optimizer = "without" if self.optimizer is None else "with"
         return (
             f"FlaxRun(step={self.step}, {len(leaves)} leaves of {values:,} values, {optimizer} "
-            f"optimizer, difference={self.difference})"
+            f"optimizer, difference={self.difference}, control={self.control})"
         )
 
 
