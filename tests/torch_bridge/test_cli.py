@@ -178,7 +178,7 @@ def test_the_model_is_run_on_the_example_of_the_file(call):
         torch.save(value, "source.pt")
         result = call(*to_flax)
         assert result[0] == code
-    assert re.search(r"values, outputs \de-\d\d off where a control is \de-\d\d$", result[1])
+    assert re.search(r"values, outputs \de[-+]\d\d off where a control is \de[-+]\d\d$", result[1])
     back = ("to-torch", "run", "--like", "source.pt", *cli_model.APPLY, "--out", "back.pt")
     assert call(*back)[::2] == (OK, "")
     equal(torch_bridge.load("back.pt").model, torch_bridge.load("source.pt").model)

@@ -278,6 +278,16 @@ def test_rules_take_layers_apart():
     np.testing.assert_array_equal(params["n"]["bias"], values(4))
 
 
+@pytest.mark.parametrize("names", [("fc", "x.b"), ("x.b", "fc")])
+def test_a_rule_gives_a_layer_the_bias_that_lies_elsewhere(names):
+    model = {"fc.weight": values(3, 2), "x.b": values(3)}
+    rules = {name: {"fc": "a", "x.b": "a/bias"}[name] for name in names}
+    state = {name: value for key in names for name, value in model.items() if key in name}
+    params = there_and_back(state, linears(a=(2, 3)), rules)
+    np.testing.assert_array_equal(params["a"]["kernel"].T, model["fc.weight"])
+    np.testing.assert_array_equal(params["a"]["bias"], model["x.b"])
+
+
 def test_rule_takes_a_packed_linear_apart():
     model = model_of(h__0__c_attn=(24, 8), h__0__c_proj=(8, 8))
     model |= {"h.0.c_attn.bias": values(24), "h.0.c_proj.bias": values(8)}

@@ -229,9 +229,10 @@ class OptimizerPlan:
         """
         hypers = {entry.group: entry.hyper for entry in self.entries.values()}
         groups = max(hypers, default=-1) + 1
-        several = [rates] * groups
         if isinstance(rates, Sequence):
-            several = rates
+            several = list(rates)
+        else:
+            several = [rates] * groups
         if len(several) != groups:
             raise ValueError(
                 f"The optimizer has {groups} param groups, and `learning_rate` gives "

@@ -104,12 +104,6 @@ class Layer:
             return [self]
         return [dataclasses.replace(self, share=(place, count)) for place in range(count)]
 
-    def without(self, part: str) -> Layer:
-        """Returns the layer without one part."""
-        parts = dict(self.parts)
-        del parts[part]
-        return dataclasses.replace(self, parts=parts)
-
     def single(self, part: str) -> Layer:
         """Makes a layer of one part: a weight alone, or a bare parameter."""
         segments = self.segments

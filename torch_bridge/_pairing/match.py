@@ -106,16 +106,15 @@ class Match:
             for leaf, (path, _) in target.parts.items():
                 owners["/".join(path)] = target
                 leaves["/".join(path)] = leaf
-        for whole in self.torch.copy():
-            layer = whole  # without the tensors that a rule sends elsewhere
+        for layer in self.torch.copy():
             sent = {}
-            for part, (name, _) in whole.parts.items():
+            for part, (name, _) in list(layer.parts.items()):
                 pattern, paths = _first_rule(rules, [names[name], layer.name])
                 leaf = None
                 if len(paths) == 1:
                     leaf = leaves.get(paths[0])
                 if leaf is not None and not _meet(layer, part, owners[paths[0]], leaf, pattern):
-                    layer = self._alone(layer, part, owners, paths[0], leaf)
+                    owners[paths[0]] = self._alone(layer, part, owners[paths[0]], leaf)
                     del leaves[paths[0]]
                 elif paths:
                     targets = tuple(map(owners.get, paths))
@@ -123,30 +122,17 @@ class Match:
             if sent:
                 self._send(layer, sent)
 
-    def _alone(
-        self, layer: Layer, part: str, owners: dict[str, Layer], path: str, leaf: str
-    ) -> Layer:
-        """Pairs a tensor and a leaf as layers by themselves; returns the layer without the tensor.
-
-        Args:
-          layer: The layer of the tensor.
-          part: What the tensor is called there.
-          owners: Name of a module, or path of a leaf -> its layer; what changes is exchanged.
-          path: The path of the leaf.
-          leaf: What the leaf is called in its layer.
-        """
-        target = owners[path]
-        rest = target.without(leaf)
-        for name, owner in owners.items():
-            if owner is target:
-                owners[name] = rest
-        owners[path] = target.single(leaf)
+    def _alone(self, layer: Layer, part: str, target: Layer, leaf: str) -> Layer:
+        """Pairs a tensor and a leaf as layers by themselves, and returns the Flax layer."""
         one = layer.single(part)
-        left = layer.without(part)
-        self.partners[one] = owners[path]
-        _exchange(self.torch, {layer: [one, left]})
-        _exchange(self.flax, {target: [owners[path], rest]})
-        return left
+        other = target.single(leaf)
+        del layer.parts[part]
+        del target.parts[leaf]
+        join.cache_clear()  # which has what these two were
+        _exchange(self.torch, {layer: [one, layer]})
+        _exchange(self.flax, {target: [other, target]})
+        self.partners[one] = other
+        return other
 
     def _send(self, layer: Layer, sent: Mapping[Any, tuple[str, list[str]]]) -> None:
         """Pairs a layer with the one that a rule names, or its equal shares with several."""
