@@ -1,1 +1,1 @@
-"""From the bytes of a file to plain values, without executing anything."""
+"""Reads the bytes of a file into plain values, without executing anything."""

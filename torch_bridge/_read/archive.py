@@ -1,4 +1,4 @@
-"""The zip archive that ``torch.save`` writes: its pickle, and the storages that belong to it."""
+"""Reads the zip archive that ``torch.save`` writes: a pickle and the storages of its tensors."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from torch_bridge._read.values import Budget, Malformed
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _CHUNK = 1 << 20
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-_DIRECTORY_BYTES = 18  # of memory, for a byte of a zip directory: 800 for an entry of 46
-_UNCOUNTED = 4 << 20  # what is not charged one by one
-# Files that people take for a checkpoint of torch's: where which bytes are, and a sentence.
+_DIRECTORY_BYTES = 18  # memory for each byte of a zip directory: 800 for an entry of 46 bytes
+_UNCOUNTED = 4 << 20  # bytes; small allocations that are not charged one by one
+# Kinds of files that users take for a torch checkpoint: (position, bytes at that position, kind).
 _OTHER_KINDS = (
     (0, b"\x1f\x8b", "a gzip file; unpack it first with gunzip"),
     (
         257,
         b"ustar",
-        "a tar archive, as of torch before 0.1.10 or of tar; unpack it, or save it anew",
+        "a tar archive, made by tar or by torch before 0.1.10; unpack it, or save it again",
     ),
     (8, b"{", "a safetensors file; load it with safetensors and save the dictionary by torch.save"),
     (
         0,
         b"\x80",
         "a pickle, as torch wrote before 1.6; read it with torch.load(..., weights_only=True) and "
-        "save it anew with torch.save",
+        "save it again with torch.save",
     ),
     (0, b"", "a file that is no zip archive, which torch.save writes"),
 )
 
 
 def read_archive(path: pathlib.Path, max_bytes: int | None) -> tuple[Any, Budget]:
-    """Reads the value that ``torch.save`` wrote, and returns the budget that it was charged to.
+    """Reads the value that ``torch.save`` wrote, and returns it with the budget that it used.
 
-    The arguments are those of `torch_bridge.load`. The value has plain containers, numbers, NumPy
-    arrays and, for what has no plain form, `Global` tokens.
+    The arguments are those of `torch_bridge.load`. The value consists of plain containers, numbers
+    and NumPy arrays. A dtype, a class or a function in the file becomes a `Global`, its name.
 
     Raises:
-      Malformed: Not a file of torch's, or a damaged one.
-      Forbidden: It asks for a global that is not on the allow-list.
+      Malformed: torch did not write the file, or the file is damaged.
+      Forbidden: The file asks for a global that is not on the allow-list.
       OSError: The file cannot be opened.
     """
     with path.open("rb") as file:
@@ -60,7 +60,7 @@ def read_archive(path: pathlib.Path, max_bytes: int | None) -> tuple[Any, Budget
             archive = zipfile.ZipFile(file)
         except (Malformed, MemoryError):
             raise
-        except Exception as error:  # whatever the standard library says of a damaged archive
+        except Exception as error:  # zipfile raises errors of many classes for a damaged archive
             raise Malformed("a damaged zip archive, cut short perhaps") from error
         file.charges = False
         with archive:
@@ -74,7 +74,7 @@ def _refuse_other_kinds(head: bytes) -> None:
     """Refuses a file that does not begin as a zip archive.
 
     Raises:
-      Malformed: If it does not; the message says what the file seems to be.
+      Malformed: The file begins in another way; the message says what it seems to be.
     """
     if head[:4] in _ZIP:
         return
@@ -86,10 +86,10 @@ def _refuse_other_kinds(head: bytes) -> None:
 
 
 class _Charged(io.BufferedReader):
-    """A file that charges what `zipfile` makes of a directory before it reads one.
+    """A file that charges each read to the budget, since `zipfile` allocates for the directory.
 
     Attributes:
-      charges: Whether it still does; entries are charged one by one.
+      charges: True until the directory is read; after that `_Entries` charges each entry.
     """
 
     def __init__(self, path: pathlib.Path, size: int, budget: Budget) -> None:
@@ -106,10 +106,10 @@ class _Charged(io.BufferedReader):
 
 
 class _Entries:
-    """The entries of an archive that is laid out as torch does.
+    """The entries of an archive with the layout that torch writes.
 
     Raises:
-      Malformed: It is laid out otherwise.
+      Malformed: The archive has another layout.
     """
 
     def __init__(self, archive: zipfile.ZipFile, budget: Budget) -> None:
@@ -124,26 +124,28 @@ class _Entries:
         self._root = roots[0]
         if self._has("constants.pkl"):
             raise Malformed("a TorchScript archive (torch.jit.save); save the state_dict instead")
-        # torch.serialization.set_crc32_options(False) writes none at all.
+        # After torch.serialization.set_crc32_options(False) torch writes no checksums.
         self._has_sums = any(info.CRC for info in archive.infolist())
         if self._has("byteorder") and self.read("byteorder").tobytes() != b"little":
-            raise Malformed("tensors of a big-endian machine; load and save them on another")
+            raise Malformed(
+                "tensors of a big-endian machine; load and save them on a little-endian one"
+            )
 
     def _has(self, name: str) -> bool:
         return self._root + name in self._archive.NameToInfo
 
     def read(self, name: str, nbytes: int | None = None) -> np.ndarray:
-        """Reads an entry and checks its sum.
+        """Reads an entry and checks its checksum.
 
         Args:
-          name: Without the folder that all entries are in.
-          nbytes: The size that it must have; None for any.
+          name: The entry's name without the archive's common folder.
+          nbytes: The size that the entry must have, in bytes; None accepts any size.
 
         Returns:
-          Its bytes, uint8.
+          The entry's bytes, uint8, shape (nbytes,).
 
         Raises:
-          Malformed: It is not there, of another size, or damaged.
+          Malformed: The entry is missing, has another size, or is damaged.
         """
         if not self._has(name):
             raise Malformed(f"an archive without its entry {name!r:.60}")
@@ -153,21 +155,21 @@ class _Entries:
         if info.compress_type not in _METHODS:
             # The header of an LZMA stream alone can ask for gigabytes.
             raise Malformed(f"compression method {info.compress_type} in {name!r:.60}")
-        # Claimed before it is allocated: the directory of a bomb can promise any size.
+        # Claimed before the allocation, because a hostile directory can state any size.
         self._budget.claim(info.file_size)
         if not self._has_sums and hasattr(info, "CRC"):
-            del info.CRC  # zipfile checks it where there is one
+            del info.CRC  # zipfile checks the CRC if the attribute exists
         raw = np.empty(info.file_size, np.uint8)
         filled = 0
         try:
             with self._archive.open(info) as entry:
-                into = entry.readinto  # type: ignore[attr-defined] (which typeshed's IO has not)
+                into = entry.readinto  # type: ignore[attr-defined] (missing in typeshed's IO)
                 while count := into(raw.data[filled : filled + _CHUNK]):
-                    filled += count  # zipfile checks the CRC at the end
+                    filled += count  # after the last byte zipfile checks the CRC
             if filled != raw.size:
                 raise zipfile.BadZipFile("shorter than its directory says")
         except MemoryError:
             raise
-        except Exception as error:  # whatever the standard library says of a damaged entry
+        except Exception as error:  # zipfile raises errors of many classes for a damaged entry
             raise Malformed(f"a damaged entry {name!r:.60} ({error!s:.100})") from error
         return raw

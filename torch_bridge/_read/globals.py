@@ -1,7 +1,6 @@
-"""The allow-list: what each global that torch, NumPy and Python write into a checkpoint means here.
+"""The allow-list: our replacement for each global that torch, NumPy and Python write into a file.
 
-Every constructor below takes what the file passes and checks it, because the file chooses the
-arguments too.
+Every function below checks its arguments, because the file chooses the arguments too.
 """
 
 from __future__ import annotations
@@ -20,20 +19,21 @@ from torch_bridge._read.values import Budget, Forbidden, Global, Malformed, brie
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 _GENERATOR_BYTES = 4 * 624 + 4000
 _NUMPY_DTYPE = re.compile(r"[<|=]?(?:b1|[iu][1248]|f[248]|c8|c16|\?)")
-# Values that a checkpoint may mention; nothing here is ever called.
+# Globals that a checkpoint may mention as values; the reader never calls them.
 _VALUES = frozenset(STORAGES) | {
     "torch.Tensor", "torch.nn.parameter.Parameter", "torch.strided", "torch.contiguous_format",
     "torch.channels_last", "numpy.ndarray", "numpy.random._mt19937.MT19937",
     "numpy.random.bit_generator.SeedSequence", "builtins.int", "builtins.float", "builtins.bool",
     "builtins.str", "builtins.list", "builtins.dict",
-    "builtins.long",  # what protocol 2, torch's own, calls an int
+    "builtins.long",  # the name of int in pickle protocol 2, which torch writes
 }  # fmt: skip
-# Likewise: torch's dtypes, and its hooks.
+# The same for torch's dtypes and hooks.
 _KINDS_OF_VALUES = re.compile(
     r"torch\.(?:q?u?int|b?float|b?complex|bits|bool|per_tensor|per_channel)\w*"
     rf"|{re.escape(_HOOKS)}\.\w+\.\w+_hook"
 )
-# What ``torch.load(weights_only=True)`` reads too, and how to save it so that it is read here.
+# Globals that ``torch.load(weights_only=True)`` reads and this reader does not: the advice for the
+# user, by the beginning of the name.
 _FULL = (
     "A DTensor is a part of a tensor; save its full_tensor(), or the state dict that "
     "torch.distributed.checkpoint.state_dict gives with StateDictOptions(full_state_dict=True)"
@@ -52,12 +52,12 @@ _OTHERWISE = "Save tensors, numbers, strings and containers of them, and read th
 
 
 def is_value(name: str) -> bool:
-    """Tells whether a checkpoint may mention a global that it may not call."""
+    """Returns True if a checkpoint may mention this global as a value, though never call it."""
     return name in _VALUES or _KINDS_OF_VALUES.fullmatch(name) is not None
 
 
 def way_out(name: str) -> str:
-    """Says what to do about a file that asks for a global that is not on the list."""
+    """Returns advice for a file that asks for this global, which is not on the allow-list."""
     for start, advice in _WAYS_OUT.items():
         if name.startswith(start):
             return advice
@@ -65,20 +65,21 @@ def way_out(name: str) -> str:
 
 
 class Attributes(dict):
-    """An object of which nothing but the attributes is read."""
+    """An object's attributes by name; the reader reads nothing else from such an object."""
 
     __slots__ = ()
 
 
 def functions_of(budget: Budget) -> dict[str, Callable[..., Any]]:
-    """Makes what stands for each global that may be called; copies are charged.
+    """Makes a replacement for each global that a file may call, by the global's name.
 
-    What the file sets attributes of afterwards is empty until `set_state`.
+    A replacement charges its copies to `budget`. An object whose state follows in the file (an
+    array, a generator, `Attributes`) stays empty until `set_state`.
     """
     rebuild = tensor_constructors(budget)
 
     def from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-        # A tensor with Python attributes: the inner rebuild, without the attributes.
+        # A tensor with Python attributes: call the inner rebuild function, drop the attributes.
         if expect(function, Global, "where a function belongs").name not in rebuild:
             raise Forbidden(f"{function.name} (called)")
         return rebuild[function.name](*expect(args, tuple, "as arguments"))
@@ -101,18 +102,18 @@ def functions_of(budget: Budget) -> dict[str, Callable[..., Any]]:
         return text.encode(encoding)
 
     def path(*parts: Any) -> str:
-        budget.claim(4 * sum(len(_text(part)) for part in parts))  # joined ones can be joined again
+        budget.claim(4 * sum(len(_text(part)) for part in parts))  # a file can join paths again
         return "/".join(parts).replace("//", "/")
 
     def to_bytes(value: Any = b"", encoding: Any = None) -> bytes:
-        # bytes(10**12) would allocate.
+        # Refuses a number, because bytes(10**12) would allocate that many bytes.
         if encoding is None:
             return expect(value, bytes, "where bytes belong")
         return encode(value, encoding)
 
     def generator(*_: Any) -> np.random.RandomState:
-        budget.claim(_GENERATOR_BYTES)  # it has words of its own
-        return np.random.RandomState(0)  # unseeded, it would carry a SeedSequence along
+        budget.claim(_GENERATOR_BYTES)  # every generator has its 624 words
+        return np.random.RandomState(0)  # without a seed it would also hold a SeedSequence
 
     array = functools.partial(_array, budget)
     return rebuild | {
@@ -141,19 +142,20 @@ def functions_of(budget: Budget) -> dict[str, Callable[..., Any]]:
         "numpy._core.numeric._frombuffer": array,
         "numpy.random._pickle.__randomstate_ctor": generator,
         "numpy.random.__RandomState_ctor": generator,
-        # Their states are repeated in the RandomState that wraps them.
+        # Ignored, because the RandomState around them repeats their states.
         "numpy.random._pickle.__bit_generator_ctor": lambda *_: {},
         "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": lambda *_: {},
     }
 
 
 def set_state(value: Any, state: Any, budget: Budget) -> None:
-    """Does what BUILD does to what a function above gave, which is changed in place.
+    """Carries out pickle's BUILD opcode: sets the state of `value` in place.
 
-    The attributes of a dictionary (``_metadata`` of a state_dict) are not needed.
+    `value` comes from a function of `functions_of`. The attributes of a dictionary (``_metadata``
+    of a state_dict) are ignored.
     """
     if isinstance(value, Attributes):
-        # A class with __slots__ pickles as (instance dict, slots); with __getstate__, as one dict.
+        # A class with __slots__ pickles as (instance dict, slots), one with __getstate__ as a dict.
         parts = state[::-1] if isinstance(state, tuple) and len(state) == 2 else (state,)
         for part in filter(None, parts):
             if not all(isinstance(name, str) for name in expect(part, dict, "as attributes")):
@@ -193,7 +195,7 @@ def _array(budget: Budget, raw: Any, dtype: Any, shape: Any, order: Any = "C") -
 
 
 def _listed(values: Any) -> Any:
-    """Refuses an array where a list belongs: a few bytes can be seen as one of any size."""
+    """Returns `values` if it is a list or similar; refuses an array, which can have any size."""
     return expect(values, (tuple, list, set, frozenset), "where a list belongs")
 
 

@@ -1,4 +1,4 @@
-"""Storages, and the tensors that are views of them, checked and charged to a budget."""
+"""Reads storages and makes the tensors, which are views of them; checks and charges both."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from torch_bridge._base.tensors import DTYPES
 from torch_bridge._read.values import Budget, Global, Malformed, brief, expect
 
-# torch.cuda's names appear in files of older releases; where a tensor lay does not matter here.
-# Each tensor of an untyped storage says its own type.
+# Files of older torch releases have the names of torch.cuda; the device does not matter here.
+# A tensor in an untyped storage has a dtype of its own.
 _KINDS = {
     "Double": "float64",
     "Float": "float32",
@@ -33,18 +33,18 @@ STORAGES: dict[str, np.dtype] = {}
 for _place in ("", "cuda.", "storage."):
     for _kind, _name in _KINDS.items():
         STORAGES[f"torch.{_place}{_kind}Storage"] = DTYPES[_name]
-_VIEW_BYTES = 128  # of an array itself; 16 more for each axis
+_VIEW_BYTES = 128  # memory of an array object without its data; each axis takes 16 more
 _MAX_COUNT = 2**62
 
 
 @dataclasses.dataclass
 class Storage:
-    """A run of bytes that tensors are views of.
+    """The bytes that one or several tensors are views of.
 
     Attributes:
-      raw: Uint8, shape (nbytes,).
-      dtype: Element type, where a tensor does not say its own.
-      viewed: Bytes of all tensors so far.
+      raw: The bytes, uint8, shape (nbytes,).
+      dtype: The element type of every tensor that has no dtype of its own in the file.
+      viewed: The bytes of all tensors that were made from this storage so far.
     """
 
     raw: np.ndarray
@@ -53,7 +53,11 @@ class Storage:
 
 
 def storage_reader(read: Callable[[str, int], np.ndarray]) -> Callable[..., Storage]:
-    """Makes a reader of persistent ids; `read(name, size)` gives the bytes of an entry."""
+    """Makes the function that reads the storage of a persistent id.
+
+    Args:
+      read: Returns the bytes of an archive's entry, from its name and its size in bytes.
+    """
     storages = {}
 
     def storage(kind: Any, name: Any, _location: Any, numel: Any, *_: Any) -> Storage:
@@ -73,13 +77,13 @@ def storage_reader(read: Callable[[str, int], np.ndarray]) -> Callable[..., Stor
 
 
 def tensor_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
-    """Makes what torch's functions that rebuild a tensor mean, charged to `budget`."""
+    """Makes replacements for torch's functions that rebuild tensors, charged to `budget`."""
 
     def tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> np.ndarray:
-        """Views a storage, checked to lie inside it."""
+        """Returns a view of a storage; refuses one that reaches outside the storage."""
         raw = expect(storage, Storage, "as a storage").raw
         kind = storage.dtype
-        # Behind requires_grad and hooks, which do not matter: a dtype (v3), and notes.
+        # After requires_grad and hooks, which are ignored, come a dtype (v3) and dictionaries.
         for note in rest[2:]:
             if isinstance(note, Global) and note.name.removeprefix("torch.") in DTYPES:
                 kind = DTYPES[note.name.removeprefix("torch.")]
@@ -101,8 +105,8 @@ def tensor_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if (last + 1) * kind.itemsize > raw.size:
             raise Malformed("a tensor that reaches outside its storage")
-        # A tensor is copied sooner or later, and strides of 0 can make it large: charged is what
-        # all tensors of a storage have more than it.
+        # The conversion copies tensors, and strides of 0 can make a small storage a large tensor.
+        # So the bytes by which all tensors of a storage exceed the storage are charged.
         budget.claim(max(nbytes - max(raw.size - storage.viewed, 0), 0))
         storage.viewed += nbytes
         steps = tuple(step * kind.itemsize for step in stride)

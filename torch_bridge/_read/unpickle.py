@@ -1,13 +1,13 @@
-"""What a pickle says, found out by a loop over its opcodes, with values of ours that do nothing.
+"""Reads a pickle with a loop over its opcodes; nothing that the file names is ever executed.
 
-`pickletools.genops` splits a pickle into opcodes and their arguments. What each of them means is
-said here, for those that torch's pickler writes and for no others. No function or class of torch,
-NumPy or Python that could do anything is ever on the stack: what a file names is a `Global`, and a
-call of it goes to what stands for it here.
+`pickletools.genops` splits a pickle into opcodes and their arguments. This file implements the
+opcodes that torch's pickler writes, and refuses all others. The stack never holds a function or a
+class of torch, NumPy or Python. A name in the file becomes a `Global`, and a call of that name runs
+our replacement.
 
-Two rules bound what a file can cost. Memory is claimed from a budget before it is taken. And what
-the memo shows once more is claimed once more, in proportion to its size, so that no operation costs
-more than what its operands have been charged with.
+Two rules limit the time and the memory that a file can take. Memory is claimed from a budget before
+it is allocated. A value that the memo returns again is charged again, in proportion to its size. So
+no operation costs more than was charged for its operands.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._read.globals import is_value, set_state
 from torch_bridge._read.values import Budget, Forbidden, Global, Malformed, expect
 
-STORAGE = "storage"  # what a persistent id of torch's begins with
+STORAGE = "storage"  # the first entry of a persistent id that torch writes
 Functions: TypeAlias = Mapping[str, Callable[..., Any]]
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-_LATEST = 5  # protocol
-# genops decodes the argument of UNICODE before that can be refused. Its codec is imported now, so
-# that no file causes an import.
+_LATEST = 5  # the newest pickle protocol that is read
+# genops decodes the argument of UNICODE before this file can refuse that opcode. The codec is
+# imported now, so that no checkpoint can cause an import.
 codecs.lookup("raw-unicode-escape")
-_DEEPEST = 100  # containers in each other, through which everything else walks
-_LONGEST_NAME = 200  # of a global; the longest on the list has 80 characters
-# Bytes of memory for a byte of a pickle: of it itself, and of text, which can take 4 a character.
+_DEEPEST = 100  # levels of containers; other functions recurse through all of them
+_LONGEST_NAME = 200  # characters of a global's name; the longest on the allow-list has 80
+# Memory for each byte of a pickle: its copy, and text, which can take 4 bytes for a character.
 _COPIES = 4
-# Bytes of memory: of a global that was not named before, of what is remembered of a container, and
-# for each value that a file shows once more (64 characters count as one), as a walk meets it again.
+# Bytes of memory: for the first use of a global, for the record of a container, and for each value
+# that a file uses again (64 characters count as one value), since a walk visits that value again.
 _NAME, _CONTAINER, _AGAIN = 512, 224, 64
-# Every opcode that is carried out, by the bytes of memory that it takes at most, with its places on
-# the stack and in a container.
+# Every supported opcode, by the most bytes of memory that it takes, with its entries on the stack
+# and in a container.
 _OPCODES = {
     32: "NONE NEWTRUE NEWFALSE EMPTY_TUPLE BININT1 PROTO FRAME STOP POP POP_MARK MEMOIZE BINPUT "
     "LONG_BINPUT BINGET LONG_BINGET APPEND APPENDS ADDITEMS SETITEM SETITEMS GLOBAL STACK_GLOBAL "
@@ -55,11 +55,12 @@ _TO_MARK = frozenset({"TUPLE", "FROZENSET", "APPENDS", "ADDITEMS", "SETITEMS", "
 
 
 class _Unpickler:
-    """What is known of one pickle besides its stack.
+    """The reader of one pickle.
 
     Args:
-      functions: What a global, and a storage's id, stand for.
-      budget: What everything is charged to.
+      functions: The replacement for each global that a file may call, by name. The entry `STORAGE`
+        reads a storage.
+      budget: The limit that every operation is charged to.
     """
 
     def __init__(self, functions: Functions, budget: Budget) -> None:
@@ -69,12 +70,12 @@ class _Unpickler:
         self._measured: dict[int, tuple[Any, int, int]] = {}
 
     def run(self, data: bytes) -> Any:
-        """Carries out one opcode after the other; returns the value that is left at the end."""
+        """Carries out the opcodes in order; returns the value that is on the stack at the end."""
         budget = self._budget
         stack = []
         below = []  # the stacks below each mark
-        values = []  # what was above the last mark
-        memo = []  # what the file numbered, from 0 on as every pickler does
+        values = []  # the entries above the last mark
+        memo = []  # the values that the file numbered; every pickler counts from 0
         opcodes: Iterator[Any] = pickletools.genops(data)
         for opcode, argument, _ in opcodes:
             name = opcode.name
@@ -103,7 +104,7 @@ class _Unpickler:
                 case "POP":
                     if stack:
                         stack.pop()
-                    else:  # the mark itself
+                    else:  # the opcode removes the mark
                         stack = below.pop()
                 case "NEWTRUE" | "NEWFALSE":
                     stack.append(name == "NEWTRUE")
@@ -154,10 +155,10 @@ class _Unpickler:
                 case "BINPERSID":
                     stack.append(self._storage(stack.pop()))
                 case "INST":
-                    self._global(argument)  # so that what is not allowed is named
+                    self._global(argument)  # raises Forbidden with the name, if it is not allowed
                     raise Malformed("the opcode INST, which torch does not write")
                 case "EXT1" | "EXT2" | "EXT4":
-                    # The standard library keeps such objects, so one may come from another file.
+                    # The standard library caches such objects, so another file may have set one.
                     raise Forbidden("a copyreg extension code")
                 case "PROTO":
                     if argument > _LATEST:
@@ -171,13 +172,13 @@ class _Unpickler:
         return value
 
     def _measure(self, value: Any, level: int = 0) -> tuple[int, int]:
-        """Counts what a walk meets, in values, and the containers in each other.
+        """Returns the number of values in `value`, and the number of levels of its containers.
 
-        Text, bytes and numbers count as the more, the longer they are. From now on `value` and what
-        is in it are not filled any more, so nothing holds itself.
+        Long text, bytes and numbers count as several values. From now on `_unshown` refuses to fill
+        `value` or a container in it, so that no container can hold itself.
 
         Raises:
-          Malformed: There are too many containers in each other.
+          Malformed: The containers have too many levels.
         """
         if isinstance(value, str | bytes):
             return 1 + len(value) // _AGAIN, 0
@@ -199,21 +200,21 @@ class _Unpickler:
             inner_size, inner_depth = self._measure(part, level + 1)
             size += inner_size
             depth = max(depth, inner_depth + 1)
-        self._measured[id(value)] = (value, size, depth)  # which keeps it, and so its id
+        self._measured[id(value)] = (value, size, depth)  # a reference to value keeps its id valid
         return size, depth
 
     def _filled(self, stack: list[Any], kind: type) -> Any:
-        """Returns the container at the top of the stack, which is about to be filled."""
+        """Returns the container at the top of the stack, for the caller to fill."""
         return expect(self._unshown(stack), kind, f"where a {kind.__name__} belongs")
 
     def _unshown(self, stack: list[Any]) -> Any:
-        """Returns the top of the stack, which is in nothing yet, and so never in itself."""
+        """Returns the top of the stack; refuses it if another container may hold it already."""
         if id(stack[-1]) in self._measured:
-            raise Malformed("a container that holds itself, or is filled after it was shown")
+            raise Malformed("a container that holds itself, or that is filled after its first use")
         return stack[-1]
 
     def _global(self, reference: str) -> Global:
-        """Returns the token for ``"module name"``, if that is on the allow-list."""
+        """Returns the `Global` for ``"module name"``, if the allow-list has that name."""
         if len(reference) > _LONGEST_NAME:
             raise Malformed(f"a global whose name has {len(reference)} characters")
         module, _, name = reference.partition(" ")
@@ -226,17 +227,17 @@ class _Unpickler:
         return self._globals[full]
 
     def _call(self, function: Any, arguments: Any) -> Any:
-        """Calls what stands for a global."""
+        """Calls the replacement for a global."""
         if not isinstance(function, Global) or not isinstance(arguments, tuple):
             raise Malformed("a call of something that is no function")
         if function.name not in self._functions:
-            # On the list as a value (a hook, a dtype), but never to be called.
+            # The name is allowed as a value (a hook, a dtype), but not as a function to call.
             raise Forbidden(f"{function.name} (called)")
         otherwise = f"arguments that {function.name} cannot have"
         return _called(self._functions[function.name], arguments, otherwise)
 
     def _storage(self, identity: Any) -> Any:
-        """Reads the storage that a persistent id names."""
+        """Returns the storage that a persistent id names."""
         match identity:
             case (str(kind), *rest) if kind == STORAGE and isinstance(identity, tuple):
                 return self._functions[STORAGE](*rest)
@@ -244,7 +245,7 @@ class _Unpickler:
 
 
 def _called(function: Callable[..., Any], arguments: tuple[Any, ...], otherwise: str) -> Any:
-    """Calls a function of ours; `otherwise` says what was found where arguments do not fit it."""
+    """Calls one of our functions; raises Malformed(`otherwise`) if the arguments do not fit."""
     try:
         return function(*arguments)
     except CheckpointMismatch:
@@ -254,23 +255,29 @@ def _called(function: Callable[..., Any], arguments: tuple[Any, ...], otherwise:
 
 
 def unpickle(data: np.ndarray, functions: Functions, budget: Budget) -> Any:
-    """Reads a pickle into plain values; `functions` are what a global, and a storage, stand for.
+    """Reads a pickle into plain values.
+
+    Args:
+      data: The pickle, uint8.
+      functions: The replacements for globals, as `functions_of` makes them, with `STORAGE`.
+      budget: The limit that every operation is charged to.
 
     Raises:
-      Malformed: It is damaged, is none that torch writes, or takes more than the budget.
-      Forbidden: It asks for a global that is not allowed; the first one is named.
+      Malformed: The pickle is damaged, torch does not write such pickles, or it takes more than
+        the budget.
+      Forbidden: The pickle asks for a global that is not allowed; the message names the first one.
     """
     budget.claim(_COPIES * data.size)
     try:
         return _Unpickler(functions, budget).run(data.tobytes())
     except (CheckpointMismatch, Forbidden, MemoryError):
         raise
-    except Exception as error:  # whatever the standard library says of a damaged pickle
+    except Exception as error:  # genops raises errors of many classes for a damaged pickle
         raise Malformed(f"a damaged pickle ({error!s:.100})") from error
 
 
 def _canonical(module: str, name: str) -> str:
-    """Spells ``module.name`` as Python 3 and today's NumPy do."""
+    """Returns ``module.name`` in the spelling of Python 3 and of NumPy 2."""
     module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
     if module == "numpy.core" or module.startswith("numpy.core."):
         module = "numpy._core" + module[len("numpy.core") :]

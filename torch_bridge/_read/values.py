@@ -1,4 +1,4 @@
-"""What every part of the reader uses: its two errors, the budget, and the name of a global."""
+"""The reader's two errors, its budget, and the class for the name of a global."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from torch_bridge._base.errors import CheckpointMismatch
 
-_ITEM = 160  # bytes of memory of an entry of a dictionary or set
-# Hashing a key costs time in proportion to its size, every time, and numbers can be chosen to
-# collide. These many comparisons, of 16 384 keys with each other, take half a second.
+_ITEM = 160  # bytes of memory for an entry of a dictionary or set
+# The time to hash a key grows with its size, and a hostile file can choose numbers whose hashes
+# collide. The limit on comparisons, 16,384 keys with each other, takes half a second.
 _MAX_BITS, _MAX_PARTS = 64, 8
 _MAX_COMPARISONS, _TUPLE_COMPARISON = 1 << 27, 16
 
 
 class Malformed(CheckpointMismatch):
-    """The file is damaged, or is no checkpoint of torch's; the message says what was found."""
+    """The file is damaged, or torch did not write it; the message says what the file contains."""
 
 
 class Forbidden(Exception):
@@ -25,17 +25,17 @@ class Forbidden(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Global:
-    """A global the file names, never imported: only its name."""
+    """The name of a global in the file; the global itself is never imported."""
 
     name: str
 
 
 class Budget:
-    """Counts down the bytes of memory and the comparisons of keys that reading a file may take.
+    """The bytes of memory and the comparisons of keys that reading a file may still take.
 
     Args:
-      size: The file's bytes. Three times as many, and 64 MiB more, may be taken.
-      max_bytes: Another limit, if the user says one.
+      size: The file's size in bytes. The limit is three times the size and 64 MiB more.
+      max_bytes: The limit in bytes instead of that, if the user passed one.
     """
 
     def __init__(self, size: int, max_bytes: int | None) -> None:
@@ -45,7 +45,7 @@ class Budget:
         self._comparisons = 0
 
     def claim(self, nbytes: int) -> None:
-        """Counts `nbytes` before they are allocated, or raises Malformed when that is too much."""
+        """Charges `nbytes` before the allocation; raises Malformed if the limit is exceeded."""
         self._left -= nbytes
         if self._left < 0:
             raise Malformed(
@@ -55,24 +55,24 @@ class Budget:
             )
 
     def fill_dictionary(self, made: dict[Any, Any], items: Iterable[Any]) -> dict[Any, Any]:
-        """Puts items into a dictionary, with their keys checked before they are hashed."""
+        """Adds items to a dictionary; checks each key before Python hashes it."""
         for key, value in items:
             self._check_key(key, len(made))
             made[key] = value
         return made
 
     def fill_set(self, made: set[Any], keys: Iterable[Any]) -> set[Any]:
-        """Puts members into a set, checked before they are hashed."""
+        """Adds members to a set; checks each one before Python hashes it."""
         for key in keys:
             self._check_key(key, len(made))
             made.add(key)
         return made
 
     def _check_key(self, key: Any, position: int) -> None:
-        """Checks a key that joins a dictionary or set of `position` entries.
+        """Checks and charges a new key of a dictionary or set that has `position` entries.
 
-        Text and bytes are hashed with a secret of the process, and 0, 1, 2, ... never meet each
-        other; any other key may be compared with all such keys before it.
+        The hashes of text and bytes depend on a secret of the process, and those of 0, 1, 2, ...
+        never collide. Any other key may collide with all such keys before it.
         """
         self.claim(_ITEM)
         if isinstance(key, str | bytes) or (type(key) is int and key == position):
@@ -99,14 +99,14 @@ def _is_cheap(key: Any) -> bool:
 
 
 def expect(value: Any, kind: type | tuple[type, ...], where: str) -> Any:
-    """Returns `value`, if it is of that kind; else Malformed says what was found where."""
+    """Returns `value` if it has the type `kind`; else raises Malformed with its type and place."""
     if isinstance(value, kind):
         return value
     raise Malformed(f"a {type(value).__name__} {where}")
 
 
 def brief(value: Any) -> str:
-    """Writes a value for a message; not that of a container, whose ``repr`` need not end."""
+    """Returns a value as short text for a message; of a container only its type is written."""
     if isinstance(value, str):
         return f"{value:.40}"
     small = isinstance(value, int) and value.bit_length() <= 64
