@@ -1,1 +1,1 @@
-"""Ranks for a budget of bytes."""
+"""Chooses ranks for a budget of bytes or of loss."""

@@ -1,4 +1,4 @@
-"""What a rank costs in loss: read off the momentum of an exact run, or guessed before it."""
+"""Predicts how much loss a rank costs, from the momentum of an exact run or before any run."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from jaxcomp._base.leaves import is_masked, leaf_name
 from jaxcomp._base.typing import MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank.matrices import plan_leaves
 
-_EPS = 1e-8  # Adam's, beside the square root of its second moment
-_MUON = "ns_coeffs"  # a field by which its state is told
+_EPS = 1e-8  # as in Adam, added to the square root of the second moment
+_MUON = "ns_coeffs"  # a field that only Muon's state has
 
 
 class Gap(NamedTuple):
-    """How far above the exact run a compressed one is expected to end; all three are shares."""
+    """The expected excess of a compressed run's loss over an exact run's; all are fractions."""
 
     gap: float  # 0.01 is 1% of the held-out loss
-    half_width: float  # how far above `gap` the loss may end, with 95%
-    tail: float  # of the momentum's energy, beyond the ranks
+    half_width: float  # the loss ends at most this far above `gap`, with 95% probability
+    tail: float  # fraction of the momentum's energy that the ranks leave out
 
 
 def _possible_excess(gap: float, error: float) -> float:
-    """Returns how far above it 95% of the gaps lie at most, with an error of their logarithm."""
+    """Returns how far above `gap` the true gap lies at most in 95% of the cases."""
     return (math.exp(2 * error) - 1) * gap
 
 
 @dataclasses.dataclass(frozen=True)
 class TailLaw:
-    r"""The gap as a power of the tail, fitted to committed runs behind one optimizer.
+    r"""The gap as a power of the tail, fitted to recorded runs with one optimizer.
 
     .. math::
         \mathrm{gap} = c\, \mathrm{tail}^{\,p}
@@ -44,26 +44,26 @@ class TailLaw:
     in per cent of the held-out loss. ``python -m benchmarks.optimizers --tail`` fits it again.
     """
 
-    settings: int  # that were fitted: a model, a batch, a text and a rank each
-    tails: tuple[float, float]  # least and largest of them
+    settings: int  # number of fitted settings: each is a model, a batch, a text and a rank
+    tails: tuple[float, float]  # smallest and largest tail of the settings
     c: float  # per cent
     power: float
-    error: float  # of the gap's logarithm, in settings that were predicted before they were run
+    error: float  # root mean square error of log(gap), in settings predicted before they ran
 
     def gap(self, tail: float) -> float:
-        """Returns the expected gap as a share."""
+        """Returns the expected gap as a fraction."""
         return self.c * tail**self.power / 100
 
     def half_width(self, tail: float) -> float:
-        """Returns how far above the expected gap 95% of the settings lie at most, as a share."""
+        """Returns how far above the expected gap 95% of the settings lie at most, as a fraction."""
         return max(_possible_excess(self.gap(tail), self.error), _LEAST_HALF_WIDTH)
 
     def tail(self, gap: float) -> float:
-        """Returns the largest tail with which no more than a share is lost."""
+        """Returns the largest tail whose expected gap is at most `gap` (a fraction)."""
         return (100 * gap / self.c) ** (1 / self.power)
 
 
-# Means over three to eight seeds are not known better.
+# Means over three to eight seeds have at least this uncertainty.
 _LEAST_HALF_WIDTH = 0.002
 # python -m benchmarks.optimizers --tail
 TAIL_LAWS = {
@@ -74,14 +74,14 @@ TAIL_LAWS = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Momentum:
-    """What an optimizer makes its steps of, and how its energy is spread over directions."""
+    """The optimizer's momentum, and how its energy is distributed over singular directions."""
 
     law: TailLaw
-    tree: PyTree  # shaped like the parameters; MaskedNode where no optimizer has a moment
-    spectra: Mapping[str, np.ndarray]  # by leaf: squared singular values, largest first
+    tree: PyTree  # the parameters' structure; MaskedNode where no optimizer has a moment
+    spectra: Mapping[str, np.ndarray]  # squared singular values of each leaf, largest first
 
     def tail(self, ranks: Mapping[str, int]) -> float:
-        """Returns the share of the energy beyond the ranks; a leaf without one is sent whole."""
+        """Returns the fraction of the energy that ranks leave out (none without a rank)."""
         beyond = 0.0
         for name, rank in ranks.items():
             beyond += self.spectra[name][rank:].sum()
@@ -93,7 +93,7 @@ class Momentum:
         return sum(energy.sum() for energy in self.spectra.values())
 
     def gap(self, ranks: Mapping[str, int]) -> Gap:
-        """Returns what the ranks are expected to cost."""
+        """Returns the expected cost in loss of these ranks."""
         tail = self.tail(ranks)
         return Gap(self.law.gap(tail), self.law.half_width(tail), tail)
 
@@ -105,40 +105,41 @@ def predict_gap(
     min_compression_rate: float = 2.0,
     matrix_dims: MatrixDimsFn | None = None,
 ) -> Gap:
-    r"""Predicts from an exact run how far above it a compressed one would end.
+    r"""Predicts from an exact run how far above its loss a compressed run would end.
 
-    A step of Adam is :math:`u = \mu / \sqrt{\nu}`, of its two moments. The tail is the share of its
-    energy that a rank leaves out, over all leaves that are matrices,
+    A step of Adam is :math:`u = \mu / \sqrt{\nu}`, with its two moments. The tail is the fraction
+    of the step's energy that the ranks leave out, over all leaves that are matrices,
 
     .. math::
         \mathrm{tail} = \frac{\sum_l \sum_{k > r_l} \sigma_k(u_l)^2}{\sum_l |u_l|^2}, \qquad
         \mathrm{gap} = c\, \mathrm{tail}^{\,p},
 
-    with singular values :math:`\sigma_k`, and nothing else in it: neither the model's width nor the
-    batch. Beside a run of the same model at another rank it says what a rank gains; by itself it is
-    an estimate: settings that were predicted before they were run, of other depths and contexts
-    than those of the fit, were off by factors of up to three.
+    with singular values :math:`\sigma_k`. The formula needs neither the model's width nor the
+    batch. Compared with a run of the same model at another rank, it shows how much a rank gains.
+    Alone it is an estimate: predictions made before the runs, for other depths and contexts than
+    those of the fit, were wrong by factors of up to three.
 
-    The gap is of the held-out loss at the end, for `powersgd` with factors in six bits or more from
-    the first step on. For a leaf that Muon trains, :math:`u` is its momentum divided by
-    its root mean square. docs/choosing.md has the runs that the two coefficients of each optimizer
-    come from.
+    The gap is that of the held-out loss at the end of training, for `powersgd` with factors in six
+    bits or more from the first step on. For a leaf that Muon trains, :math:`u` is its momentum
+    divided by the momentum's root mean square. docs/choosing.md lists the runs that the two
+    coefficients of each optimizer were fitted to.
 
     Args:
       opt_state: The state of an optimizer with moments ``mu`` and ``nu`` (adam, adamw, nadam and
-        their like), or of ``optax.contrib.muon``: by itself, in a chain, masked, injected, in a
-        whole ``TrainState``. From an *exact* run, between a quarter and a half of its steps.
-      rank: As for `powersgd`, also what `ranks_by_spectrum` returns.
-      min_compression_rate: As for `powersgd`.
-      matrix_dims: As for `powersgd`.
+        the like), or of ``optax.contrib.muon``: alone, in a chain, masked, injected, or in a whole
+        ``TrainState``. Take it from an *exact* run, after a quarter to a half of its steps.
+      rank: A rank for all leaves, or a function of (key path, leaf), as for `powersgd`; for example
+        the result of `ranks_by_spectrum`.
+      min_compression_rate: The least compression rate of a leaf, as for `powersgd`.
+      matrix_dims: The function that lays leaves out as matrices, as for `powersgd`.
 
     Returns:
-      The gap, how far above it the loss may end (95%), and the tail. The fit is to means of three
-      readings in the second quarter of a run, from which one reading differs by up to a quarter. A
-      tail outside of 0.05 to 0.4 is outside of what was run.
+      The gap, the half-width of its 95% interval, and the tail. The fit used means of three states
+      from the second quarter of a run; the gap from one state differs from that mean by up to a
+      quarter. No run had a tail below 0.05 or above 0.4.
 
     Raises:
-      ValueError: If there are no such moments in the state, they are zero or not finite, or an
+      ValueError: If the state has no such moments, the moments are zero or not finite, or an
         argument is unusable.
 
     Example:
@@ -158,7 +159,7 @@ def predict_gap(
 def ranks_of(
     tree: PyTree, rank: int | RankFn, min_compression_rate: float, matrix_dims: MatrixDimsFn | None
 ) -> dict[str, int]:
-    """Returns the rank of each leaf that is compressed."""
+    """Returns the rank of each compressed leaf, by its path."""
     rate = check_static_number("min_compression_rate", min_compression_rate, 0)
     ranks = {}
     for plan in plan_leaves(tree, rank, rate, matrix_dims):
@@ -168,10 +169,10 @@ def ranks_of(
 
 
 def read_momentum(opt_state: PyTree, matrix_dims: MatrixDimsFn | None = None) -> Momentum:
-    """Finds what the optimizer makes its steps of.
+    """Finds the momentum in an optimizer's state, and its singular values.
 
     Raises:
-      ValueError: If there is nothing of the kind, or it is zero or not finite.
+      ValueError: If the state has no momentum, or the momentum is zero or not finite.
     """
     check_function("matrix_dims", matrix_dims)
     law = "adamw"
@@ -189,7 +190,7 @@ def read_momentum(opt_state: PyTree, matrix_dims: MatrixDimsFn | None = None) ->
             "`opt_state` holds no moments `mu` and `nu`. Pass the state of adam, adamw or their "
             "like, or of optax.contrib.muon; behind other optimizers no law is known."
         )
-    # Of several optimizers each leaf has one, and is masked for the others.
+    # With several optimizers, each leaf belongs to one of them and is masked for the others.
     tree = jax.tree.map(lambda *leaves: min(leaves, key=is_masked), *parts, is_leaf=is_masked)
     momentum = Momentum(TAIL_LAWS[law], tree, spectra_of(tree, matrix_dims))
     if not momentum.energy > 0:
@@ -224,20 +225,21 @@ def spectra_of(tree: PyTree, matrix_dims: MatrixDimsFn | None) -> dict[str, np.n
 
 
 def _squared_singular_values(matrices: np.ndarray) -> np.ndarray:
-    """Returns them by falling size, each summed over the batch ``(..., rows, cols)``."""
+    """Returns the squared singular values of ``(..., rows, cols)``, summed over the batch."""
     if matrices.shape[-2] < matrices.shape[-1]:
         matrices = np.swapaxes(matrices, -1, -2)
-    # The smaller Gram matrix: a vocabulary of 50 000 rows costs no more than its features.
+    # Use the smaller Gram matrix: the cost depends on the features, not on 50 000 rows of a
+    # vocabulary.
     values = np.linalg.eigvalsh(np.swapaxes(matrices, -1, -2) @ matrices)[..., ::-1]
-    # Rounding makes some of the smallest negative.
+    # Rounding can make the smallest values negative.
     return np.maximum(values, 0).reshape(-1, matrices.shape[-1]).sum(axis=0)
 
 
 def _check_on_host(opt_state: PyTree) -> None:
-    """Refuses what NumPy cannot read: traced arrays, and parts that lie in other processes.
+    """Refuses arrays that NumPy cannot read: traced ones, and ones with parts in other processes.
 
     Raises:
-      ValueError: Naming the leaf.
+      ValueError: If it finds such an array; the message names the leaf.
     """
     for path, leaf in jax.tree.leaves_with_path(opt_state):
         if isinstance(leaf, jax.core.Tracer):
@@ -253,9 +255,9 @@ def _check_on_host(opt_state: PyTree) -> None:
 
 
 def _moments(node: Any) -> Any:
-    """Returns the fields of an optimizer's state, also if a checkpoint made a dictionary of it.
+    """Returns the fields of an optimizer's state, or an empty mapping for any other node.
 
-    Nothing else has any: an empty mapping.
+    The state may also be a dictionary, as a checkpoint restores it.
     """
     fields = node
     if hasattr(node, "_asdict"):
@@ -271,57 +273,57 @@ def _step(mu: Any, nu: Any) -> np.ndarray:
 
 
 def _direction(mu: Any) -> np.ndarray:
-    """Divides what Muon orthogonalises by its size, so that leaves can be compared."""
+    """Divides Muon's momentum by its root mean square, so that leaves can be compared."""
     mu = np.asarray(mu, np.float64)
     return mu / (np.sqrt(np.mean(mu**2)) + np.finfo(np.float64).tiny)
 
 
-USUAL_TOKENS = 1024  # tokens in a step of all replicas together, of most runs
+USUAL_TOKENS = 1024  # tokens in a step of all replicas together, in most runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    r"""The gap of a run that has not begun, guessed from the model's width and the batch.
+    r"""Predicts the gap before a run, from the model's width and the batch.
 
-    For PowerSGD in every step, from the first one on, with factors in six or eight bits,
+    For PowerSGD from the first step on, with factors in six or eight bits,
 
     .. math::
         \mathrm{gap} = a\, \sqrt{t / 1024}\; \max(0,\; 1 / r - k / w)
 
     in per cent of the held-out loss, with the rank :math:`r`, the model's width :math:`w` and the
-    tokens :math:`t` in a step of all replicas together: nothing is lost from rank :math:`w / k` on.
-    The runs were of small language models; outside of their widths and batches nothing is known.
+    tokens :math:`t` in a step of all replicas together. From rank :math:`w / k` on the gap is zero.
+    The runs trained small language models; for other widths and batches nothing is known.
     ``python -m benchmarks.optimizers --law`` fits the coefficients again and compares the law with
-    runs that it has not seen.
+    runs that were not fitted.
     """
 
-    runs: int  # that were fitted
-    widths: tuple[int, int]  # least and largest of them
+    runs: int  # number of fitted runs
+    widths: tuple[int, int]  # smallest and largest width of the runs
     tokens: tuple[int, int]
     a: float  # per cent
     k: float
     spread: float  # standard deviation of a run from the law, in points, at 1,024 tokens
-    error: float  # of the gap's logarithm, in settings of other depths and contexts
+    error: float  # root mean square error of log(gap), in settings of other depths and contexts
 
     def gap(self, rank: int, width: float, tokens: float) -> float:
-        """Returns the expected gap as a share: 0.01 is 1% above the exact run."""
+        """Returns the expected gap as a fraction: 0.01 is 1% above the exact run."""
         return self._slope(tokens) * max(0.0, 1 / rank - self.k / width)
 
     def half_width(self, rank: int, width: float, tokens: float) -> float:
-        """Returns that of the 95% interval of one run, as a share.
+        """Returns the half-width of the 95% interval of one run, as a fraction.
 
-        The law knows neither depth nor context, by which runs lie further apart than by their seed.
+        The law uses neither depth nor context, and these change the gap more than the seed does.
         """
-        # Student's quantile of some twenty runs.
+        # 2.1 is Student's 97.5% quantile for about twenty runs.
         of_seeds = 2.1 * self.spread * math.sqrt(tokens / USUAL_TOKENS) / 100
         return max(of_seeds, _possible_excess(self.gap(rank, width, tokens), self.error))
 
     def rank(self, budget: float, width: float, tokens: float) -> int:
-        """Returns the smallest rank whose expected gap is within a share; in multiples of 8."""
+        """Returns the smallest multiple of 8 whose expected gap, as a rank, is within `budget`."""
         return 8 * math.ceil(1 / (budget / self._slope(tokens) + self.k / width) / 8)
 
     def covers(self, width: float, tokens: float) -> bool:
-        """Tells whether runs of such a width and batch were made, or of some on both sides."""
+        """Tells whether the width and the tokens lie within the range of the fitted runs."""
         least, most = self.widths
         few, many = self.tokens
         return least <= width <= most and few <= tokens <= many

@@ -1,4 +1,4 @@
-"""A rank for each leaf: the most that a number of bytes carries, or the fewest bytes for a loss."""
+"""Chooses a rank for each leaf, for a ratio of compression or a budget of loss."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from jaxcomp._bytes.units import parse
 from jaxcomp._lowrank.matrices import LeafPlan, is_compressed, plan_leaves
 from jaxcomp._reducers.low_rank import leaf_bytes
 
-# A squared singular value below this share of the largest is rounding of a float32 gradient.
+# A squared singular value below this fraction of the largest is rounding of a float32 gradient.
 _ROUNDING = 1e-12
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity, as a function is
 class Ranks:
-    """A rank for each leaf, as a function of (key path, leaf): what `powersgd` takes.
+    """A function of (key path, leaf) that returns a rank, for the `rank` of `powersgd`.
 
     Attributes:
-      by_leaf: From names of leaves to ranks; None leaves the leaf uncompressed. Saved as JSON
-        beside a checkpoint, it makes the same ranks again: ``Ranks(json.loads(text))``.
+      by_leaf: Ranks by the names of leaves; None leaves the leaf uncompressed. Save it as JSON
+        beside a checkpoint, and ``Ranks(json.loads(text))`` gives the same ranks again.
     """
 
     by_leaf: dict[str, int | None]
@@ -37,7 +37,7 @@ class Ranks:
         """Returns the rank of a leaf.
 
         Raises:
-          ValueError: If there was no gradient of it.
+          ValueError: If the ranks were chosen without a gradient of the leaf.
         """
         del leaf
         name = leaf_name(path)
@@ -59,46 +59,47 @@ def ranks_by_spectrum(
     min_compression_rate: float = 2.0,
     matrix_dims: MatrixDimsFn | None = None,
 ) -> Ranks:
-    r"""Chooses a rank for each leaf: where the spectrum is flat, more; where it falls, less.
+    r"""Chooses a rank for each leaf: high where its spectrum is flat, low where it falls fast.
 
     One more column for a leaf of ``rows x cols`` costs ``rows + cols`` values on the wire and sends
-    :math:`\sigma_k^2`, the square of the next singular value. Columns are given out one after the
-    other to the leaf that gains most per value,
+    the energy :math:`\sigma_k^2`, the square of the next singular value. Each next column goes to
+    the leaf that gains most per value,
 
     .. math::
         \frac{\sigma_k^2}{(\mathrm{rows} + \mathrm{cols})\, s}, \qquad
         s = \mathrm{rms}(G) \text{ with an adaptive optimizer, else } 1,
 
-    until the step sends `ratio` times fewer values than the dense gradient, or `predict_gap` says
-    no more than `loss_budget`. The division by the root mean square makes leaves comparable: Adam
-    divides by about as much, so that the loss falls by :math:`|G|^2 / \mathrm{rms}(G)` of a leaf
-    and not by :math:`|G|^2`. For a loss budget the singular values are those of
-    :math:`\mu / \sqrt{\nu}`, which is divided already. A leaf that has got as many columns as
-    `min_compression_rate` allows may be sent as it is in the end.
+    as long as the step sends at least `ratio` times fewer values than the dense gradient, or until
+    the predicted gap is within `loss_budget`. The division by the root mean square makes leaves
+    comparable: Adam divides by about that value, so a leaf lowers the loss by
+    :math:`|G|^2 / \mathrm{rms}(G)` and not by :math:`|G|^2`. For a loss budget the singular values
+    are those of :math:`\mu / \sqrt{\nu}`, which is already divided. A leaf that has as many columns
+    as `min_compression_rate` allows may become uncompressed as the last step.
 
     Args:
-      gradients: With `ratio` what a step would send: Adam's first moment after some hundred exact
-        steps, or gradients averaged over some steps. The gradient of one small batch is mostly
-        noise. With `loss_budget` the optimizer's state, as for `predict_gap`.
-      ratio: How many times fewer values than an all-reduce; with the gradients' dtype on the wire,
-        the ratio of ``tx.bytes(params)``.
-      loss_budget: In the place of `ratio`, how far above the exact run the held-out loss may be
-        expected to end: ``"0.5%"``, or 0.005.
-      adaptive: Whether the optimizer scales gradients by their size, as Adam does; for `ratio`.
-      comm_dtype: As for `powersgd`; where it is given, `ratio` is of bytes, the ratio of
-        ``tx.bytes(params)``. With integers a value of an uncompressed leaf costs as much as four or
-        five of a factor, so that fewer leaves are left alone. (Shares that cannot be equal add a
-        little.)
-      min_compression_rate: As for `powersgd`; pass the same to both.
-      matrix_dims: As for `powersgd`; pass the same to both.
+      gradients: With `ratio`, typical gradients: Adam's first moment after some hundred exact
+        steps, or gradients averaged over some steps. (The gradient of one small batch is mostly
+        noise.) With `loss_budget`, the optimizer's state, as for `predict_gap`.
+      ratio: How many times fewer values a step sends than an all-reduce does. With the gradients'
+        dtype on the wire this is the ratio of ``tx.bytes(params)``.
+      loss_budget: Instead of `ratio`: how far above the exact run's loss the held-out loss may be
+        expected to end, ``"0.5%"`` or 0.005.
+      adaptive: True if the optimizer scales gradients by their size, as Adam does. Read only with
+        `ratio`.
+      comm_dtype: The wire dtype, as for `powersgd`. If it is passed, `ratio` counts bytes and is
+        the ratio of ``tx.bytes(params)``. With integers, one value of an uncompressed leaf costs as
+        much as four or five values of a factor, so fewer leaves stay uncompressed. (Padding to
+        equal shares adds a little.)
+      min_compression_rate: Pass the same value as to `powersgd`.
+      matrix_dims: Pass the same function as to `powersgd`.
 
     Returns:
-      A function of (key path, leaf) for the `rank` of `powersgd`: at least 1, or None for a leaf
-      that is best left alone. Its ``by_leaf`` can be saved as JSON.
+      A function of (key path, leaf) for the `rank` of `powersgd`. It returns a rank of at least 1,
+      or None for a leaf that is cheaper uncompressed. Its ``by_leaf`` can be saved as JSON.
 
     Raises:
-      ValueError: If an argument is unusable, a gradient is not finite, or rank 1 everywhere already
-        sends more than the ratio allows. The function raises it for a leaf it has not seen.
+      ValueError: If an argument is unusable, a gradient is not finite, or rank 1 for every leaf
+        sends more than the ratio allows. The returned function raises it for an unknown leaf.
 
     Example:
       >>> import jax.numpy as jnp, jaxcomp
@@ -134,8 +135,8 @@ def ranks_by_spectrum(
         if plan.view is not None:
             ranks[plan.path] = 1
             offers.append(_offers(plan, spectra[plan.path], wire, rate, scaled=adaptive))
-    # Of each leaf the next one, always of the leaf whose next carries most for its cost: the best
-    # choice for any budget, because gains fall from column to column of a leaf.
+    # Always the column with the most energy for its cost. This is optimal for any budget, because
+    # the gain falls from one column of a leaf to the next.
     in_order = heapq.merge(*offers, key=lambda offer: (-offer.gain_per_value, offer.path))
 
     if momentum is not None:
@@ -166,7 +167,7 @@ def ranks_by_spectrum(
             f"{dense / ratio:.0f}. Pass a ratio of at most {dense / spent:.1f}."
         )
     for offer in in_order:
-        # What is too dear for a leaf once is so for good, and its later columns with it.
+        # A leaf whose next column costs too much gets no later column either.
         if offer.cost <= left and ranks[offer.path] == offer.before:
             ranks[offer.path] = offer.rank
             left -= offer.cost
@@ -174,26 +175,26 @@ def ranks_by_spectrum(
 
 
 class _Offer(NamedTuple):
-    """One more column for a leaf, or at last all the rest of it."""
+    """One more column for a leaf, or the whole leaf uncompressed."""
 
     path: str
-    before: int  # its rank
-    rank: int | None  # and then; None leaves it uncompressed
-    cost: int  # bytes, or values
-    energy: float  # that it sends
+    before: int  # the rank before
+    rank: int | None  # the rank after; None leaves the leaf uncompressed
+    cost: int  # in bytes, or in values without a wire dtype
+    energy: float  # squared singular values that the column adds
     gain_per_value: float
 
 
 def _offers(
     plan: LeafPlan, energy: np.ndarray, wire: Any, rate: float, *, scaled: bool
 ) -> Iterator[_Offer]:
-    """Yields what a leaf could get after its first column, one after the other.
+    """Yields the possible next columns of a leaf, one after the other, from the second one on.
 
     Args:
       plan: The leaf's plan, with rank 1.
       energy: Its squared singular values, largest first.
-      wire: What factors travel in; None to count values in the place of bytes.
-      rate: Least compression of a leaf, as for `powersgd`.
+      wire: The wire dtype of the factors; None counts values instead of bytes.
+      rate: The least compression rate of a leaf, `min_compression_rate` of `powersgd`.
       scaled: Whether the energy is divided by the root mean square of the leaf.
     """
     assert plan.view is not None
@@ -222,7 +223,7 @@ def _offers(
 
 
 def _cost(plan: LeafPlan, wire: Any) -> int:
-    """Returns the bytes that a leaf puts on the wire, or its values without a wire."""
+    """Returns the bytes that a leaf sends, or the number of values if `wire` is None."""
     if wire is None:
         return plan.wire_size
     return leaf_bytes(plan, wire, 1)

@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"([\d_]*\.?\d+(?:e[+-]?\d+)?)\s*([kMGT]?)([a-zA-Z%]*)(?:/s
 
 
 class _Argument(NamedTuple):
-    units: Mapping[str, float]  # from each to what it is worth; a prefix may stand before it
+    units: Mapping[str, float]  # value of each unit; a prefix may precede it
     example: str
     may_be_zero: bool = False
     below: float = math.inf
@@ -34,7 +34,8 @@ def parse(name: str, value: str | SupportsFloat) -> float:
     """Reads the value of an argument, from a number or from a text with a unit.
 
     Raises:
-      ValueError: If it is anything else, or outside of the argument's limits.
+      ValueError: If the value is not a number, has another unit, or is outside the argument's
+        limits.
     """
     argument = _ARGUMENTS[name]
     number = math.nan

@@ -1,1 +1,1 @@
-"""What a compiled step really sends."""
+"""Lists and checks the collectives of a compiled step."""

@@ -1,4 +1,4 @@
-"""Checks that a compiled program sends what its reducers send, and nothing else of that size."""
+"""Checks that a compiled program sends only what its reducers send, and small metrics."""
 
 from __future__ import annotations
 
@@ -35,31 +35,35 @@ def check(
 ) -> tuple[Collective, ...]:
     """Refuses a compiled program that sends more over the replicas' axis than its reducers do.
 
-    A `pmean` left in the step, gradients that differentiation has reduced already, and a reducer
-    that runs twice all cost what compression was to save, and change no result that anybody would
-    notice. They are in the compiled program, which is compared with one of the reducer alone, that
-    is compiled for it. Every branch of a conditional counts; the body of a loop as often as the
-    program says, else once.
+    Three mistakes cost as many bytes as compression saves, and change no result visibly: a `pmean`
+    left in the step, gradients that differentiation has already reduced, and a reducer that runs
+    twice. This function finds them: it compiles the reducer alone and compares the bytes of both
+    programs. Every branch of a conditional counts. The body of a loop counts as many times as it
+    runs, or once if the program does not say how often.
 
     Args:
       compiled: ``jax.jit(step).lower(...).compile()``.
-      reducer: The reducer of the step. Where one program trains several networks (a generator and
-        a discriminator, an actor and a critic), a list with the reducer of each.
-      params: The parameters, laid out as in the step, or their shapes; a list for a list.
-      mesh: As for `collectives`.
-      allow: Bytes that may cross in a step besides what the reducers send: losses, metrics,
-        BatchNorm statistics. By default 1% of the gradients or half of what the reducers send,
-        whichever is less, and 1 kB at least.
-      steps: How many training steps one call of the program takes; a list for a list. None counts
-        them, in loops and out of them: how often a loss is differentiated at what came of gradients
-        that were sent. A reducer that runs on every micro-batch is refused.
+      reducer: The reducer of the step. If one program trains several networks (a generator and a
+        discriminator, an actor and a critic), a list of their reducers.
+      params: The parameters or their shapes, with the shardings of the step. If `reducer` is a
+        list, the list of the networks' parameters.
+      mesh: The mesh that names the axes; None takes the mesh of the program's arguments and
+        results.
+      allow: Bytes that a step may send in addition to the reducers' bytes: losses, metrics,
+        BatchNorm statistics. None allows 1% of the gradients or half of the reducers' bytes,
+        whichever is less, and at least 1 kB.
+      steps: How many training steps one call of the program takes; a list if `reducer` is a list.
+        None counts the steps, inside loops and outside: a new step begins where a loss is
+        differentiated at parameters that the last sent gradients updated. A reducer that runs on
+        every micro-batch is refused.
 
     Returns:
-      What the program sends, as from `collectives`.
+      All collectives of the program, as `collectives` lists them.
 
     Raises:
-      ValueError: If more crosses, or less than half of what the reducers send. The message lists
-        the largest collectives, and what JAX made them for.
+      ValueError: If the program sends more bytes than this, or less than half of the reducers'
+        bytes. The message lists the largest collectives with the JAX operations that they came
+        from.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -83,7 +87,7 @@ def check(
         expected.append(_expected(network, program, listed, mesh, allow))
         axes.update(dict.fromkeys(axis_tuple(network.reducer.axis_name)))
     crossing = _crossing(listed, axes)
-    # Beside other axes every device of a replica may send a share of what it has.
+    # On a mesh with other axes, each device of a replica may send only its share of the bytes.
     others = mesh.size // replicas_on(mesh, tuple(axes))
     _, right, calls, allowed = np.sum(expected, axis=0)
     sent = _bytes(crossing)
@@ -118,29 +122,29 @@ def check(
 
 
 class _Network(NamedTuple):
-    """What is trained with one reducer."""
+    """One network, and the reducer that it is trained with."""
 
     reducer: Reducer
     params: PyTree
-    steps: int | None  # in one call of the program; None if they are to be counted
+    steps: int | None  # in one call of the program; None: count them
 
 
 class _Expected(NamedTuple):
-    """What one reducer sends in a call of the program."""
+    """The traffic that one reducer should cause in one call of the program."""
 
     steps: int
-    bytes: float  # as those of all-reduces
+    bytes: float  # of all-reduces of the same cost
     collectives: int
-    allowed: float  # bytes besides
+    allowed: float  # bytes in addition
 
 
 def _networks(reducer: Any, params: Any, steps: Any) -> list[_Network]:
     """Reads the arguments of `check` that may be lists.
 
     Raises:
-      ValueError: If they do not belong together, or one is unusable.
+      ValueError: If the lists have different lengths, or an argument is unusable.
     """
-    if type(reducer) not in (list, tuple):  # a reducer is a tuple, too, of a class of its own
+    if type(reducer) not in (list, tuple):  # a reducer is a named tuple
         reducer = [reducer]
         params = [params]
     if not isinstance(steps, (list, tuple)):
@@ -160,7 +164,7 @@ def _networks(reducer: Any, params: Any, steps: Any) -> list[_Network]:
 
 
 def _bytes(listed: Iterable[Collective]) -> float:
-    """Returns the bytes of all-reduces that would cost as much as these collectives."""
+    """Returns how many bytes all-reduces would send at the cost of these collectives."""
     return sum(collective.times * collective.as_all_reduce for collective in listed)
 
 
@@ -176,7 +180,7 @@ def _expected(
     mesh: Any,
     allow: int | None,
 ) -> _Expected:
-    """Finds out what the reducer of a network sends, by compiling it alone."""
+    """Compiles a network's reducer alone and returns what it sends."""
     alone = _crossing(
         collectives(_alone(network, mesh), mesh=mesh), axis_tuple(network.reducer.axis_name)
     )
@@ -192,7 +196,7 @@ def _expected(
 
 
 def _alone(network: _Network, mesh: Any) -> Any:
-    """Compiles the reducer by itself, for gradients that lie as the parameters do."""
+    """Compiles the reducer alone, for gradients with the shardings of the parameters."""
     reducer = network.reducer
     params = jax.tree.map(lambda leaf: leaf if is_floating(leaf) else None, network.params)
 
@@ -201,7 +205,7 @@ def _alone(network: _Network, mesh: Any) -> Any:
         return scale, jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), params)
 
     replicas = replicas_on(mesh, reducer.axis_name)
-    rows = jax.NamedSharding(mesh, jax.P(reducer.axis_name))  # shapes alone name no device
+    rows = jax.NamedSharding(mesh, jax.P(reducer.axis_name))  # names the devices
     examples = jax.ShapeDtypeStruct((replicas,), jnp.float32, sharding=rows)
     run = data_parallel(gradients, reducer, mesh=mesh)
     return jax.jit(run).lower(jax.eval_shape(run.init, params), params, examples).compile()

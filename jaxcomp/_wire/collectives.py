@@ -1,7 +1,7 @@
-"""The collectives of a compiled step: kind, bytes, mesh axes, how often, and what made them.
+"""Lists the collectives of a compiled step: kind, bytes, mesh axes, repetitions, JAX operation.
 
-The compiled program is read, because it is what runs: XLA merges, splits, widens and adds
-collectives after everything that JAX can tell about a program.
+This module reads the compiled program and not the jaxpr, because XLA merges, splits, widens and
+adds collectives after tracing.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from jaxcomp._wire.program import Instruction, Program, read_program
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a compiled program, as each device takes part in it."""
+    """One collective of a compiled program, as one device executes it."""
 
     kind: str  # all-reduce, all-gather, all-to-all, collective-permute or reduce-scatter
-    arrays: tuple[tuple[str, int], ...]  # XLA's element type and the values of each result
-    bytes: int  # of the larger of what goes in and what comes out, on one device, each time
-    axes: tuple[str, ...]  # mesh axes along which it joins devices
+    arrays: tuple[tuple[str, int], ...]  # for each result: XLA's element type, number of values
+    bytes: int  # the larger of input and output, on one device, for one run
+    axes: tuple[str, ...]  # the mesh axes whose devices communicate
     in_loop: bool
-    times: int  # that it runs in a step, by the loops around it; 1 for those of unknown length
+    times: int  # runs in a step: product of the loop lengths (an unknown length is 1)
     in_branch: bool  # of a conditional
-    operation: str  # JAX's name of what it was made for, with the functions around it
+    operation: str  # JAX's name of the operation, with its enclosing functions
 
     @property
     def as_all_reduce(self) -> float:
-        """Bytes of an all-reduce that would cost as much: half, for anything else than one."""
+        """Bytes of an all-reduce of the same cost: half, if this collective is of another kind."""
         if self.kind == "all-reduce":
             return self.bytes
         return self.bytes / 2
 
     def __str__(self) -> str:
-        """Returns a line of a list."""
+        """Returns one line that describes the collective."""
         dtypes = "+".join(dict.fromkeys(dtype for dtype, _ in self.arrays))
         line = f"{self.kind} of {self.bytes:,} bytes of {dtypes} over {self.axes}"
         if self.in_branch:
@@ -52,17 +52,18 @@ class Collective:
 
 
 def collectives(compiled: Any, *, mesh: Any = None) -> tuple[Collective, ...]:
-    """Lists the collectives of a compiled step as XLA left them, in the order of the program.
+    """Lists the collectives of a compiled step, in the order of the program.
 
-    Every branch of a conditional is listed, and the body of a loop once, with its `times`. A step
-    of `powersgd` has two all-reduces over the axis of the replicas, whatever the number of leaves;
-    with integers as `comm_dtype` each of them becomes an all-to-all and an all-gather, four in all.
-    The mean loss is one all-reduce of a scalar more, which XLA merges into another where it can.
+    The list holds every branch of a conditional, and each collective in a loop once, with the
+    number of its runs in `times`. A step of `powersgd` has two all-reduces over the axis of the
+    replicas, whatever the number of leaves. With an integer `comm_dtype` each of them becomes an
+    all-to-all and an all-gather, four collectives in all. The mean loss is one more all-reduce of a
+    scalar, which XLA merges into another one if it can.
 
     Args:
       compiled: ``jax.jit(step).lower(...).compile()``.
-      mesh: The mesh whose axes the collectives are named by; None takes the one of the program's
-        arguments and results.
+      mesh: The mesh that names the axes; None takes the mesh of the program's arguments and
+        results.
 
     Returns:
       Every collective, with its bytes on one device.
@@ -85,10 +86,10 @@ def collectives(compiled: Any, *, mesh: Any = None) -> tuple[Collective, ...]:
 
 
 def mesh_of(compiled: Any) -> Any:
-    """Returns the largest mesh among the shardings of arguments and results.
+    """Returns the largest mesh in the shardings of the program's arguments and results.
 
     Raises:
-      ValueError: If there is none.
+      ValueError: If no sharding has a mesh.
     """
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     meshes = [x.mesh for x in shardings if isinstance(x, jax.sharding.NamedSharding)]
@@ -98,11 +99,12 @@ def mesh_of(compiled: Any) -> Any:
 
 
 def collectives_of(program: Program, mesh_of_program: Callable[[], Any]) -> tuple[Collective, ...]:
-    """Lists the collectives that a program runs, in its order; those of every branch.
+    """Lists the collectives of a program in its order, with those of every branch.
 
     Args:
       program: The program.
-      mesh_of_program: Returns the mesh that names their axes; called for a collective only.
+      mesh_of_program: A function that returns the mesh that names the axes. It is called only if
+        the program has a collective.
     """
     listed = []
 
@@ -124,11 +126,12 @@ def collectives_of(program: Program, mesh_of_program: Callable[[], Any]) -> tupl
 def _collective(
     instruction: Instruction, loops: tuple[int, ...], in_branch: bool, mesh: Any
 ) -> Collective:
-    """Says what users want to know of an instruction, in loops that turn so often."""
+    """Describes one instruction; `loops` are the lengths of the loops around it."""
     kind = str(instruction.kind)
     arrays = instruction.arrays
     if instruction.opcode != kind != "all-reduce":
-        # What starts yields operands, results, here and there a context.
+        # The -start of an asynchronous collective returns operands, results, and sometimes a u32
+        # context.
         data = tuple(array for array in arrays if array.element != "u32") or arrays
         arrays = data[len(data) // 2 :]
     size = sum(array.bytes for array in arrays)
@@ -136,8 +139,8 @@ def _collective(
     if groups is None:
         groups = np.arange(mesh.size)[None]
     if kind == "reduce-scatter":
-        size *= groups.shape[1]  # what goes in is as large as what comes out on all devices
-    # Of each device its place along every axis.
+        size *= groups.shape[1]  # the input is as large as the outputs of all devices together
+    # The index of each device along every mesh axis.
     places = np.stack(np.unravel_index(groups, tuple(mesh.shape.values())))
     differ = np.ptp(places, axis=2).any(axis=1)
     return Collective(

@@ -1,8 +1,9 @@
-"""The instructions of a compiled program, read from the message in which XLA hands it out.
+"""Reads the instructions of a compiled program from XLA's protocol-buffer message.
 
-jaxlib lists a program's instructions, but not which devices one of them joins. The text says that
-in several ways that change from version to version; the message (a protocol buffer) says it in
-numbers, and a number keeps its meaning: those of the fields below are of XLA's ``hlo.proto``.
+jaxlib lists a program's instructions, but not the groups of devices of a collective. HLO text
+writes the groups in several ways, which change between versions. The message writes them as
+numbered fields, and a field number keeps its meaning. The field numbers below are those of XLA's
+``hlo.proto``.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import numpy as np
 # XLA's collectives, without the -start and -done of asynchronous ones.
 KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
 
-# Element types by XLA's numbers. The first number in a name is that of its bits.
+# XLA's element types, at the positions of their numbers. The first number in a name counts bits.
 _NAMES = (
     "- pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64 tuple opaque c64 bf16 token c128 f8e5m2 "
     "f8e4m3fn s4 u4 f8e4m3b11fnuz f8e5m2fnuz f8e4m3fnuz s2 u2 f8e4m3 f8e3m4 s1 u1 f4e2m1fn "
     "f8e8m0fnu"
 )
 _ELEMENTS = _NAMES.split(" ")
-# Bytes of a field of a fixed length, by its kind.
+# The bytes of a field of fixed length, by wire type.
 _FIXED_BYTES = {1: 8, 5: 4}
 
 
@@ -42,16 +43,16 @@ class Instruction(NamedTuple):
 
     opcode: str
     arrays: tuple[ArrayType, ...]  # its results
-    operands: tuple[int, ...]  # the instructions that they are made of, by id
-    called: tuple[int, ...]  # computations that it runs: a loop's body and condition, branches
-    position: int  # of a get-tuple-element: which one; of a parameter: its number
-    operation: str  # JAX's name of what it was made for, with the functions around it
-    times: int  # how often a loop's body runs, where XLA knows; else 1
-    groups: np.ndarray | None  # of a collective: devices that it joins, a row for each group
+    operands: tuple[int, ...]  # ids of the instructions that compute its inputs
+    called: tuple[int, ...]  # ids of its computations: a loop's body and condition, branches
+    position: int  # get-tuple-element: index in the tuple; parameter: its number
+    operation: str  # JAX's name of the operation, with its enclosing functions
+    times: int  # how often a loop's body runs, if XLA knows it; else 1
+    groups: np.ndarray | None  # collective: device numbers, one row for each group
 
     @property
     def kind(self) -> str | None:
-        """Returns the collective that this does or begins; None for everything else."""
+        """Returns the kind of collective that this instruction runs or starts, or None."""
         kind = self.opcode.removesuffix("-start")
         if kind not in KINDS:
             return None
@@ -59,9 +60,9 @@ class Instruction(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """A body of instructions, each behind those that it needs."""
+    """A list of instructions, each after the instructions that compute its inputs."""
 
-    root: int  # the instruction whose result is the computation's
+    root: int  # id of the instruction that returns the computation's result
     instructions: dict[int, Instruction]  # by id
 
 
@@ -73,7 +74,7 @@ class Program(NamedTuple):
 
 
 def read_program(compiled: Any) -> Program:
-    """Reads a compiled step.
+    """Reads the instructions of a compiled step.
 
     Args:
       compiled: ``jax.jit(step).lower(...).compile()``.
@@ -94,10 +95,10 @@ def read_program(compiled: Any) -> Program:
 
 
 class _Message:
-    """A message, taken apart: the values of each field, by its number."""
+    """A protocol-buffer message: the values of each field, by field number."""
 
     def __init__(self, encoded: memoryview):
-        """Reads integers, and cuts out what else there is, be it text or messages, unread."""
+        """Decodes integers; keeps texts and nested messages as bytes."""
         self._values: dict[int, list[Any]] = collections.defaultdict(list)
         position = 0
         while position < len(encoded):
@@ -106,14 +107,14 @@ class _Message:
             value: Any = _FIXED_BYTES.get(kind)
             if value is None:
                 value, position = _varint(encoded, position)
-            if kind != 0:  # that was a number of bytes
+            if kind != 0:  # then `value` is the length in bytes
                 end = position + value
                 value = encoded[position:end]
                 position = end
             self._values[key >> 3].append(value)
 
     def numbers(self, field: int) -> list[int]:
-        """Returns the integers of a field, which may be packed one behind the other."""
+        """Returns the integers of a field, packed or not."""
         numbers = []
         for value in self._values[field]:
             if isinstance(value, int):
@@ -126,20 +127,20 @@ class _Message:
         return numbers
 
     def number(self, field: int) -> int:
-        """Returns the integer of a field; 0 if it is not there."""
+        """Returns the integer of a field; 0 if the message has no such field."""
         return sum(self.numbers(field))
 
     def text(self, field: int) -> str:
-        """Returns the text of a field; an empty one if it is not there."""
+        """Returns the text of a field; an empty text if the message has no such field."""
         return b"".join(self._values[field]).decode()
 
     def messages(self, field: int) -> list[_Message]:
-        """Returns the messages of a field."""
+        """Returns the nested messages of a field."""
         return list(map(_Message, self._values[field]))
 
 
 def _varint(encoded: memoryview, position: int) -> tuple[int, int]:
-    """Reads an integer in pieces of seven bits, the last without its eighth; and where it ends."""
+    """Reads a base-128 varint; returns its value and the position after it."""
     value = shift = 0
     while True:
         piece = encoded[position]
@@ -151,7 +152,7 @@ def _varint(encoded: memoryview, position: int) -> tuple[int, int]:
 
 
 def read_message(message: bytes) -> Program:
-    """Reads a program from XLA's message, an ``HloModuleProto``."""
+    """Reads a program from a serialized ``HloModuleProto``."""
     module = _Message(memoryview(message))
     computations = {}
     for computation in module.messages(3):
@@ -163,11 +164,11 @@ def read_message(message: bytes) -> Program:
 
 
 def _instruction(message: _Message) -> Instruction:
-    """Returns the instruction of an ``HloInstructionProto``."""
+    """Reads one ``HloInstructionProto``."""
     opcode = message.text(2)
     called = message.numbers(38)
     if opcode.endswith(("-update", "-done")):
-        called = []  # they name what the -start runs
+        called = []  # these would name again the computations of the -start
     times = 1
     backend_config = message.text(43)
     if opcode == "while" and backend_config.startswith("{"):
@@ -188,7 +189,7 @@ def _instruction(message: _Message) -> Instruction:
 
 
 def _arrays(shapes: list[_Message]) -> tuple[ArrayType, ...]:
-    """Lists the arrays of shapes; those of a tuple one after the other."""
+    """Lists the arrays in XLA shapes; a tuple's arrays follow one another."""
     arrays: list[ArrayType] = []
     for shape in shapes:
         number = shape.number(2)
@@ -201,7 +202,7 @@ def _arrays(shapes: list[_Message]) -> tuple[ArrayType, ...]:
         if element in ("tuple", "opaque", "token"):
             arrays += _arrays(shape.messages(4))
             continue
-        size = 8  # of a truth value, in bits
+        size = 8  # bits of a `pred`
         bits = re.search(r"\d+", element)
         if bits:
             size = int(bits[0])
@@ -211,10 +212,10 @@ def _arrays(shapes: list[_Message]) -> tuple[ArrayType, ...]:
 
 
 def _device_groups(instruction: _Message) -> np.ndarray | None:
-    """Returns which devices a collective joins, by their number in the mesh; None for all of them.
+    """Returns a collective's device numbers, a row for each group; None if it joins all devices.
 
     Raises:
-      ValueError: If they are in a form that is not known.
+      ValueError: If the groups are in an unknown form.
     """
     for counted in instruction.messages(92):
         return _in_order(counted, 3).reshape(counted.number(1), counted.number(2))
@@ -238,13 +239,13 @@ def _device_groups(instruction: _Message) -> np.ndarray | None:
 
 
 def _groups_along_axes(along: _Message) -> np.ndarray:
-    """Returns groups of devices along axes of a mesh, or along parts of axes."""
+    """Returns the groups of devices along mesh axes, or along parts of axes."""
     (mesh,) = along.messages(1)
     sizes = [axis.number(2) for axis in mesh.messages(1)]
     devices = np.arange(math.prod(sizes))
     for order in mesh.messages(3):
         devices = _in_order(order, 1)
-    # Every axis is cut in three: what is before the part that is joined, the part, the rest.
+    # Every axis is split in three: before the joined part, the joined part, after it.
     cuts = [(1, 1, size) for size in sizes]
     for axis in along.messages(2):
         place = axis.number(1)
@@ -260,7 +261,7 @@ def _groups_along_axes(along: _Message) -> np.ndarray:
 
 
 def _in_order(counted: _Message, field: int) -> np.ndarray:
-    """Counts devices in the shape in a field, its axes in the order in the next one, if any."""
+    """Numbers devices in the shape of a field, and transposes as the next field says, if any."""
     shape = counted.numbers(field)
     devices = np.arange(math.prod(shape)).reshape(shape)
     return devices.transpose(counted.numbers(field + 1) or None)

@@ -1,10 +1,10 @@
-"""Counts the training steps in one call of a program, by what is made of what.
+"""Counts the training steps in one call of a program from its data flow.
 
-A step differentiates a loss and sends the gradients, and the next one differentiates the loss at
-parameters that came of what was sent. So the longest path through a program that goes by turns
-through a differentiated instruction and a collective of the reducer has as many turns as there are
-steps: in a loop, unrolled, or one after the other. A reducer that runs on every micro-batch, or
-twice in a row, sends something that was sent before, but there is no new loss in between.
+A step differentiates a loss and sends the gradients. The next step differentiates the loss at
+parameters that depend on the sent gradients. So on a path through the program, differentiated
+instructions and collectives of the reducer alternate, and the longest such path has one pair for
+each step: in a loop, unrolled, or one after the other. A reducer that runs on every micro-batch, or
+twice in a row, sends several times without a new loss in between.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import jax
 from jaxcomp._wire.collectives import Collective
 from jaxcomp._wire.program import Instruction, Program
 
-# Half-steps on the longest path to a value: even before its gradients are sent, odd behind. A tuple
-# has a list of them.
+# Half-steps on the longest path to a value: even before the gradients are sent, odd after. The
+# depth of a tuple is the list of its elements' depths.
 _Depth: TypeAlias = "int | list[_Depth]"
 
-# After so many turns of a loop each further turn adds as much as the last.
+# After this number of iterations of a loop, each further iteration adds as much as the last one.
 _TURNS = 3
 _RUN_ONCE = ("fusion", "call", "async-start")
 _UNCHANGED = ("opt-barrier", "copy", "copy-start", "copy-done", "async-done")
 
 
 def count_steps(program: Program, listed: Sequence[Collective], sent: Collective) -> int:
-    """Counts the steps of a program, 1 at least.
+    """Counts the training steps of a program, at least 1.
 
-    Gradients that are written by hand are not told from anything else: in a program without any
-    differentiated loss every turn of a loop counts.
+    Gradients that are written by hand cannot be recognised. So in a program without a
+    differentiated loss every iteration of a loop counts as a step.
 
     Args:
       program: The program.
       listed: Its collectives.
-      sent: The largest collective of the reducer, as others are not.
+      sent: The largest collective of the reducer; metrics send no array of its size.
     """
     largest = max(sent.arrays, key=lambda array: array[1])
     for computation in program.computations.values():
@@ -55,8 +55,8 @@ def count_steps(program: Program, listed: Sequence[Collective], sent: Collective
 class _Paths:
     """Follows the values of a program.
 
-    The collectives of the reducer are of one kind and have an array of one type and size, which
-    those of metrics, and of the loss itself, have not.
+    The reducer's collectives are recognised by their kind and by an array of a certain type and
+    size, which the collectives of metrics and of the loss do not have.
     """
 
     program: Program
@@ -75,7 +75,7 @@ class _Paths:
         return depths[body.root]
 
     def _behind(self, instruction: Instruction, operands: list[_Depth]) -> _Depth:
-        """Returns the depth of an instruction's result; `operands` of a parameter are its value."""
+        """Returns the depth of an instruction's result; a parameter's value is its only operand."""
         opcode = instruction.opcode
         if opcode == "tuple":
             return operands
@@ -103,7 +103,7 @@ class _Paths:
         return depth
 
     def _behind_loop(self, loop: Instruction, carried: _Depth) -> _Depth:
-        """Returns the depths of what a loop carries after its last turn."""
+        """Returns the depths of a loop's carried values after its last iteration."""
         body = loop.called[0]
         before = carried
         turns = min(loop.times, _TURNS)
@@ -117,9 +117,9 @@ class _Paths:
 
 
 def _is_differentiated(instruction: Instruction) -> bool:
-    """Tells whether it is of the forward pass of a loss, also if a backward pass repeats it.
+    """Tells whether an instruction belongs to a loss's forward pass, or to its rematerialisation.
 
-    The rest of a backward pass does not count: a residual may have become a part of it.
+    The rest of a backward pass does not count, because XLA may have fused a residual into it.
     """
     name = instruction.operation
     return "jvp(" in name and ("transpose(" not in name or "rematted_computation" in name)
@@ -130,7 +130,7 @@ def _highest(depth: _Depth) -> int:
 
 
 def _merged(results: list[_Depth]) -> _Depth:
-    """Returns the greater depth of each part of the results of several branches."""
+    """Returns the greatest depth over several branches, for each part of the result."""
     for result in results:
         if not isinstance(result, list):
             return _highest(results)
