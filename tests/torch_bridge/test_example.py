@@ -422,6 +422,24 @@ def test_outputs_may_differ_by_ten_times_what_one_rounding_moves_them():
         torch_bridge.to_torch(run.params, (), checkpoint, **back)
 
 
+def test_a_sum_of_many_terms_is_no_other_model():
+    """XLA adds up the products of one row one after the other, which moves more than a rounding."""
+    inputs = 25_088  # as VGG's first Linear, with an example of one picture
+    x = np.abs(values(1, inputs))
+    layer = tnn.Linear(inputs, 64)
+    torch.manual_seed(0)
+    tnn.init.uniform_(layer.weight)
+    outputs = layer(torch.from_numpy(x)).detach().numpy()
+    arrays = {name: value.detach().numpy() for name, value in layer.state_dict().items()}
+    like = {"kernel": np.zeros((inputs, 64), np.float32), "bias": np.zeros(64, np.float32)}
+    run = torch_bridge.to_flax(
+        Checkpoint(arrays, example=((x,), outputs)),
+        like,
+        apply=lambda params, x: nn.Dense(64).apply({"params": params}, x),
+    )
+    assert run.difference <= 10 * run.control
+
+
 def test_another_width_is_said_first():
     said = r"A width differs, it seems: .* axis of \[7\], and no tensor of torch one of \[11\]"
     state = {f"{name}.weight": np.ones((7, 3)) for name in "xy"}
