@@ -1,9 +1,9 @@
-"""PyTorch DDP checkpoints with PowerSGD, to Flax/JAX and back, losing nothing.
+"""Moves PyTorch DDP checkpoints with PowerSGD to Flax/JAX and back, without loss.
 
-What makes torch's tensors, and what runs in a torch job, needs torch: without it they raise a
-``ModuleNotFoundError`` that says what to install. Everything else works without torch.
+Functions that make torch tensors or run in a torch job need torch. Without torch they raise a
+``ModuleNotFoundError`` that says what to install. All other functions work without torch.
 
-What is only named in annotations is in `torch_bridge.types`.
+`torch_bridge.types` has the classes that you need only in annotations.
 """
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint

@@ -1,4 +1,4 @@
-"""``python -m torch_bridge``: look into a PyTorch checkpoint, convert it to Flax and back."""
+"""``python -m torch_bridge``: inspects a PyTorch checkpoint, converts it to Flax and back."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch_bridge._cli.convert import convert_to_flax, convert_to_torch
 from torch_bridge._cli.inspect import inspect
 
 OK, UNUSABLE, USAGE, UNSAFE = 0, 1, 2, 3
-INTERRUPTED = 130  # as a shell has it
+INTERRUPTED = 130  # the exit code that a shell gives after Ctrl-C
 _COMMANDS = {"inspect": inspect, "to-flax": convert_to_flax, "to-torch": convert_to_torch}
-# The options of arguments that are written otherwise on the command line.
+# Argument of Python -> its option, if the option is not just the argument's name.
 _AS_OPTIONS = {
     "rules": "--rule REGEX=PATH",
     "flatten": "--flatten REGEX=C,H,W",
@@ -28,7 +28,7 @@ _AS_OPTIONS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; errors become one message on standard error and an exit code."""
+    """Runs one command; prints an error as one message and returns the exit code."""
     options = arguments.parsed(argv)
     _return_freed_memory()
     try:
@@ -36,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _COMMANDS[options.command](options)
     except UnsafeCheckpoint as error:
         return _fail(error, UNSAFE)
-    except ValueError as error:  # CheckpointMismatch, or an optimizer without an equal in optax
+    except ValueError as error:  # CheckpointMismatch, or an optimizer that optax does not have
         return _fail(error, UNUSABLE)
     except RecursionError:
         return _fail("the file nests its entries too deeply to be converted", UNUSABLE)
     except ModuleNotFoundError as error:
         return _fail(not_installed(error), USAGE)
-    except argparse.ArgumentTypeError as error:  # of the user's own modules
+    except argparse.ArgumentTypeError as error:  # an error in the user's own modules
         return _fail(error, USAGE)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _return_freed_memory() -> None:
-    """Has glibc give back every freed array: by default it keeps those below 32 MiB."""
+    """Makes glibc return the memory of freed arrays: by default it keeps those below 32 MiB."""
     mmap_threshold = -3  # M_MMAP_THRESHOLD of malloc.h
-    with contextlib.suppress(OSError, AttributeError):  # another C library: its own business
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
         ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 20)
 
 

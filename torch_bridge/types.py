@@ -1,4 +1,4 @@
-"""Classes that one meets as results and names in annotations, and need not construct."""
+"""Classes of results, for annotations; you do not construct them."""
 
 from torch_bridge._convert.to_flax import FlaxRun
 from torch_bridge._hook.buckets import BucketEntry

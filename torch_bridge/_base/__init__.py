@@ -1,1 +1,1 @@
-"""Errors, arrays across the frameworks, and torch's hook state as plain values."""
+"""Errors, arrays of both frameworks, and torch's hook state as plain values."""

@@ -1,4 +1,4 @@
-"""The two errors that a checkpoint can cause: it does not fit, or it is not safe to read."""
+"""The two errors for a checkpoint: one that does not fit, and one that is not safe to read."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ _LISTS = ("missing", "unexpected", "mis_shaped", "ambiguous")
 
 
 class CheckpointMismatch(ValueError):
-    """A checkpoint does not fit the model, the state or the file format it is read as.
+    """A checkpoint does not fit the model, the state, or the file format.
 
-    Every difference is collected first and reported in this one error. Names come from files, so
-    its text has everything written out that a terminal would act on.
+    One error lists all differences. Names come from files, so the text shows control characters as
+    escapes, which a terminal does not execute.
 
     Args:
-      message: What was being matched, as one sentence that ends with the way out.
-      missing: Leaves that are wanted and that the source does not have.
+      message: One sentence that says what does not fit, and ends with the way to mend it.
+      missing: Leaves that the target needs and the source does not have.
       unexpected: Leaves of the source that have no place in the target.
       mis_shaped: Leaves that correspond but whose shapes differ, each a line of text.
       ambiguous: Leaves with more than one candidate, each a line of text.
-      parameters: Names of the arguments with which the caller can decide otherwise; the command
+      parameters: Names of the arguments with which the caller can solve the problem; the command
         line shows its options of these names.
 
     Attributes:
-      missing: As given, as a tuple; likewise ``unexpected``, ``mis_shaped``, ``ambiguous`` and
+      missing: The argument as a tuple, like ``unexpected``, ``mis_shaped``, ``ambiguous`` and
         ``parameters``.
 
     Example:
@@ -59,7 +59,7 @@ class CheckpointMismatch(ValueError):
 
 
 class UnsafeCheckpoint(ValueError):
-    """A file asks for a global that is not on the allow-list; nothing of it was executed.
+    """A file asks for a global that is not on the allow-list; nothing in the file was executed.
 
     The message names the first such global.
 

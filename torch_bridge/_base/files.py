@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all, and what must not be opened as one."""
+"""Writes files completely or not at all, and detects paths that are not regular files."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """Opens a new file that takes the name `path` when the block ends, and goes if it fails.
+    """Opens a new file that replaces `path` when the block ends, and is deleted if the block fails.
 
-    The bytes are on the disk before the name changes, so that a crash leaves the old file or the
-    new one. The new file has the mode of the old one.
+    The bytes are on the disk before the name changes, so a crash leaves the old file or the new
+    file, and both are complete. The new file has the mode of the old file.
 
     Args:
       path: The file to replace; its folder must exist.
 
     Raises:
-      OSError: The folder cannot be written to, or the disk is full; with the path.
+      OSError: The folder cannot be written to, or the disk is full; the error has the path.
     """
-    # Not tempfile: that would make the file readable by its owner only. An exclusive name that
-    # cannot be foreseen, so that nobody's link is followed and no other writer's file is taken.
+    # tempfile would make the file readable by its owner only. The random name and mode "x" make
+    # sure that no link is followed and that no other process's file is overwritten.
     temporary = path.with_name(f".{path.name:.200}.{secrets.token_hex(8)}.tmp")
     with temporary.open("xb") as file:
         try:
-            with contextlib.suppress(FileNotFoundError):  # what was private stays private
+            with contextlib.suppress(FileNotFoundError):  # a private file stays private
                 os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
             yield file
             file.flush()
             os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException as error:
-            with contextlib.suppress(OSError):  # as it writes what is left
+            with contextlib.suppress(OSError):  # close writes the rest of the buffer
                 file.close()
             temporary.unlink(missing_ok=True)
             if isinstance(error, OSError) and error.filename is None:
-                error.filename = str(path)  # of a write the system does not say it
+                error.filename = str(path)  # the system does not name the file of a failed write
             raise
     with contextlib.suppress(OSError):  # not every file system lets a folder be synced
         folder = os.open(path.parent, os.O_RDONLY)
@@ -51,10 +51,12 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
 
 
 def no_file(path: pathlib.Path) -> str | None:
-    """Says what lies at `path` where it is no file, as a pipe would be waited for; else None.
+    """Returns what `path` is if it is not a regular file, and None if it is one.
+
+    Reading a pipe would wait for ever.
 
     Raises:
-      OSError: There is nothing.
+      OSError: Nothing exists at `path`.
     """
     mode = path.stat().st_mode
     if stat.S_ISREG(mode):

@@ -1,4 +1,4 @@
-"""PyTorch itself, for the functions that cannot do without it; no other file imports it."""
+"""Imports PyTorch for the functions that need it; no other file imports PyTorch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from typing import Any
 
 HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook"
-# What may be missing -> what it is called where it is installed from.
+# Module that may be missing -> the name under which pip installs it.
 _PACKAGES = {"torch": "torch", "flax": "flax", "orbax": "orbax-checkpoint"}
 
 
@@ -23,14 +23,14 @@ def import_torch(module: str = "torch") -> Any:
     try:
         importlib.import_module("torch")
     except ModuleNotFoundError as error:
-        if error.name != "torch":  # it is there, and lacks something itself
+        if error.name != "torch":  # torch is installed, but a module that it needs is not
             raise
         raise ModuleNotFoundError(not_installed(error), name="torch") from None
     return importlib.import_module(module)
 
 
 def not_installed(error: ModuleNotFoundError) -> str:
-    """Says in one sentence what to install, if the missing module is one that some functions need.
+    """Returns a sentence that says which package to install for a missing optional module.
 
     Example:
       >>> not_installed(ModuleNotFoundError("No module named 'flax'", name="flax"))

@@ -1,4 +1,4 @@
-"""What ``torch.load(weights_only=True)`` reads: tensors, numbers and text, in plain containers."""
+"""Copies what ``torch.load(weights_only=True)`` reads: tensors, numbers, text, plain containers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from torch_bridge._base.tensors import is_tensor, to_tensor
 _SCALARS = (str, bytes, bool, int, float, complex, type(None))
 _OF_TORCH = ("dtype", "device", "Size")
 _DEEPEST = 100  # pickling goes as deep as a tree does
-_LEFT_OUT: Any = object()  # in the place of a value that such a file cannot hold
+_LEFT_OUT: Any = object()  # stands for a value that such a file cannot hold
 
 
 def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Copies what such a file can hold, arrays as tensors; what is shared stays shared.
+    """Copies the values that such a file can hold; arrays become tensors.
+
+    An object that occurs twice occurs twice in the copy, too.
 
     Returns:
-      The copy, and the names of what it lacks, as ``args.callback``. Dictionaries lack single
-      entries; lists, tuples and sets are there as a whole or not at all.
+      The copy, and the names of the entries that were left out, such as ``args.callback``. A
+      dictionary loses single entries; a list, a tuple or a set is copied whole or left out.
     """
-    made = {}  # of anything that the entries hold twice, too
+    made = {}  # id of a value -> its copy
     lacking = []
 
     def copy(value: Any, name: str, depth: int) -> Any:
         if isinstance(value, np.generic):
             value = value.item()
-        elif isinstance(value, str):  # ``torch.__version__`` is of a class of its own
+        elif isinstance(value, str):  # ``torch.__version__`` is a subclass of str
             value = str.__str__(value)
         kind = type(value)
         of_torch = kind.__module__ == "torch" and kind.__name__ in _OF_TORCH
@@ -38,7 +40,7 @@ def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             return value
         if id(value) in made:
             return made[id(value)]
-        made[id(value)] = _LEFT_OUT  # where it holds itself
+        made[id(value)] = _LEFT_OUT  # if the value holds itself
         if depth == _DEEPEST:
             return _LEFT_OUT
         result = _LEFT_OUT
@@ -50,7 +52,7 @@ def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             if not any(part is _LEFT_OUT for part in parts):
                 result = kind(parts)
         elif isinstance(value, dict):
-            # A scheduler asks its Counter of milestones for what a dictionary does not have.
+            # A scheduler needs its Counter of milestones: it asks for keys that are missing.
             result = Counter() if kind is Counter else {}
             for key, part in value.items():
                 inner = f"{name}.{key!s:.40}".removeprefix(".")

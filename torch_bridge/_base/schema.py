@@ -1,7 +1,7 @@
-"""A typed mirror, in NumPy, of what torch keeps for PowerSGD. Torch is not needed to read it.
+"""torch's state of PowerSGD as a typed record of NumPy arrays, without torch.
 
-The field names are torch's own (``powerSGD_hook.PowerSGDState.__slots__``), so that a reader who
-knows the hook recognises every entry.
+The fields have torch's names (``powerSGD_hook.PowerSGDState.__slots__``), so a reader who knows the
+hook recognises every entry.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ _MAX_STEPS = 2**31  # jaxcomp counts in int32
 def random_state(
     key: Any, pos: Any, has_gauss: Any = 0, cached_gaussian: Any = 0.0
 ) -> np.random.RandomState:
-    """Makes a generator in the state that a file says, as ``RandomState.get_state()`` has it.
+    """Makes a NumPy generator in the state that a file holds.
+
+    The arguments are the parts of ``RandomState.get_state()``.
 
     Args:
-      key: The Mersenne Twister's words, shape (624,), integers.
+      key: The Mersenne Twister's words, integers, shape (624,).
       pos: Position in `key`, 0 to 624. NumPy does not check it, and would read beyond the array.
-      has_gauss: 1 when one normal sample is kept back.
+      has_gauss: 1 if the generator keeps one normal sample for the next call, else 0.
       cached_gaussian: That sample.
 
     Raises:
-      CheckpointMismatch: They are no state.
+      CheckpointMismatch: The arguments are not a valid state.
     """
     if not isinstance(key, np.ndarray) or key.shape != (_WORDS,) or key.dtype.kind not in "ui":
         raise CheckpointMismatch(f"`rng` must hold an array of {_WORDS} integer words")
@@ -40,7 +42,7 @@ def random_state(
             raise CheckpointMismatch(f"`rng` must have its {name} in 0 to {largest}")
     if not isinstance(cached_gaussian, float):
         raise CheckpointMismatch("`rng` must have a number as `cached_gaussian`")
-    generator = np.random.RandomState(0)  # unseeded, it would carry a SeedSequence along
+    generator = np.random.RandomState(0)  # without a seed it would also hold a SeedSequence
     generator.set_state(("MT19937", key.astype(np.uint32), pos, has_gauss, cached_gaussian))
     return generator
 
@@ -50,13 +52,14 @@ class PowerSGDRecord:
     """One rank's ``PowerSGDState``, with arrays in place of tensors.
 
     Attributes:
-      matrix_approximation_rank: Rank asked for; a leaf has ``min(rows, cols, rank)``.
-      iter: Calls of the hook so far.
-      error_dict: Bucket index -> this rank's error, flat, in bucket parameter order; each
-        parameter in memory order; compressed and uncompressed ones together.
-      p_memory_dict: Bucket index -> flat (rows, r) blocks of the compressed parameters, cut by
-        groups of equal matrix shape in first-seen order.
-      q_memory_dict: Bucket index -> flat (cols, r) blocks, cut likewise.
+      matrix_approximation_rank: The hook's rank; a parameter's is ``min(rows, cols, rank)``.
+      iter: The number of calls of the hook so far.
+      error_dict: Bucket index -> this rank's error, flat, in the bucket's order of parameters. Each
+        parameter, compressed or not, is in memory order.
+      p_memory_dict: Bucket index -> the P factors of the compressed parameters, flat, each of
+        (rows, r) values. Parameters of one matrix shape stand together; the shapes are in the order
+        in which they first occur.
+      q_memory_dict: Bucket index -> the Q factors, each of (cols, r) values, in the same order.
       rng: The generator that seeds the first Q, or None if the file has none.
 
     Example:
@@ -84,18 +87,18 @@ class PowerSGDRecord:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Indices of the buckets that have any state, ascending."""
+        """Indices of the buckets that have an error or a factor, ascending."""
         indices = set(self.error_dict).union(self.p_memory_dict, self.q_memory_dict)
         return tuple(sorted(indices))
 
     @property
     def error_sizes(self) -> dict[int, int]:
-        """Lengths of the errors, by bucket."""
+        """Number of values in each bucket's error, by bucket index."""
         return {bucket: error.size for bucket, error in self.error_dict.items()}
 
     @property
     def hyperparameters(self) -> dict[str, int | float | bool]:
-        """Values that the user chose, by torch's argument names."""
+        """The hook's arguments that the user chose, by torch's names."""
         return {name: getattr(self, name) for name in _NUMBERS if name not in COUNTERS}
 
 
@@ -110,22 +113,22 @@ COUNTERS = (
     "next_stats_report",
 )
 BUFFERS = ("error_dict", "p_memory_dict", "q_memory_dict")
-# Present since the hook exists; later torch releases added the others, which have defaults.
+# The slots of the first release of the hook; later releases added others, which have defaults.
 _REQUIRED = ("matrix_approximation_rank", "iter", *BUFFERS)
 
 
 def is_slots(value: object) -> bool:
-    """Tells what ``PowerSGDState.__getstate__()`` returns, by its entries."""
+    """Returns True if the entries are those of ``PowerSGDState.__getstate__()``."""
     return isinstance(value, Mapping) and all(name in value for name in _REQUIRED)
 
 
 def is_post_local(value: object) -> bool:
-    """Tells the state of ``post_localSGD_hook``, which holds nothing that training needs."""
+    """Returns True for a state of ``post_localSGD_hook``, which holds nothing to convert."""
     return isinstance(value, Mapping) and "start_localSGD_iter" in value
 
 
 def is_optimizer(value: Any) -> bool:
-    """Tells what ``torch.optim.Optimizer.state_dict()`` returns, by its entries."""
+    """Returns True if the entries are those of ``torch.optim.Optimizer.state_dict()``."""
     if not isinstance(value, Mapping):
         return False
     state = value.get("state")
@@ -149,10 +152,10 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
     """Builds a record from the slot dictionary of a ``PowerSGDState``.
 
     Args:
-      slots: Slot name -> value, arrays as NumPy; ``process_group`` and unknown slots are ignored.
+      slots: Slot name -> value, with NumPy arrays. ``process_group`` and unknown slots are ignored.
 
     Returns:
-      The record; slots that older torch releases lack take torch's defaults.
+      The record. A slot that an older torch release does not write gets torch's default.
 
     Raises:
       CheckpointMismatch: A required slot is missing, or a slot has the wrong kind of value.
@@ -178,7 +181,7 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
 
 
 def _number(name: str, value: Any) -> int | float | bool:
-    """Checks a number of the hook state."""
+    """Returns a number of the hook state in the type of its field, or refuses it."""
     if isinstance(value, np.generic):
         value = value.item()
     kind = _NUMBERS[name]
@@ -192,14 +195,14 @@ def _number(name: str, value: Any) -> int | float | bool:
 
 
 def _bucket_arrays(name: str, value: Any) -> dict[int, np.ndarray]:
-    """Checks the entry `name` of the hook state, bucket index -> flat array."""
+    """Returns an entry of the hook state, bucket index -> flat array, or refuses it."""
     if not isinstance(value, Mapping):
         raise CheckpointMismatch(f"`{name}` must be a dictionary, got {type(value).__name__}")
     arrays = {}
     for key, array in value.items():
         if not isinstance(key, int) or not isinstance(array, np.ndarray):
             raise CheckpointMismatch(f"`{name}` must map bucket index to tensor, at {key!r:.40}")
-        # torch's are; a view with strides of 0 would grow when it is made flat.
+        # torch writes contiguous ones. A view with strides of 0 would grow when it is flattened.
         if not array.flags.c_contiguous or array.dtype.kind in "iubc":
             raise CheckpointMismatch(f"`{name}` must hold flat tensors, floating-point, at {key}")
         arrays[key] = array.reshape(-1)

@@ -1,6 +1,6 @@
 """Converts torch tensors to NumPy and back, bfloat16 and float8 included.
 
-PyTorch is imported only when a tensor has to be made; reading one needs no import.
+Only the functions that make a tensor import PyTorch; reading a tensor needs no import.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ _OF_ML_DTYPES = (
     *("bfloat16", "float8_e4m3fn", "float8_e5m2"),
     *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
-# Every dtype that moves, by torch's name, in both directions.
+# Every dtype that is converted, in both directions, by torch's name.
 DTYPES: dict[str, np.dtype] = {}
 for _name in (*_OF_NUMPY, *_OF_ML_DTYPES):
     DTYPES[_name] = np.dtype(getattr(ml_dtypes, _name, _name))
-_SAME_BITS = {1: "uint8", 2: "int16"}  # integers that torch and NumPy have, by their bytes
-# What DDP, FSDP and torch.compile put into the names of parameters.
+_SAME_BITS = {1: "uint8", 2: "int16"}  # itemsize in bytes -> an integer dtype of torch and NumPy
+# The words that DDP, FSDP and torch.compile add to the names of parameters.
 _WORDS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _HEADS = _WORDS | {"module"}
-# Of these torch itself frees the names of a state dict, and of parameters it does not.
+# torch removes these words from the names of a state dict, but not from those of parameters.
 _NEVER_SAVED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-# What a normalisation keeps in buffers, which have no gradient; nothing else marks them.
+# The buffers of normalisation layers, which have no gradient. Only their names show that.
 STATISTICS = ("running_mean", "running_var")
 _WITH_GRADIENT = re.compile(r"(float|complex)\d\d")
 BUFFER_NAMES = (*STATISTICS, "num_batches_tracked")
 
 
 def is_tensor(value: Any) -> bool:
-    """Tells whether it is a torch tensor (or parameter), without importing torch."""
+    """Returns True for a torch tensor or parameter, without importing torch."""
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach")
 
 
 def to_numpy(value: Any) -> np.ndarray:
-    """Returns a torch tensor, a JAX array or anything NumPy accepts as an array of its dtype.
+    """Converts a torch tensor, a JAX array or any array-like to a NumPy array of the same dtype.
 
     A tensor on the CPU shares its memory with the result.
     """
@@ -70,7 +70,7 @@ def to_tensor(array: np.ndarray, *, copy: bool = True) -> Any:
       copy: If False, a writable contiguous array shares its memory with the tensor.
 
     Raises:
-      TypeError: This torch has no such dtype.
+      TypeError: The installed torch does not have the array's dtype.
     """
     torch = import_torch()
     array = np.array(array, order="C") if copy else np.require(array, requirements=("C", "W"))
@@ -89,7 +89,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
 
 
 def storage_key(value: Any) -> tuple[Any, ...] | None:
-    """Returns what two names of one (tied) array have in common; None where nothing tells."""
+    """Returns a key that is equal for tied tensors (one memory); None if the memory is unknown."""
     shape = shape_of(value)
     if math.prod(shape) == 0:
         return None
@@ -102,7 +102,7 @@ def storage_key(value: Any) -> tuple[Any, ...] | None:
 
 
 def tied(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Finds tensors that share memory; maps each further name to the first one."""
+    """Finds tied tensors, which share memory; maps each later name to the first name."""
     first = {}
     further = {}
     for name, value in tensors.items():
@@ -116,22 +116,27 @@ def tied(tensors: Mapping[str, Any]) -> dict[str, str]:
 
 
 def trainable(model: Mapping[str, Any]) -> list[str]:
-    """Lists what can be a parameter, in the order of the model: no buffer, and tied ones once.
+    """Lists the names of possible parameters, in the order of the model.
 
-    Integers (``position_ids``) and float8 have no gradient in torch.
+    Leaves out buffers of normalisation layers, further names of tied tensors, and dtypes that have
+    no gradient in torch: integers (``position_ids``) and float8.
     """
     again = tied(model)
     names = []
     for name, value in model.items():
         is_buffer = name.rpartition(".")[2] in BUFFER_NAMES
-        dtype = str(getattr(value, "dtype", "float32"))  # a shape alone has none
+        dtype = str(getattr(value, "dtype", "float32"))  # a bare shape has no dtype
         if name not in again and not is_buffer and _WITH_GRADIENT.search(dtype):
             names.append(name)
     return names
 
 
 def equal_matrices(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Finds matrices of equal values: what is tied, where a file has no shared storage."""
+    """Finds matrices of equal values, which were tied if the file format cannot share storages.
+
+    Returns:
+      Each later name -> the first name with the same values.
+    """
     seen = {}
     equal = {}
     for name, value in tensors.items():
@@ -141,7 +146,7 @@ def equal_matrices(tensors: Mapping[str, Any]) -> dict[str, str]:
         array = to_numpy(value)
         row = array[0]
         if np.all(row == row.flat[0]):
-            continue  # constant values are fresh ones, not tied
+            continue  # constant values are an initialisation and do not show a tie
         alike = seen.setdefault((shape, array.dtype, row.tobytes()), [])
         for other in alike:
             if np.array_equal(to_numpy(tensors[other]), array):
@@ -153,7 +158,7 @@ def equal_matrices(tensors: Mapping[str, Any]) -> dict[str, str]:
 
 
 def unwrapped(names: Sequence[str]) -> list[str]:
-    """Takes off the wrappers' words that all names begin with, and those that no state dict has.
+    """Removes the wrappers' words that all names begin with, and those that torch never saves.
 
     Example:
       >>> unwrapped(["module._orig_mod.fc.weight", "module._orig_mod.fc.bias"])
@@ -172,16 +177,16 @@ def unwrapped(names: Sequence[str]) -> list[str]:
 
 
 def _without(name: str, words: Collection[str]) -> str:
-    """Takes these words out of a name."""
+    """Removes these words from a dotted name."""
     kept = [word for word in name.split(".") if word not in words]
     return ".".join(kept)
 
 
 def clean_names(names: Sequence[str]) -> dict[str, str]:
-    """Maps each name to what it reads without the wrappers' words, wherever they stand.
+    """Maps each name to the same name without the wrappers' words, at any place in the name.
 
     Raises:
-      CheckpointMismatch: Names become one, so that a tensor would be lost; all such are listed.
+      CheckpointMismatch: Two names become equal, so a tensor would be lost; the error lists all.
     """
     kept = [_without(name, _WORDS) for name in names]
     cleaned = dict(zip(names, unwrapped(kept), strict=True))

@@ -1,18 +1,18 @@
-"""Text from a file, made fit for a terminal."""
+"""Makes text from a file safe to print on a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_SHOWN = 8  # names in a sentence
+_SHOWN = 8  # the most names in a sentence
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Writes everything out that a terminal would act on, or that nobody would see.
+    r"""Replaces control characters and invisible characters by their escapes.
 
     Args:
-      text: Any text; half characters included.
-      keep: Characters that stay as they are, a line feed for example.
+      text: Any text, also with unpaired surrogates.
+      keep: Characters that stay as they are, for example a line feed.
 
     Example:
       >>> printable("red \x1b[31m")
@@ -22,7 +22,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """Writes the first of many names, and how many more there are.
+    """Joins the first eight names, and says how many more there are.
 
     Example:
       >>> some(list("abcdefghij"))

@@ -1,1 +1,1 @@
-"""The command line's own parts."""
+"""The parts of the command line."""

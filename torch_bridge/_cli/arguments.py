@@ -1,4 +1,4 @@
-"""The arguments of the command line, and what they say as arguments of the three functions."""
+"""Parses the command line and turns its options into arguments of the Python functions."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _COMMANDS = {
 _EPILOGS = {
     "inspect": "example: python -m torch_bridge inspect rank0.pt rank1.pt --json | jq .missing",
     "to-flax": """\
---params is a tree of arrays or shapes, or a function that returns one: all that init returns,
-{"params": ..., "batch_stats": ...}, where the model has BatchNorm. --out becomes {step, params,
-batch_stats, opt_state} as a Flax TrainState has them, in an orbax directory with SHA256SUMS.
+--params names a tree of arrays or shapes, or a function that returns such a tree. For a model with
+BatchNorm it is all that init returns: {"params": ..., "batch_stats": ...}. --out becomes an orbax
+directory with {step, params, batch_stats, opt_state}, as in a Flax TrainState, and SHA256SUMS.
 
 examples:
-  a file of save_checkpoint(..., example=inputs), proved by a run of the Flax model:
+  a file of save_checkpoint(..., example=inputs); the Flax model is run and its outputs compared:
     python -m torch_bridge to-flax checkpoint.pt --params my_model:variables \\
         --apply my_model:apply --out checkpoints/
   one file per rank, without an example:
@@ -50,12 +50,12 @@ examples:
         --out checkpoints/
 """,
     "to-torch": """\
-Names, hyperparameters and whatever else Flax has no use for come from --like.
+Names, hyperparameters and everything else that Flax does not keep come from --like.
 
-CHECKPOINT is an orbax directory, of `to-flax` or of a training script that saves params and
-opt_state, consolidated, with StandardSave.
+CHECKPOINT is an orbax directory that `to-flax` wrote, or a training script that saves params and
+the consolidated opt_state with StandardSave.
 
-Whatever to-flax was told (--apply, or --flatten, --rule, ...) is needed here, too.
+Pass the options that you passed to to-flax (--apply, or --flatten, --rule, ...) here, too.
 
 example: python -m torch_bridge to-torch checkpoints/ --like checkpoint.pt \\
     --apply my_model:apply --out continued.pt
@@ -64,7 +64,7 @@ example: python -m torch_bridge to-torch checkpoints/ --like checkpoint.pt \\
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the command line, its options of `pair` together as ``pairing``."""
+    """Parses the command line; collects the options of `pair` in the attribute ``pairing``."""
     main = _parser()
     options = main.parse_args(argv)
     if options.command != "inspect":
@@ -72,7 +72,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         for name in ("flatten", "unflatten", "turned"):
             options.pairing[name] = dict(options.pairing[name] or ()) or None
         try:
-            Options(**options.pairing)  # before large files are read
+            Options(**options.pairing)  # checked before large files are read
         except ValueError as error:
             main.error(str(error))
     return options
@@ -108,13 +108,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_conversion(add: Callable[..., Any]) -> None:
-    """Adds the options that both conversions take, those of `pair` among them."""
+    """Adds the options of both conversions, which include the options of `pair`."""
     add("--out", required=True, type=pathlib.Path)
     add("--force", action="store_true", help="overwrite --out")
     add("--apply", metavar="MODULE:NAME", type=_reference, help="apply(params, *inputs) of the "
         "Flax model, which is run on the file's example")  # fmt: skip
     add("--param-names", type=pathlib.Path, metavar="FILE", help="a JSON list, as in Python")
-    add("--plain", action="store_true", help="whatever is left open is as usual")
+    add("--plain", action="store_true", help="answer all open questions with the usual case")
     add("--conv-transpose", metavar="REGEX", help="ConvTranspose layers with as many inputs as "
         "outputs")  # fmt: skip
     add("--conv1d", metavar="REGEX", help="layers that keep their weight (in, out)")
@@ -126,10 +126,10 @@ def _add_conversion(add: Callable[..., Any]) -> None:
 
 
 def read_files(options: argparse.Namespace) -> None:
-    """Puts what the files of ``--layout`` and ``--param-names`` say in the place of their paths.
+    """Replaces the paths of ``--layout`` and ``--param-names`` by the contents of the files.
 
     Raises:
-      CheckpointMismatch: A file of JSON is none, or takes more than `max_bytes`.
+      CheckpointMismatch: A file is not valid JSON, or takes more than `max_bytes`.
     """
     options.layout = _read(options.layout, BucketLayout.from_json, options.max_bytes)
     if options.command != "inspect":
@@ -137,7 +137,7 @@ def read_files(options: argparse.Namespace) -> None:
 
 
 def _read(path: pathlib.Path | None, parse: Callable[[str], Any], max_bytes: int | None) -> Any:
-    """Reads a file of JSON, charged with what parsing it may take before it is read."""
+    """Reads a JSON file; charges the memory of the parser to a budget before it reads."""
     if path is None:
         return None
     if kind := no_file(path):
@@ -177,7 +177,7 @@ def _reference(text: str) -> str:
 
 
 def imported(reference: str) -> Any:
-    """Imports what ``package.module:name`` names.
+    """Imports the object that ``package.module:name`` names.
 
     Raises:
       ArgumentTypeError: The import fails.
@@ -187,10 +187,10 @@ def imported(reference: str) -> Any:
 
 
 def imported_tree(reference: str) -> Any:
-    """Imports the tree that ``package.module:name`` names; a function is called.
+    """Imports the tree that ``package.module:name`` names; if that is a function, calls it.
 
     Raises:
-      ArgumentTypeError: It is something else, or the user's code fails.
+      ArgumentTypeError: The result is not a tree of arrays or shapes, or the user's code fails.
     """
     value = imported(reference)
     if callable(value):
@@ -208,7 +208,7 @@ def imported_tree(reference: str) -> Any:
 
 @contextlib.contextmanager
 def _in_this_folder(reference: str) -> Iterator[None]:
-    """Runs the user's code, which may be in this folder and may raise anything."""
+    """Runs the user's code with this folder on the import path, and catches all its errors."""
     sys.path.insert(0, os.getcwd())
     try:
         yield
@@ -236,7 +236,7 @@ def _numbers(text: str) -> tuple[str, tuple[int, ...] | None]:
 
 
 _NUMBERS = {
-    "--flatten": ("REGEX=C,H,W", "what this Linear's input was, or none"),
-    "--unflatten": ("REGEX=C,H,W", "what this Linear's output becomes, or none"),
-    "--turned": ("REGEX=1,0", "the order of the axes of a bare parameter in Flax"),
+    "--flatten": ("REGEX=C,H,W", "shape of this Linear's input before it was flattened, or none"),
+    "--unflatten": ("REGEX=C,H,W", "shape into which this Linear's output is cut, or none"),
+    "--turned": ("REGEX=1,0", "the order of a bare parameter's axes in Flax"),
 }

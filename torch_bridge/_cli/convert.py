@@ -1,4 +1,4 @@
-"""The conversions of the command line: whole checkpoints, file to file, in little memory."""
+"""The conversions of the command line: whole checkpoints, from file to file, in little memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torch_bridge._job.save import write_document
 from torch_bridge._pairing.leaves import COLLECTIONS, flatten, hollow, leaves_by_path
 from torch_bridge._pairing.pair import paired_for
 
-# A NamedTuple is a dictionary on the disk, which its fields tell.
+# orbax writes a NamedTuple as a dictionary; the set of its fields identifies the class.
 _STATES: dict[frozenset[str], Any] = {
     frozenset(state._fields): state for state in (PowerSGDState, UnusedState, *MOMENTS)
 }
@@ -42,12 +42,12 @@ def convert_to_flax(options: argparse.Namespace) -> None:
     with steps(3) as begin:
         begin(f"reading {len(options.files)} file(s)")
         checkpoint = _loaded(options, options.files)
-        # Here, since it takes seconds, as the user's own modules may.
+        # Imported here, because this import takes seconds.
         from torch_bridge._cli.files import write_flax
 
         apply = _imported_apply(options)
         params = imported_tree(options.params)
-        config = {}  # the arguments with which jaxcomp.powersgd goes on
+        config = {}  # the arguments of jaxcomp.powersgd with which the run continues
         for record in checkpoint.powersgd[:1]:
             kwargs = powersgd_kwargs_from_torch(record, hook=checkpoint.hook)
             if "comm_dtype" in kwargs:
@@ -64,7 +64,7 @@ def convert_to_flax(options: argparse.Namespace) -> None:
             consume=True,
             **options.pairing,
         )
-        # As a TrainState has them: other collections of linen variables beside `params`.
+        # As in a TrainState, the other collections of linen variables stand beside `params`.
         state = {"step": np.int32(run.step), "opt_state": run.opt_state}
         of_variables = flatten(run.params).collections
         state.update(run.params if of_variables else {"params": run.params})
@@ -78,8 +78,11 @@ def convert_to_flax(options: argparse.Namespace) -> None:
 
 
 def convert_to_torch(options: argparse.Namespace) -> None:
-    """Converts what a training script or ``to-flax`` wrote to a torch file (``to-torch``)."""
-    import_torch()  # before large files are read
+    """Converts a directory of ``to-flax`` or of a training script to a torch file (``to-torch``).
+
+    Both are orbax directories with ``params`` and ``opt_state``.
+    """
+    import_torch()  # fails before large files are read
     if not options.checkpoint.exists():
         raise CheckpointMismatch(f"{options.checkpoint} does not exist.")
     _check_out(options)
@@ -95,13 +98,13 @@ def convert_to_torch(options: argparse.Namespace) -> None:
         file = FlaxFile(options.checkpoint)
         variables = _parts(file.shapes)[-1]
         pairs = paired_for(like.model, variables, None, options.pairing, apply, example).pairs
-        layout = layout_of(like, options.layout, pairs)  # which needs the errors
-        for record in like.powersgd:  # the way back needs their shapes only
+        layout = layout_of(like, options.layout, pairs)  # needs the values of the errors
+        for record in like.powersgd:  # the rest needs only the shapes of the errors
             record.error_dict.update(hollow(record.error_dict))
         like = dataclasses.replace(like, optimizer=hollow(like.optimizer))
         run = _parts(file.read())
         begin("converting")
-        # What only the call holds is dropped part by part.
+        # `pop` leaves the only references to the call, which frees each part after its conversion.
         document = to_torch(
             run.pop(),
             run.pop(),
@@ -117,13 +120,13 @@ def convert_to_torch(options: argparse.Namespace) -> None:
 
 
 def _loaded(options: argparse.Namespace, files: Sequence[str]) -> Checkpoint:
-    """Reads files, of which one must hold an example if there is ``--apply`` to be run on it."""
+    """Reads torch files; refuses them if ``--apply`` is passed and no file holds an example."""
     checkpoint = load(files, max_bytes=options.max_bytes)
     if options.apply is not None and checkpoint.example is None:
         raise CheckpointMismatch(
-            "The file has no example for --apply to be run on. Save it again with "
-            "torch_bridge.save_checkpoint(..., example=inputs), or leave --apply out and say what "
-            "names and shapes leave open.",
+            "The file has no example to run --apply on. Save it again with "
+            "torch_bridge.save_checkpoint(..., example=inputs), or leave --apply out and answer "
+            "the questions that names and shapes leave open.",
             parameters=("plain", "rules", "flatten", "unflatten", "conv1d", "conv_transpose"),
         )
     return checkpoint
@@ -142,9 +145,10 @@ def _imported_apply(options: argparse.Namespace) -> Callable[..., Any] | None:
 
 
 def _apply_to_variables(apply: Callable[..., Any], variables: Any, *inputs: Any) -> Any:
-    """Runs a function of variables, or of their parameters alone.
+    """Calls `apply` with the variables or, if that fails, with their parameters alone.
 
-    A file always has variables, and ``to-flax`` gives `apply` what ``--params`` names.
+    A file always holds variables, but in ``to-flax`` `apply` got the tree that ``--params`` names,
+    which may be the parameters alone.
     """
     try:
         return apply(variables, *inputs)
@@ -155,7 +159,7 @@ def _apply_to_variables(apply: Callable[..., Any], variables: Any, *inputs: Any)
 
 
 def _parts(tree: Any) -> list[Any]:
-    """Returns the state of the chain, and the variables that it is of, as read."""
+    """Returns the state of the Optax chain, and the variables that it belongs to."""
     if not isinstance(tree, dict) or not {"params", "opt_state"} <= tree.keys():
         raise CheckpointMismatch(
             "The Flax checkpoint must have the entries params and opt_state, as a TrainState has. "
@@ -163,15 +167,15 @@ def _parts(tree: Any) -> list[Any]:
         )
     variables = {name: tree[name] for name in COLLECTIONS if name in tree}
     if isinstance(tree["params"], dict) and isinstance(tree["params"].get("params"), dict):
-        variables = tree["params"]  # all that init returned
-    # An nnx.Variable is a dictionary on the disk, too.
+        variables = tree["params"]  # the script saved all that init returned as "params"
+    # orbax writes an nnx.Variable as the dictionary {"value": ...}.
     leaves = leaves_by_path(variables)
     of_nnx = bool(leaves) and all(path[-1] == "value" for path in leaves)
     return [_as_made(tree["opt_state"], of_nnx), _as_made(variables, of_nnx, {})]
 
 
 def _as_made(node: Any, of_nnx: bool, states: Mapping[Any, Any] = _STATES) -> Any:
-    """Rebuilds a tree as read, with these states and without nnx's own entries."""
+    """Rebuilds the NamedTuples of a tree from a file, and removes nnx's ``value`` entries."""
     if isinstance(node, list | tuple):
         return [_as_made(part, of_nnx, states) for part in node]
     if not isinstance(node, dict):
@@ -184,15 +188,15 @@ def _as_made(node: Any, of_nnx: bool, states: Mapping[Any, Any] = _STATES) -> An
 
 
 def _check_out(options: argparse.Namespace) -> None:
-    """Refuses --out before the work begins; a folder is looked into when its step is known."""
+    """Refuses a wrong --out before the work begins; `write_flax` looks into an existing folder."""
     out = options.out
     to_folder = options.command == "to-flax"
-    if to_folder and out.suffix == ".msgpack":  # which was a file once
+    if to_folder and out.suffix == ".msgpack":  # earlier versions wrote a msgpack file
         raise CheckpointMismatch(
             f"{out} would be an orbax directory. Name a folder, or write a msgpack file of what "
             "torch_bridge.to_flax returns with flax.serialization.to_bytes."
         )
-    if not os.path.lexists(out):  # a link to nowhere is there, too
+    if not os.path.lexists(out):  # a link to a missing file counts as existing
         return
     if out.is_dir() != to_folder:
         present = "folder"

@@ -1,4 +1,4 @@
-"""Flax checkpoints on disk: orbax directories with checksums."""
+"""Writes and reads Flax checkpoints: orbax directories with checksums."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from torch_bridge._base.files import no_file
 from torch_bridge._base.terminal import some
 from torch_bridge._pairing.leaves import hollow
 
-# As examples/language_model/checkpoints.py names them.
+# The names that examples/language_model/checkpoints.py uses.
 _STATE, _CONFIG = "state", "config"
-_SUMS = "SHA256SUMS"  # in a step's folder, as sha256sum writes and checks them
+_SUMS = "SHA256SUMS"  # a file in the step's folder, in the format of sha256sum
 
 
 def write_flax(
     path: pathlib.Path, state: Mapping[str, Any], config: Mapping[str, Any], *, force: bool = False
 ) -> None:
-    """Writes a train state as a step of an orbax directory.
+    """Writes a train state as one step of an orbax directory, completely or not at all.
 
     Raises:
       CheckpointMismatch: The directory already holds a checkpoint of this step.
@@ -43,7 +43,7 @@ def write_flax(
             f"overwrite it."
         )
     path.mkdir(parents=True, exist_ok=True)
-    # Inside of `path`, which may be a mounted file system of its own.
+    # The temporary folder is inside `path`, because a rename must stay on one file system.
     with tempfile.TemporaryDirectory(
         prefix=f".{name}.", suffix=".tmp", dir=path, ignore_cleanup_errors=True
     ) as folder:
@@ -63,13 +63,13 @@ def write_flax(
 
 def _save(folder: pathlib.Path, step: int, tree: Any, config: Any) -> None:
     args = ocp.args.Composite(state=ocp.args.StandardSave(tree), config=ocp.args.JsonSave(config))
-    logger = logging.getLogger("absl")  # which shows the error of each thread, with its traceback
+    logger = logging.getLogger("absl")  # it would print each thread's error with its traceback
     level = logger.level
     try:
         logger.setLevel(logging.CRITICAL)
         with _orbax(folder) as manager:
             manager.save(step, args=args)
-    except ValueError as error:  # what tensorstore makes of an error of the system
+    except ValueError as error:  # tensorstore raises it for an error of the system
         for code in (errno.ENOSPC, errno.EDQUOT):
             if f"'{code}'" in str(error):
                 raise OSError(code, os.strerror(code), str(folder.parent)) from error
@@ -83,18 +83,18 @@ def _orbax(path: pathlib.Path) -> ocp.CheckpointManager:
 
 
 class FlaxFile:
-    """The newest step of what `write_flax` or a training script wrote, in whatever structure.
+    """The newest step of an orbax directory that `write_flax` or a training script wrote.
 
     Attributes:
-      shapes: Its tree, of arrays that take no memory. Named tuples are dictionaries, as they are on
-        the disk, and what is empty is None.
+      shapes: The step's tree, with arrays that take no memory. As on the disk, a NamedTuple is a
+        dictionary, and an empty part is None.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
-        """Reads the structure.
+        """Reads the structure of the newest step.
 
         Raises:
-          CheckpointMismatch: There is none, or files of it are not what was written.
+          CheckpointMismatch: The directory holds no step, or a file has another checksum.
         """
         _files(path)
         with _orbax(path) as manager:
@@ -103,19 +103,19 @@ class FlaxFile:
             raise CheckpointMismatch(f"{path} holds no orbax checkpoint.")
         folder = path.absolute() / str(step)
         _refuse_changes(folder)
-        items = (folder / name for name in (_STATE, "default"))  # the latter of a script's own
+        items = (folder / name for name in (_STATE, "default"))  # "default" is orbax's own name
         self._item: Any = next((item for item in items if item.exists()), folder)
         self.shapes = self._ask(lambda orbax: hollow(orbax.metadata(self._item).tree))
 
     def read(self) -> Any:
-        """Reads the tree with its values, as NumPy arrays whatever devices they were on."""
+        """Reads the tree with its values, as NumPy arrays; the devices of the run do not matter."""
         args = ocp.args.StandardRestore(self.shapes)
         return self._ask(lambda orbax: orbax.restore(self._item, args=args))
 
     def _ask(self, question: Callable[[ocp.StandardCheckpointHandler], Any]) -> Any:
         try:
             return question(ocp.StandardCheckpointHandler())
-        # What orbax raises on a directory of another kind, or a damaged one.
+        # The errors that orbax raises for a damaged directory, or for one of another kind.
         except (
             *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError),
             FileNotFoundError,
@@ -127,19 +127,19 @@ class FlaxFile:
 
 
 def _refuse_changes(folder: pathlib.Path) -> None:
-    if not (folder / _SUMS).exists():  # a step that a training script wrote has none
+    if not (folder / _SUMS).exists():  # training scripts write no checksums
         return
     recorded = set((folder / _SUMS).read_bytes().decode("utf-8", "replace").splitlines())
     wrong = {line.partition("  ")[2] for line in recorded.symmetric_difference(_sums(folder))}
     if wrong:
         raise CheckpointMismatch(
-            f"{folder} is damaged: {some(sorted(wrong))} are not what {_SUMS} says. Convert it "
-            "again, or copy it again from where it is whole."
+            f"{folder} is damaged: {some(sorted(wrong))} differ from {_SUMS}. Convert the "
+            "checkpoint again, or copy it again."
         )
 
 
 def _sums(folder: pathlib.Path) -> list[str]:
-    """Writes a line for each file in `folder`: its SHA-256, and its name there."""
+    """Returns a line for each file in `folder`: its SHA-256 and its path in the folder."""
     lines = []
     for path in sorted(_files(folder)):
         if path != folder / _SUMS:
@@ -150,7 +150,7 @@ def _sums(folder: pathlib.Path) -> list[str]:
 
 
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
-    """Lists every file in a folder, or the one; anything that would be waited for is refused."""
+    """Lists all files in a folder, or the one file; refuses pipes, sockets and devices."""
     waiting = [path]
     seen = set()
     files = []
@@ -162,7 +162,7 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
             files.append(file)
         elif not file.is_dir():
             raise CheckpointMismatch(f"{file} is {kind}, and no checkpoint.")
-        elif folder not in seen:  # links lead in circles
+        elif folder not in seen:  # links may lead in circles
             seen.add(folder)
             waiting.extend(file.iterdir())
     return files

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as plain data and as text for a terminal."""
+"""Shows the contents of a checkpoint, as JSON and as text for a terminal."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 
-_ROWS = 50  # that are shown
-_LONG = 200  # characters of a name
+_ROWS = 50  # the most parameters in the table
+_LONG = 200  # the most characters of a name in the table
 _FACT = "{:<{}}  {}"
 _LINE = "{:>16}  {:>12}  {:>14}  {:>6}  {:>9}  {:>9}  {}"
 _HEADER = ("shape", "matrix", "rank", "bucket", "|q|", "|error|", "parameter")
 
 
 def inspect(options: argparse.Namespace) -> None:
-    """Prints what files hold (``inspect``): a table, or JSON."""
+    """Prints the contents of files (``inspect``), as a table or as JSON."""
     summary = _summary(load(options.files, max_bytes=options.max_bytes), options.layout)
     print(json.dumps(summary, indent=2, allow_nan=False) if options.json else _text(summary))
 
 
 def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, Any]:
-    """Collects what a checkpoint holds, as values for JSON.
+    """Collects the contents of a checkpoint, as values for JSON.
 
     Args:
-      checkpoint: What `load` read.
-      layout: The bucket layout, if it is known from elsewhere.
+      checkpoint: The checkpoint that `load` returned.
+      layout: The bucket layout of ``--layout``, or None.
 
     Returns:
-      ``facts``, title -> value; ``parameters``, a dictionary each, with None for what is not known;
-      ``missing``, what a complete conversion needs and the files lack, each as one sentence.
+      ``facts``: title -> value. ``parameters``: one dictionary for each, with None for an unknown
+      value. ``missing``: one line for each part that a complete conversion needs and the files do
+      not have.
     """
     record = next(iter(checkpoint.powersgd), None)
     facts = _facts(checkpoint, record)
@@ -60,7 +61,7 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
             parts = known.parts(checkpoint.mean)
     parameters = []
     wild = {}
-    # Without a layout the shapes alone say what is compressed.
+    # Without a layout the parameters' shapes show which ones torch compresses.
     for entry in known or BucketLayout.from_order([trainable(checkpoint.model)], checkpoint.model):
         row: dict[str, Any] = dict.fromkeys(("bucket", "q_norm", "error_norm"))
         row.update(name=entry.name, shape=entry.shape, matrix=entry.matrix)
@@ -84,7 +85,7 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
 
 
 def _norm(array: np.ndarray | None) -> float | None:
-    """Computes a norm in float64, without a copy of the array."""
+    """Returns the Euclidean norm of an array, summed in float64 without a copy."""
     if array is None:
         return None
     flat = array.ravel(order="K")
@@ -92,7 +93,7 @@ def _norm(array: np.ndarray | None) -> float | None:
 
 
 def _facts(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> dict[str, str]:
-    """Says what a checkpoint is of, title -> value."""
+    """Returns the table's heading lines, title -> value."""
     values = sum(array.size for array in checkpoint.model.values())
     facts = {"model": f"{len(checkpoint.model)} tensors, {values:,} values"}
     if record is not None:
@@ -136,7 +137,7 @@ def _missing(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> list[str]
 
 
 def _text(summary: Mapping[str, Any]) -> str:
-    """Lays a summary out for a terminal: the facts, a table, and what is missing."""
+    """Returns a summary as text: the facts, a table of parameters, and the missing parts."""
     facts, parameters = summary["facts"], summary["parameters"]
     width = max(map(len, facts))
     lines = [_FACT.format(title, width, printable(value)) for title, value in facts.items()]

@@ -1,4 +1,4 @@
-"""One line on a terminal that says what a long conversion is at."""
+"""Shows the current step of a long conversion in one line on a terminal."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-SECONDS = 3.0  # what is done sooner needs no line
+SECONDS = 3.0  # a shorter conversion shows no bar
 
 
 @contextlib.contextmanager
 def steps(total: int) -> Iterator[Callable[[str], None]]:
-    """Shows a bar of so many steps on standard error, if that is a terminal, after some seconds.
+    """Shows a progress bar on standard error after some seconds, if standard error is a terminal.
+
+    Args:
+      total: The number of steps.
 
     Yields:
-      What to call as each step begins, with what it does.
+      A function to call at the beginning of each step, with the text to show.
     """
     if not sys.stderr.isatty():
         yield lambda text: None

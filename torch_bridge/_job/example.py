@@ -1,4 +1,4 @@
-"""One example through a torch module, by which a converted model can be checked elsewhere."""
+"""Runs a torch module on one example, with which a conversion checks the Flax model."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def example_inputs(example: Any) -> tuple[torch.Tensor, ...]:
-    """Checks what a user gives as an example.
+    """Checks the user's `example` and returns the module's arguments.
 
     Args:
       example: One tensor, or a tuple or list of the module's positional arguments.
 
     Returns:
-      The positional arguments.
+      The positional arguments, as a tuple.
 
     Raises:
-      TypeError: It is something else than tensors.
+      TypeError: `example` holds something else than tensors.
     """
     inputs = tuple(example) if isinstance(example, tuple | list) else (example,)
     if inputs and all(is_tensor(value) for value in inputs):
@@ -43,19 +43,19 @@ def run_example(
 ) -> tuple[tuple[torch.Tensor, ...], Any]:
     """Runs a module in evaluation mode, in full precision and without gradients.
 
-    Afterwards the module is as it was: the mode of each part, its buffers, and the state of torch's
-    random number generators. Nothing is sent, so that one rank of a job can run it alone.
+    Afterwards the modes of all submodules, the buffers and torch's random number generators are as
+    they were. Nothing is sent, so one rank of a job can call this alone.
 
     Args:
-      module: The module itself, not what DDP makes of it.
-      inputs: Its positional arguments, on any device.
+      module: The module itself, not the ``DistributedDataParallel`` model around it.
+      inputs: The module's positional arguments, on any device.
 
     Returns:
-      Inputs and outputs on the CPU. Outputs are tensors in dictionaries and tuples; what is neither
-      (a cache of keys and values) becomes None.
+      The inputs and the outputs, on the CPU. The outputs are tensors and plain values in
+      dictionaries and tuples; any other object (a cache of keys and values) becomes None.
 
     Raises:
-      ValueError: The module does not take the inputs, or gives no tensor.
+      ValueError: The module fails on the inputs, or returns no tensor.
     """
     torch = import_torch()
     parameter = next(module.parameters(), None)
@@ -63,7 +63,7 @@ def run_example(
     placed = [value.detach().to(device) for value in inputs]
     with _evaluation(module, device):
         try:
-            # Clones, since a module may write into its arguments.
+            # The inputs are cloned, because a module may write into its arguments.
             outputs = _plain(module(*[value.clone() for value in placed]))
         except Exception as error:  # it is the user's code, so it may raise anything
             raise ValueError(
@@ -77,7 +77,7 @@ def run_example(
 
 @contextlib.contextmanager
 def _evaluation(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Puts a module into evaluation mode, and everything back as it was."""
+    """Puts a module into evaluation mode, and afterwards restores its modes and buffers."""
     torch = import_torch()
     modes = [(part, part.training) for part in module.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
@@ -87,7 +87,7 @@ def _evaluation(module: torch.nn.Module, device: torch.device) -> Iterator[None]
         undisturbed.enter_context(torch.random.fork_rng([] if on_cpu else [device]))
         undisturbed.enter_context(torch.autocast(device.type, enabled=False))
         if device.type == "cuda":
-            # TF32 is off by a thousandth, which would hide what the example is to show.
+            # TF32 rounds to a thousandth, which would hide the differences that we look for.
             undisturbed.enter_context(torch.backends.cudnn.flags(allow_tf32=False))
             precision = torch.get_float32_matmul_precision()
             undisturbed.callback(torch.set_float32_matmul_precision, precision)

@@ -1,4 +1,4 @@
-"""Back inside the PyTorch job: a real hook state, and compression that goes on exactly."""
+"""Resumes in the PyTorch job: makes a real hook state, with which compression continues exactly."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _FIELDS = ("error", "p", "q")  # of a `BucketPart`
 def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> PowerSGDState:
     """Makes a real ``PowerSGDState`` with the contents of `record`.
 
-    It is safe to resume: DDP's first iteration, with ``static_graph=True`` the first two, run on
-    buckets that are cut in another order, so a state that already holds buffers gets
-    ``start_powerSGD_iter = iter + 2`` at least.
+    The state is safe to resume from. DDP's first iteration (the first two with
+    ``static_graph=True``) uses buckets with another order of parameters. So a state that already
+    holds buffers gets a ``start_powerSGD_iter`` of at least ``iter + 2``.
 
     Args:
-      record: What the state shall hold.
-      process_group: The group, or None for the default group.
+      record: The contents of the state.
+      process_group: The process group, or None for the default group.
 
     Example:
       >>> import numpy as np
@@ -66,28 +66,27 @@ def resume_powersgd(
     *,
     hook: Callable[..., Any] | None = None,
 ) -> None:
-    """Registers the hook such that compression goes on at the very next step.
+    """Registers the hook so that the very next step is compressed.
 
-    torch's own way of resuming compresses on buckets that are not rebuilt yet, and a state that is
-    merely safe runs two uncompressed steps first. This makes DDP rebuild its buckets beforehand:
-    it runs `backward` twice (three times with ``static_graph=True``) without compression, and puts
-    back what that changed (buffers, gradients, random number generators). Then it brings the state
-    into DDP's new order of parameters, if that is not the order of `layout`, and registers the
-    hook. Every rank must call it.
+    If you resume with torch alone, torch compresses before DDP has rebuilt its buckets. A state of
+    `state_from_record` alone runs two uncompressed steps first. This function makes DDP rebuild its
+    buckets beforehand. It runs `backward` twice (three times with ``static_graph=True``) without
+    compression, and restores the buffers, gradients and random number generators. If DDP's new
+    order of parameters is not that of `layout`, it reorders the state. Every rank must call it.
 
     Args:
       ddp_model: A fresh ``DistributedDataParallel`` model, without a hook.
-      state: What `state_from_record` or `powersgd_to_torch` returned.
+      state: The state that `state_from_record` or `powersgd_to_torch` returned.
       layout: The layout that `state` was made with.
-      backward: Runs one forward and backward pass on `ddp_model`, all of its parameters included.
-      hook: What to register: a wrapped hook (``fp16_compress_wrapper(powerSGD_hook)``), or one of
-        your own around it. None for torch's ``powerSGD_hook``; over gloo for `waiting_hook`, since
-        torch's hangs there as soon as DDP cuts several buckets.
+      backward: Runs one forward and backward pass of `ddp_model` that reaches all parameters.
+      hook: The hook to register: a wrapped hook (``fp16_compress_wrapper(powerSGD_hook)``), or your
+        own function around it. None means torch's ``powerSGD_hook``. Over gloo None means
+        `waiting_hook`, because torch's hook hangs there when DDP has several buckets.
 
     Raises:
-      CheckpointMismatch: DDP's buckets hold other parameters than `layout`, or are not rebuilt, as
-        `backward` does not run through `ddp_model`.
-      TypeError: Another model than DDP's is given.
+      CheckpointMismatch: DDP's buckets hold other parameters than `layout`. Or they are not
+        rebuilt, because `backward` does not call `ddp_model`.
+      TypeError: `ddp_model` is not a ``DistributedDataParallel`` model.
 
     Example:
       In a job with the model ``torch.nn.Linear(8, 4)``:
@@ -112,7 +111,7 @@ def resume_powersgd(
     default = waiting_hook if over_gloo else import_torch(HOOKS).powerSGD_hook
     ddp_model.register_comm_hook(state, hook or default)
     buffers = [buffer.detach().clone() for buffer in ddp_model.module.buffers()]
-    # DDP rebuilds in the second forward pass; of a static graph it learns the order one pass later.
+    # DDP rebuilds its buckets in the second forward pass, and with a static graph in the third.
     with torch.random.fork_rng():
         for _ in range(3 if ddp_model.static_graph else 2):
             backward()
@@ -122,8 +121,8 @@ def resume_powersgd(
         parameter.grad = None
     if awaits_rebuild(ddp_model):
         raise CheckpointMismatch(
-            "DDP has not rebuilt its buckets, into whose order the state has to be brought. Let "
-            "`backward` run forward and backward through `ddp_model` itself, not inside no_sync()."
+            "DDP has not rebuilt its buckets, and the state needs their new order. Let `backward` "
+            "run forward and backward through `ddp_model` itself, not inside no_sync()."
         )
     present = record_layout(ddp_model)
     if present != layout:
@@ -133,11 +132,11 @@ def resume_powersgd(
 
 
 def waiting_hook(state: PowerSGDState, bucket):  # DDP compares annotations with its own classes
-    """Calls ``powerSGD_hook`` and waits until it has sent a bucket before the next one begins.
+    """Calls ``powerSGD_hook`` and waits until the bucket is sent before the next bucket begins.
 
-    Over gloo torch's own hook hangs as soon as DDP cuts several buckets, because the ranks start
-    the all-reduces of different buckets in different orders. For ``register_comm_hook``, also
-    inside ``fp16_compress_wrapper``.
+    Over gloo torch's own hook hangs when DDP has several buckets, because the ranks start the
+    all-reduces of the buckets in different orders. Pass this function to ``register_comm_hook``,
+    directly or inside ``fp16_compress_wrapper``.
 
     Args:
       state: The ``PowerSGDState``.
@@ -156,7 +155,7 @@ def waiting_hook(state: PowerSGDState, bucket):  # DDP compares annotations with
 
 
 def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None:
-    """Moves the buffers of `state` from one layout to another of the same parameters."""
+    """Moves the buffers of `state` from the layout `old` to `new`, of the same parameters."""
     if sorted(old.names) != sorted(new.names):
         raise CheckpointMismatch(
             "DDP's buckets hold other parameters than the layout. Use the layout that the state "
@@ -173,7 +172,7 @@ def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None
             device = tensor.device
             buffers = {b: tensor.new_zeros(size, device="cpu") for b, size in sizes.items()}
             setattr(state, name, buffers)
-    for name, part in new.parts(state).items():  # views of these
+    for name, part in new.parts(state).items():  # views of the new buffers
         for field in _FIELDS:
             view, array = getattr(part, field), getattr(before[name], field)
             if view is not None and array is not None:

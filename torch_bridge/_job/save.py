@@ -1,6 +1,6 @@
-"""What runs inside the PyTorch job: record the layout, save everything, and go on exactly.
+"""Runs inside the PyTorch job: records the bucket layout and saves a complete checkpoint.
 
-torch is imported when a function is called, so that ``import torch_bridge`` works without it.
+The functions import torch when they are called, so ``import torch_bridge`` works without torch.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 def record_layout(
     ddp_model: DistributedDataParallel, state: PowerSGDState | None = None
 ) -> BucketLayout:
-    """Returns the bucket layout that DDP uses now, on any rank, once compression has begun.
+    """Returns the bucket layout that DDP uses now. Any rank can call it after compression began.
 
     DDP rebuilds its buckets in the second iteration, with ``static_graph=True`` in the third.
 
     Args:
       ddp_model: The ``DistributedDataParallel`` model.
-      state: Its ``PowerSGDState``; the layout is checked against the state's buffers.
+      state: The hook's ``PowerSGDState``; the layout is checked against the state's buffers.
 
     Returns:
-      The layout, by the names of ``ddp_model.module.named_parameters()``.
+      The layout, with the names of ``ddp_model.module.named_parameters()``.
 
     Raises:
-      CheckpointMismatch: The state was made for other buckets: of another size, or those that DDP
-        has yet to rebuild.
-      TypeError: Another model than DDP's is given.
+      CheckpointMismatch: The state was made for buckets of other sizes, or DDP has not rebuilt its
+        buckets yet.
+      TypeError: `ddp_model` is not a ``DistributedDataParallel`` model.
 
     Example:
       In a job with the model ``torch.nn.Linear(8, 4)``:
@@ -80,10 +80,12 @@ def record_layout(
 
 
 def _bucketed(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """Lists the parameters that DDP numbers: in definition order, tied ones once, no frozen ones.
+    """Returns the parameters that DDP reduces, by name, in the order of their definition.
+
+    A tied parameter occurs once; a frozen parameter does not occur.
 
     Raises:
-      CheckpointMismatch: Some are complex.
+      CheckpointMismatch: A parameter is complex.
     """
     ignored = getattr(ddp_model, "parameters_to_ignore", ())
     parameters = {}
@@ -93,9 +95,9 @@ def _bucketed(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Paramete
     complex_ones = [name for name, parameter in parameters.items() if parameter.is_complex()]
     if complex_ones:
         raise CheckpointMismatch(
-            "DDP lays complex parameters into its buckets as twice as many real numbers, which the "
-            "hook compresses as another matrix. Their hook state cannot be converted; save the "
-            "checkpoint with state=None.",
+            "DDP stores a complex parameter in its buckets as twice as many real numbers, and the "
+            "hook compresses another matrix than the parameter. Such a hook state cannot be "
+            "converted; save the checkpoint with state=None.",
             unexpected=complex_ones,
         )
     return parameters
@@ -104,7 +106,7 @@ def _bucketed(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Paramete
 def _present_order(
     ddp_model: DistributedDataParallel, parameters: Mapping[str, torch.nn.Parameter]
 ) -> list[list[str]]:
-    """Returns the names in each of DDP's buckets."""
+    """Returns the parameter names in each of DDP's buckets, in their order."""
     order = []
     rebuilt = _logged(ddp_model).get("rebuilt_per_bucket_param_indices")
     if rebuilt:
@@ -112,15 +114,16 @@ def _present_order(
         for bucket in rebuilt.split(","):
             order.append([names[int(index)] for index in bucket.split()])
         return order
-    # Not rebuilt, or not logged; this takes the memory of all gradients for a moment.
+    # The buckets are not rebuilt, or DDP did not log them. For a moment this call takes as much
+    # memory as all gradients.
     known = {id(parameter): name for name, parameter in parameters.items()}
     for bucket in ddp_model.reducer._get_zeros_like_grad_buckets():
         order.append([known[id(parameter)] for parameter in bucket.parameters()])
     return order
 
 
-# Argument -> what it has, what it is, and what it is not. Not isinstance: what torch.compile makes
-# of a model serves as well.
+# Argument -> an attribute that it must have, the object that it must be, and what not to pass
+# instead. Attributes are checked, not classes, because a model from torch.compile works as well.
 _WANTED = {
     "ddp_model": (
         "_get_ddp_logging_data",
@@ -130,7 +133,7 @@ _WANTED = {
     "state": (
         "error_dict",
         "the PowerSGDState",
-        "pass None where the hook is another: of post_localSGD_hook there is nothing to save but "
+        "pass None for any other hook. The state of post_localSGD_hook holds nothing to save but "
         "the step",
     ),
     "optimizer": ("state_dict", "the optimizer itself", "not its state_dict()"),
@@ -139,10 +142,10 @@ _WANTED = {
 
 
 def require(**arguments: Any) -> None:
-    """Refuses arguments of other kinds; None stands for none, but for the model.
+    """Refuses arguments of the wrong kind; every argument but `ddp_model` may be None.
 
     Raises:
-      TypeError: With the argument that is something else.
+      TypeError: An argument is of another kind; the message names it.
     """
     for name, value in arguments.items():
         attribute, kind, instead = _WANTED[name]
@@ -152,20 +155,20 @@ def require(**arguments: Any) -> None:
 
 
 def awaits_rebuild(ddp_model: DistributedDataParallel) -> bool:
-    """Tells whether DDP will cut other buckets than it has now."""
+    """Returns True if DDP will still rebuild its buckets."""
     rebuilds = ddp_model.static_graph or not ddp_model.find_unused_parameters
     return rebuilds and not _logged(ddp_model).get("has_rebuilt_buckets")
 
 
 def _logged(ddp_model: DistributedDataParallel) -> Mapping[str, Any]:
-    """Returns what DDP says of its buckets; it logs before it rebuilds, so the log is renewed."""
+    """Returns DDP's log of its buckets; renews it first, because DDP logs before it rebuilds."""
     if ddp_model.logger is not None:
         ddp_model.logger.set_runtime_stats_and_log()
     return ddp_model._get_ddp_logging_data()
 
 
 def holds_buffers(state: PowerSGDState) -> bool:
-    """Tells whether compression has begun."""
+    """Returns True if the state holds errors or factors, so that compression has begun."""
     return bool(state.error_dict or state.q_memory_dict)
 
 
@@ -184,32 +187,32 @@ def save_checkpoint(
 ) -> None:
     """Writes one complete checkpoint: model, optimizer, hook state with every rank's error, layout.
 
-    Every rank must call it. Rank 0 receives the errors one by one (its memory grows by one model
-    per rank, on the CPU) and writes a single file: under another name first, so that a crash
-    leaves the previous checkpoint whole. The file holds tensors and plain values only, so
-    ``torch.load(path, weights_only=True)`` reads it as well as `load`.
+    Every rank must call it. Rank 0 receives the errors of the other ranks, one rank after the
+    other. For each rank it needs CPU memory of one model. It writes one file, under another name
+    first, so a crash leaves the previous checkpoint complete. The file holds only tensors and plain
+    values, so both ``torch.load(path, weights_only=True)`` and `load` read it.
 
     Args:
-      path: The file; an existing one is replaced.
+      path: The file to write; an existing file is replaced.
       ddp_model: The ``DistributedDataParallel`` model.
-      state: Its ``PowerSGDState``, or None if it has none.
-      optimizer: The optimizer, whose ``state_dict()`` is saved, with the names of the parameters of
+      state: The hook's ``PowerSGDState``, or None for another hook or no hook.
+      optimizer: The optimizer, or None. Its ``state_dict()`` is saved, with the parameter names of
         each group, as torch writes them for an optimizer of ``named_parameters()``.
-      extra: Further tensors, arrays, plain values, and dictionaries and lists of these, such as
-        ``{"epoch": 3}``. That of rank 0 is saved.
-      example: Inputs of the model, a tensor or a tuple of them; a few rows are enough, and all are
-        stored, with what the model makes of them in evaluation mode. By them a conversion finds out
-        which layer is which, and proves that the outputs are the same. Rank 0 runs the module
-        once, beside the training: modes, buffers, gradients and random numbers stay as they were.
-      scaler: The ``GradScaler`` under which the hook runs, if there is one. Errors are in units of
-        its scale, which a conversion takes out; its ``state_dict()`` is saved as
-        ``extra["scaler"]``, if that is not there.
+      extra: Further tensors, arrays and plain values, also in dictionaries and lists, such as
+        ``{"epoch": 3}``. The `extra` of rank 0 is saved.
+      example: Inputs of the model, a tensor or a tuple of tensors; a few rows are enough. The file
+        stores them with the model's outputs in evaluation mode. With these a conversion finds out
+        which layer is which, and proves that the outputs are equal. Rank 0 runs the module once;
+        its modes, buffers, gradients and random number generators stay as they were.
+      scaler: The ``GradScaler`` of the training loop, or None. Under a scaler the errors are in
+        units of its scale, and a conversion divides by it. Its ``state_dict()`` is saved as
+        ``extra["scaler"]``, unless `extra` has such an entry.
 
     Raises:
       TypeError: The model, optimizer, scaler or example is of another kind.
-      CheckpointMismatch: The state was made for other buckets, or for those that DDP has yet to
-        rebuild; on every rank.
-      RuntimeError: Rank 0 could not write the file; on every rank, with the reason.
+      CheckpointMismatch: The state was made for other buckets, or DDP has not rebuilt its buckets
+        yet; raised on every rank.
+      RuntimeError: Rank 0 could not write the file; raised on every rank, with the reason.
 
     Example:
       In a job with the model ``torch.nn.Linear(8, 4)``:
@@ -238,7 +241,7 @@ def save_checkpoint(
         try:
             module = ddp_model.module
             hook = None
-            hooks = getattr(ddp_model, "_comm_hooks", ())  # torch says them nowhere else
+            hooks = getattr(ddp_model, "_comm_hooks", ())  # torch has no public name for these
             if hooks:
                 hook = hook_name(hooks[-1][0])
             run = None
@@ -264,7 +267,7 @@ def save_checkpoint(
                 loss_scale=scale,
             )
             write_document(pathlib.Path(path), make_document(checkpoint))
-        except Exception as error:  # whatever it is, the other ranks wait
+        except Exception as error:  # of any class, because the other ranks wait for the message
             problem = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(problem, src=dist.get_global_rank(group, 0), group=group)
     if problem[0] is not None:
@@ -278,7 +281,7 @@ def _named_groups(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> 
     groups = []
     for group, live in zip(document["param_groups"], optimizer.param_groups, strict=True):
         held = [names.get(id(parameter)) for parameter in live["params"]]
-        if None in held:  # of another module
+        if None in held:  # the optimizer has parameters of another module
             return document
         groups.append(dict(group, param_names=held))
     document["param_groups"] = groups
@@ -290,13 +293,13 @@ def _plain(entries: Mapping[str, Any], whose: str) -> dict[str, Any]:
     if lacking:
         raise ValueError(
             f"torch.load(weights_only=True) does not read {printable(', '.join(lacking))} of "
-            f"{whose}. Pass plain values: str(path), vars(args), scheduler.state_dict()"
+            f"{whose}. Pass plain values instead: str(path), vars(args), scheduler.state_dict()"
         )
     return kept
 
 
 def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Tensor]]:
-    """Brings every rank's error to rank 0, in rank order; an empty list elsewhere."""
+    """Returns the errors of all ranks, in rank order, on rank 0; an empty list on other ranks."""
     torch = import_torch()
     dist = import_torch("torch.distributed")
     errors = {bucket: error.detach() for bucket, error in sorted(state.error_dict.items())}
@@ -319,7 +322,7 @@ def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Ten
 def _records(
     state: PowerSGDState | None, errors: Sequence[Mapping[int, torch.Tensor]]
 ) -> tuple[PowerSGDRecord, ...]:
-    """Makes the record of each rank; tensors on the CPU share their memory with the state's."""
+    """Returns the record of each rank; on the CPU its arrays share memory with the state."""
     if state is None:
         return ()
     slots = {}
@@ -328,12 +331,12 @@ def _records(
     for name in BUFFERS:
         slots[name] = jax.tree.map(to_numpy, slots[name])
     record = record_from_slots(slots)
-    # Errors stay tensors, which `write_document` wants.
+    # The errors stay tensors, because `write_document` needs tensors.
     return tuple(dataclasses.replace(record, error_dict=error) for error in errors)
 
 
 def write_document(path: pathlib.Path, document: Any) -> None:
-    """Writes a file by ``torch.save``, whole or not at all.
+    """Writes a file with ``torch.save``, completely or not at all.
 
     Raises:
       OSError: The disk is full, for example.
@@ -343,7 +346,7 @@ def write_document(path: pathlib.Path, document: Any) -> None:
         try:
             torch.save(document, file)
         except RuntimeError as error:
-            # What torch says of its own archive hides what the system said of the file.
+            # torch's error about its archive hides the system's error about the file.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
