@@ -106,6 +106,7 @@ class Match:
             for leaf, (path, _) in target.parts.items():
                 owners["/".join(path)] = target
                 leaves["/".join(path)] = leaf
+        shares = {}
         for layer in self.torch.copy():
             sent = {}
             for part, (name, _) in list(layer.parts.items()):
@@ -120,7 +121,8 @@ class Match:
                     targets = tuple(map(owners.get, paths))
                     sent.setdefault(targets, (pattern, paths))
             if sent:
-                self._send(layer, sent)
+                shares[layer] = self._send(layer, sent)
+        _exchange(self.torch, shares)
 
     def _alone(self, layer: Layer, part: str, target: Layer, leaf: str) -> Layer:
         """Pairs a tensor and a leaf as layers by themselves, and returns the Flax layer."""
@@ -134,12 +136,15 @@ class Match:
         self.partners[one] = other
         return other
 
-    def _send(self, layer: Layer, sent: Mapping[Any, tuple[str, list[str]]]) -> None:
-        """Pairs a layer with the one that a rule names, or its equal shares with several."""
+    def _send(self, layer: Layer, sent: Mapping[Any, tuple[str, list[str]]]) -> list[Layer]:
+        """Pairs a layer with the one that a rule names, or its equal shares with several.
+
+        Returns:
+          The shares, or the layer.
+        """
         (targets, (pattern, paths)), *others = sent.items()
         text = f"the rule {pattern!r} sends {layer} to"
         shares = layer.shares(len(paths))
-        _exchange(self.torch, {layer: shares})
         for share, target, path in zip(shares, targets, paths, strict=True):
             if target is None:
                 self.problems.append(
@@ -154,6 +159,7 @@ class Match:
                 f"{text} {'|'.join(paths)}, and {other!r} a part of it to {'|'.join(elsewhere)}: "
                 "let one rule name the whole layer"
             )
+        return shares
 
     def take_apart(self, layers: Group) -> None:
         """Takes layers apart into their parts."""
