@@ -227,19 +227,24 @@ def to_flax(
     if consume:
         checkpoint.model.clear()
         (checkpoint.optimizer or {}).clear()
-    run = FlaxRun(
+    if step is None:
+        step = calls
+    difference = None
+    control = None
+    if paired.apart is not None:
+        difference = paired.apart.largest
+        control = paired.apart.control
+    return FlaxRun(
         params,
         reducer,
         state,
         optimizer,
         optimizer_state,
-        calls if step is None else step,
-        pairs=paired.pairs,
+        step,
+        difference,
+        paired.pairs,
+        control,
     )
-    if paired.apart is None:
-        return run
-    seen = {"difference": paired.apart.largest, "control": paired.apart.control}
-    return dataclasses.replace(run, **seen)
 
 
 def refuse_other_than_checkpoint(value: Any, name: str) -> None:
