@@ -1,1 +1,1 @@
-"""Predicted step times, and whether to compress at all."""
+"""Predicts step times, and recommends a reducer or none."""

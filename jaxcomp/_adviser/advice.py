@@ -1,4 +1,4 @@
-"""The answer of `advise`: what is expected of each reducer, and the verdict in words."""
+"""The result of `advise`: a prediction for each reducer, and the verdict in words."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from jaxcomp._base.typing import AxisName
 from jaxcomp._bytes.units import with_unit
 from jaxcomp._reducers.transformation import Transformation
 
-# Steps that differ by less are within the error of the model: so little is not worth what
-# compression costs in loss, nor, among reducers, a lower rank than is possible.
+# Two step times whose ratio is below this are equal within the model's error. So small a gain is
+# not worth the loss of compression, nor of a lower rank than necessary.
 CLOSE = 1.1
 _HEADER = ("reducer", "step", "bytes a step", "speedup", "pays below", "loss")
 _WIDTH = 96
 
 
 class Loss(NamedTuple):
-    """What is known of the loss with a reducer."""
+    """Expected loss with a reducer."""
 
-    gap: float | None  # how far above the exact run it is expected to end; None: not known
-    half_width: float | None  # of its 95% interval
-    doubt: str = ""  # why it is not known well enough
+    gap: float | None  # expected excess over the exact run's loss; None: not known
+    half_width: float | None  # half-width of the gap's 95% interval
+    doubt: str = ""  # why the gap is not known well enough; empty if it is
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What is expected of one reducer. Times in seconds, gaps as shares: 0.01 is 1%."""
+    """Prediction for one reducer. Times are in seconds, gaps are fractions: 0.01 is 1%."""
 
     name: str
     make: Callable[..., Transformation] = dataclasses.field(repr=False)  # takes ``axis_name=``
     compressed: bool  # False for the exact averages, which are the baselines
-    rank: int  # of PowerSGD, else 0
-    sent: CompressionStats  # leaf by leaf
+    rank: int  # rank of PowerSGD, else 0
+    sent: CompressionStats  # bytes in one step, for each leaf
     step_time: float
-    speedup: float  # over the faster baseline
-    break_even: float  # bytes per second below which it is faster than both; 0 never, inf always
-    gap: float | None  # how far above the exact run the loss is expected to end; None: not known
-    half_width: float | None  # of its 95% interval
-    doubt: str  # why the loss is not known well enough; empty where it is
+    speedup: float  # step time of the faster baseline / step time
+    break_even: float  # bytes/s below which it beats both baselines; 0 never, inf always
+    gap: float | None  # expected excess over the exact run's loss; None: not known
+    half_width: float | None  # half-width of the gap's 95% interval
+    doubt: str  # why the gap is not known well enough; empty if it is
 
     def reducer(self, axis_name: AxisName) -> Transformation:
-        """Makes it, for the replicas along `axis_name`."""
+        """Makes the reducer, for the replicas along `axis_name`."""
         return self.make(axis_name=axis_name)
 
     @property
     def bytes_per_step(self) -> int:
-        """Returns the bytes that each replica hands to the collectives."""
+        """Returns the bytes that each replica hands to the collectives in a step."""
         return self.sent.bytes_after
 
     @property
     def row(self) -> tuple[str, ...]:
-        """Returns its line in the table of all."""
+        """Returns the cells of this prediction's row in the table."""
         limit = "-"
         loss = "-"
         if self.compressed:
@@ -72,7 +72,7 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """What to use, why, and what was expected of every candidate; `str` gives the table."""
+    """A recommendation, its reason, and a prediction for each candidate; `str` gives the table."""
 
     workers: int
     link: Link
@@ -80,13 +80,13 @@ class Advice:
     device: Calibration
     predictions: tuple[Prediction, ...]
     baseline: Prediction  # the faster all-reduce
-    # The baseline itself where compression does not pay; where the loss is not known, what to try.
+    # The baseline if compression does not pay; a candidate to try if its loss is not known.
     recommended: Prediction
-    notes: tuple[str, ...]  # what was assumed, and how far it holds
+    notes: tuple[str, ...]  # the assumptions and their limits
 
     @property
     def compress(self) -> bool | None:
-        """Tells whether anything but an all-reduce is recommended; None where it is not known."""
+        """Tells whether compression is recommended; None if this is not known."""
         if not self.recommended.compressed:
             return False
         if self.recommended.doubt:
@@ -94,7 +94,7 @@ class Advice:
         return True
 
     def reducer(self, axis_name: AxisName) -> Transformation:
-        """Makes what is recommended, or what to try, for the replicas along `axis_name`.
+        """Makes the recommended reducer, or the one to try, for the replicas along `axis_name`.
 
         Example:
           >>> import jax.numpy as jnp, jaxcomp
@@ -109,7 +109,7 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """Says what to do, in a few words."""
+        """Returns the recommendation in a few words."""
         if self.compress is None:
             return "Not known: run both."
         if not self.compress:
@@ -118,7 +118,7 @@ class Advice:
 
     @property
     def reason(self) -> str:
-        """Says why this one, in a sentence or two."""
+        """Returns the reason for the recommendation, in a few sentences."""
         best = self.recommended
         if best is self.baseline:
             if self.link.senders == 1:

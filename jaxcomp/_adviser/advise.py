@@ -1,4 +1,4 @@
-"""Whether to compress on a given network, and at which rank: one answer, or why there is none."""
+"""Recommends for a network whether to compress and at which rank, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from jaxcomp._reducers.powersgd import powersgd
 from jaxcomp._reducers.quantized import quantized_allreduce
 from jaxcomp._reducers.transformation import Transformation
 
-# In six bits a leaf shrinks below a rate of 2, too.
+# With six-bit factors a leaf shrinks even at a compression rate below 2.
 _LEAST_RATE = 1.0
-# An interval of more budgets than this leaves the question open.
+# If an interval is wider than this number of budgets, the loss counts as not known.
 _BUDGETS = 3
 _EXACT = Loss(0.0, 0.0)
-# Of the int8 all-reduce with a residual, five runs: python -m benchmarks.optimizers --law
+# Five runs of the int8 all-reduce with a residual: python -m benchmarks.optimizers --law
 _INT8 = Loss(gap=0.0, half_width=0.004)
 
 
@@ -47,42 +47,45 @@ def advise(
     matrix_dims: MatrixDimsFn | None = None,
     device: str | Calibration = "gpu",
 ) -> Advice:
-    """Says whether to compress on a network, and which reducer keeps the loss within a budget.
+    """Recommends whether to compress on a network, and with which reducer, within a loss budget.
 
-    The time of a step comes from that of a ring all-reduce, which docs/performance.md has. Exact
+    The time of a step is computed with a model of ring all-reduces (docs/performance.md). Exact
     averages overlap with the backward pass, which is assumed to take two thirds of `step_time`;
     compressed gradients are sent after it. The baseline is the faster of a 32-bit and a 16-bit
     all-reduce.
 
-    What a rank costs in loss is read off `opt_state`, as `predict_gap` does. Without it a law in
-    width and tokens guesses, where runs of that kind were made; elsewhere, and where its interval
-    is wider than three budgets, the verdict is "not known". Both are of PowerSGD with
-    ``comm_dtype="int6"`` from the first step on.
+    The loss that a rank costs is predicted from `opt_state`, as in `predict_gap`. Without
+    `opt_state` it is predicted from the model's width and the tokens of a step. The verdict is "not
+    known" if no runs of that width and batch were made, or the prediction's interval is wider than
+    three budgets. Both predictions are for PowerSGD with ``comm_dtype="int6"`` from the first step
+    on.
 
     Args:
-      params: Arrays or shapes, of which only shape and dtype are read; or a number of parameters,
-        124_000_000 or ``"124M"``, for which a transformer's shapes are assumed.
+      params: The parameters, as arrays or shapes; or their number, such as 124_000_000 or
+        ``"124M"``, for which a transformer's shapes are assumed.
       workers: Number of replicas.
       bandwidth: The bandwidth of each replica's link, in each direction: ``"10Gbit"``,
         ``"25Gbps"``, or bytes per second.
-      step_time: A step without any communication: ``"120ms"``, or seconds.
-      latency: From one replica to the next, one way: ``"50us"``, or seconds.
-      loss_budget: How far above the exact run the held-out loss may be expected to end: ``"0.5%"``,
-        or 0.005.
-      opt_state: The optimizer's state from an exact run of this model, between a quarter and a half
-        of its steps, as for `predict_gap`.
-      tokens: In a step of all workers together: 8_192 or ``"512k"``; a larger batch loses more.
-        None to estimate them from parameters, step time and device. Not read with `opt_state`.
-      optimizer: ``"adamw"`` or ``"muon"``. Not read with `opt_state`.
-      hosts: On how many hosts the workers lie, where those of a host share one link. They average
-        among themselves first, and that time is not counted. None for a link each.
-      matrix_dims: As for `powersgd`: ``jaxcomp.stacked("blocks")`` where layers are stacked along
-        a leading axis.
-      device: What `measure` returned; or ``"gpu"`` or ``"cpu"``, whose constants are assumed.
+      step_time: The time of a step without communication: ``"120ms"``, or seconds.
+      latency: The one-way time from one replica to the next: ``"50us"``, or seconds.
+      loss_budget: How far above the exact run's loss the held-out loss may be expected to end:
+        ``"0.5%"``, or 0.005.
+      opt_state: The optimizer's state from an exact run of this model, after a quarter to a half of
+        its steps, as for `predict_gap`.
+      tokens: The tokens in a step of all workers together: 8_192 or ``"512k"``; a larger batch
+        loses more. None estimates them from parameters, step time and device. Ignored with
+        `opt_state`.
+      optimizer: ``"adamw"`` or ``"muon"``. Ignored with `opt_state`.
+      hosts: The number of hosts, if the workers of a host share one link. These workers average
+        among themselves first, and that time is not counted. None: each worker has a link.
+      matrix_dims: As for `powersgd`: ``jaxcomp.stacked("blocks")`` if layers are stacked along a
+        leading axis.
+      device: The result of `measure`; or ``"gpu"`` or ``"cpu"`` for assumed constants.
 
     Returns:
-      One recommendation with its interval, its reason, what it rests on, and the predictions
-      beside it. ``print`` shows them; ``advice.reducer("data")`` makes what is recommended.
+      One recommendation with its interval, its reason and its assumptions, and the predictions for
+      all candidates. ``print`` shows them; ``advice.reducer("data")`` makes the recommended
+      reducer.
 
     Raises:
       ValueError: If an argument is unusable.
@@ -177,7 +180,7 @@ def advise(
 def _losses_of_run(
     opt_state: PyTree, budget: float, matrix_dims: MatrixDimsFn | None
 ) -> tuple[int, Callable[[int], Loss], str]:
-    """Reads off a run's own momentum which rank keeps the budget.
+    """Finds the lowest rank that keeps the budget, from the momentum of a run.
 
     Returns:
       The lowest that does, what is lost at any rank, and what that rests on.
@@ -214,7 +217,7 @@ def _losses_of_run(
 def _losses_by_law(
     optimizer: str, width: int, tokens: float, budget: float
 ) -> tuple[int, Callable[[int], Loss], str]:
-    """Guesses which rank keeps the budget; unsure beyond all runs.
+    """Finds the lowest rank that keeps the budget, from width and tokens.
 
     Returns:
       The lowest that does, what is lost at any rank, and what that rests on.
@@ -249,7 +252,7 @@ def _losses_by_law(
 
 
 def _too_wide(half_width: float, budget: float) -> str:
-    """Returns why an interval leaves the question open, or nothing."""
+    """Returns why the interval is too wide, or an empty text if it is not."""
     if 2 * half_width <= _BUDGETS * budget:
         return ""
     return f"its interval is {200 * half_width:.1f} points wide, for a budget of {budget:.1%}"
@@ -263,12 +266,12 @@ def _predictions(
     losses: dict[int, Loss],
     matrix_dims: MatrixDimsFn | None,
 ) -> list[Prediction]:
-    """Returns what is expected of two exact averages, the int8 all-reduce, and some ranks.
+    """Predicts the two exact averages, the int8 all-reduce, and PowerSGD at some ranks.
 
-    Ranks at which hardly a leaf is compressed are left out.
+    A rank is left out if it sends no fewer bytes than the 16-bit all-reduce.
     """
     half = partial(allreduce, comm_dtype=constants.half)
-    # How to make each, what it takes, its rank and what is lost.
+    # For each: its factory, its costs, its rank and its loss.
     candidates: dict[str, tuple[Callable[..., Transformation], ReducerCosts, int, Loss]] = {
         "all-reduce float32": (allreduce, constants.allreduce, 0, _EXACT),
         f"all-reduce {constants.half}": (half, constants.allreduce_16, 0, _EXACT),
@@ -321,10 +324,10 @@ def _int8_allreduce(axis_name: AxisName) -> Transformation:
 
 
 def _recommended(predictions: list[Prediction], baseline: Prediction) -> Prediction:
-    """Returns what sends most among those that pay and are about as fast as the fastest.
+    """Returns the prediction that sends most bytes among those about as fast as the fastest.
 
-    All of them are expected to keep the budget. Where it is known of some ranks that they do, the
-    others are left out.
+    Only reducers that pay are considered, or the baseline if none does. All of them are expected to
+    keep the budget. If this is certain for some ranks, the uncertain ones are left out.
     """
     paying = [each for each in predictions if each.compressed and each.speedup >= CLOSE]
     sure = [each for each in paying if not each.doubt]

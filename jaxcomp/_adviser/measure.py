@@ -1,4 +1,4 @@
-"""The constants of the present devices, timed."""
+"""Measures the constants of the devices that JAX has."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 _AXIS = "replicas"
 _FEW = 1 << 9  # values in each of two vectors that are averaged
 _MANY = 1 << 22
-_REPEATS = 8  # of each step
-_SHORTEST = 1e-6  # seconds between two times, which noise may turn round
+_REPEATS = 8  # runs of each step
+_SHORTEST = 1e-6  # seconds: least difference of two times, since noise can make it negative
 
 
 def measure(
@@ -39,23 +39,24 @@ def measure(
     rank: int = 16,
     devices: Sequence[_Device] | None = None,
 ) -> Calibration:
-    """Times compression and an all-reduce on the present devices, for `advise`.
+    """Times compression and an all-reduce on the devices that JAX has, for `advise`.
 
-    On several hosts call it in every process after ``jax.distributed.initialize()``: the all-reduce
-    is then the network's. `advise` takes the slower of the measured network and the link that it
-    is given.
+    On several hosts, call it in every process after ``jax.distributed.initialize()``; the
+    all-reduce then runs over the network. `advise` uses the slower one of the measured network and
+    its `bandwidth` argument.
 
     Args:
-      params: The model to compress, arrays or shapes, or a number of parameters, 10_000_000 or
-        ``"10M"``, for which a transformer's shapes are assumed.
-      rank: At which to time `powersgd` with factors in six bits.
-      devices: Among which to time the all-reduce; None for all that JAX has.
+      params: The parameters, as arrays or shapes; or their number, such as 10_000_000 or ``"10M"``,
+        for which a transformer's shapes are assumed.
+      rank: The rank at which `powersgd` is timed, with factors in six bits.
+      devices: The devices of the all-reduce; None for all that JAX has.
 
     Returns:
-      The constants, by the shortest of repeated runs. With one device the all-reduce is assumed.
+      The constants, from the shortest of repeated runs. With one device, the all-reduce's time is
+      assumed and not measured.
 
     Raises:
-      ValueError: If `rank` is no positive integer, or leaves nothing to compress.
+      ValueError: If `rank` is not a positive integer, or no leaf is compressed at this rank.
 
     Example:
       >>> import jax, jaxcomp
@@ -75,7 +76,7 @@ def measure(
     if local.platform == "cpu":
         assumed = ASSUMED["cpu"]
     integers = quantized_allreduce(axis_name=_AXIS)
-    # What compresses, if anything does, and how its collectives send.
+    # For each: the reducer that compresses, or None, and a reducer with the same collectives.
     reducers: dict[str, tuple[Reducer | None, Reducer]] = {
         "allreduce": (None, allreduce(axis_name=_AXIS)),
         "allreduce_16": (None, allreduce(axis_name=_AXIS, comm_dtype=assumed.half)),
@@ -89,7 +90,7 @@ def measure(
         if reducer is not None:
             seconds = _step_time(reducer, tree, [local]) - alone
             times = seconds / costs.compression_time(reducer.bytes(tree, replicas=1))
-            times = max(times, 0.01)  # noise can make a difference of two times too small
+            times = max(times, 0.01)  # noise can make this difference too small
             per_value = times * costs.per_value
             costs = costs._replace(per_value=per_value, per_column=times * costs.per_column)
         if len(devices) > 1:
@@ -105,10 +106,10 @@ def measure(
 def _collective(
     reducer: Reducer, devices: Sequence[_Device], local: _Device
 ) -> tuple[float, float]:
-    """Times steps that average few and many values, among all devices and on one.
+    """Times the average of few and of many values, over all devices and on one device.
 
     Returns:
-      Overhead in seconds and bandwidth in bytes per second.
+      Overhead in seconds, and bandwidth in bytes per second.
     """
     seconds = []
     sent = []
@@ -122,12 +123,12 @@ def _collective(
 
 
 def _step_time(reducer: Any, tree: Sequence[Any], devices: Sequence[_Device]) -> float:
-    """Times an SGD step on given gradients, in seconds: on one device nothing goes on the wire.
+    """Times an SGD step with a reducer, in seconds; on one device nothing goes on the wire.
 
-    The step is around the reducer because XLA fuses its output with what the optimizer does to it.
+    The step includes the optimizer, because XLA fuses the reducer's output with the update.
     """
     mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
-    # Repeated, so that a large tree is quickly made: no time depends on the values.
+    # The noise repeats, which is fast to make; times do not depend on the values.
     noise = np.random.default_rng(0).standard_normal(100_003, np.float32)
     arrays = jax.tree.map(lambda leaf: np.resize(noise, leaf.shape).astype(leaf.dtype), tree)
     grads = jax.device_put(arrays, NamedSharding(mesh, jax.P()))
@@ -143,8 +144,8 @@ def _step_time(reducer: Any, tree: Sequence[Any], devices: Sequence[_Device]) ->
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=(*specs, jax.P()), out_specs=specs, check_vma=False
     )
-    compiled = jax.jit(mapped, donate_argnums=(0, 1))  # the state stays where it is in memory
-    shortest = float("inf")  # the others waited for other programs, or compiled
+    compiled = jax.jit(mapped, donate_argnums=(0, 1))  # the state is updated in place
+    shortest = float("inf")  # longer runs waited for other programs, or compiled
     for _ in range(_REPEATS):
         start = time.perf_counter()
         params, state = jax.block_until_ready(compiled(params, state, grads))

@@ -1,6 +1,6 @@
-"""How long a data-parallel step takes, from what each replica sends and what compression costs.
+"""Models the time of a data-parallel step from bytes sent and the time of compression.
 
-docs/performance.md has the model in formulas, with its assumptions and its error.
+docs/performance.md has the formulas of the model, its assumptions and its error.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 from jaxcomp._base.stats import CompressionStats
 
-# Of a training step's time the backward pass takes two thirds: it has two matrix products where the
-# forward pass has one.
+# The backward pass takes two thirds of a step's time: it has two matrix products for each one of
+# the forward pass.
 _BACKWARD_SHARE = 2 / 3
-# A break-even bandwidth is a power of this, up to 1e15 bytes per second.
+# A break-even bandwidth is rounded to a power of this base, at most 1e15 bytes per second.
 _BASE = 1 + 1e-6
 _POWERS = range(round(math.log(1e15, _BASE)))
 
 
 class Link(NamedTuple):
-    """What connects the senders: the replicas, or the hosts that they lie on."""
+    """The network link between the senders: replicas, or hosts with several replicas."""
 
     senders: int
     bandwidth: float  # bytes per second in each direction
@@ -30,18 +30,18 @@ class Link(NamedTuple):
 
 
 class ReducerCosts(NamedTuple):
-    """What the step of one kind of reducer takes on a kind of device, beside its computation."""
+    """Costs of one kind of reducer in a step, on one kind of device."""
 
-    overhead: float  # seconds of a collective, whatever its size
-    bandwidth: float = math.inf  # bytes per second that it reaches where no link limits it
-    # One after another: ring all-reduces, or pairs of an all-to-all and an all-gather.
+    overhead: float  # seconds that a collective takes in addition to its bytes
+    bandwidth: float = math.inf  # bytes per second without a slower link
+    # Number of collectives that follow one another; an all-to-all with its all-gather counts once.
     collectives: int = 1
-    overlap: float = 0.0  # the share of the backward pass with which it overlaps
-    per_value: float = 0.0  # seconds of compression, residual included
-    per_column: float = 0.0  # the same, times the rank
+    overlap: float = 0.0  # fraction of the backward pass that the collectives overlap with
+    per_value: float = 0.0  # seconds to compress one value, with its residual
+    per_column: float = 0.0  # seconds for one value and one column of the factors
 
     def compression_time(self, sent: CompressionStats) -> float:
-        """Returns the seconds to compress the leaves that become fewer bytes."""
+        """Returns the seconds to compress all leaves that compression makes smaller."""
         seconds = 0.0
         for leaf in sent.leaves:
             if leaf.bytes_after < leaf.bytes_before:
@@ -49,7 +49,7 @@ class ReducerCosts(NamedTuple):
         return seconds
 
     def communication_time(self, sent: CompressionStats, link: Link) -> float:
-        """Returns the seconds from the first to the last byte, before any overlap."""
+        """Returns the seconds of all collectives, without any overlap."""
         if link.senders == 1:
             return 0.0
         hops = 2 * (link.senders - 1)
@@ -58,7 +58,7 @@ class ReducerCosts(NamedTuple):
         return fixed + hops / link.senders * sent.bytes_after / bandwidth
 
     def step_time(self, sent: CompressionStats, compute: float, link: Link) -> float:
-        """Returns the seconds of a step, of which `compute` are without communication."""
+        """Returns the seconds of a step whose computation takes `compute` seconds."""
         hidden = self.overlap * _BACKWARD_SHARE * compute
         exposed = max(0.0, self.communication_time(sent, link) - hidden)
         return compute + self.compression_time(sent) + exposed
@@ -68,19 +68,19 @@ class ReducerCosts(NamedTuple):
 class Calibration:
     """The model's constants for one kind of device, measured by `measure` or assumed."""
 
-    device: str  # what was measured or assumed, in words
-    half: str  # the 16-bit dtype to send; XLA's CPU backend would send bfloat16 as float32
-    allreduce: ReducerCosts  # of float32
-    allreduce_16: ReducerCosts  # of `half`, with its rounding
+    device: str  # a description: what was measured, what was assumed
+    half: str  # the 16-bit wire dtype; XLA's CPU backend sends bfloat16 as float32
+    allreduce: ReducerCosts  # all-reduce of float32
+    allreduce_16: ReducerCosts  # all-reduce of `half`, with the cast
     int8: ReducerCosts
     powersgd: ReducerCosts  # with factors in integers
-    training_flops: float  # per second of a training step, to estimate the tokens of a step
+    training_flops: float  # operations per second in training, to estimate the tokens of a step
 
 
-# What to expect of a device that nobody has measured. The adviser prints the words along. Values
-# are read and written in float32: 7 times by PowerSGD if ideally fused (the sum of gradient and
-# residual, the second product, output and new residual), 9 times by int8 inside of error_feedback
-# (the sum, integers and scales, the mean's decoding, the residual). A column takes 8 operations.
+# Constants for a device that was not measured; the adviser prints `device` with its result. Each
+# value is read or written in float32: 7 times by an ideally fused PowerSGD (the sum of gradient and
+# residual, the second product, output and new residual), and 9 times by int8 in error_feedback (the
+# sum, integers and scales, decoding the mean, the residual). A column takes 8 operations.
 ASSUMED = {
     "gpu": Calibration(
         device=(
@@ -120,8 +120,8 @@ def break_even(
     """Finds the bandwidth below which a step is faster than each of the baselines.
 
     Returns:
-      Bytes per second; 0 if it does not win on the slowest link and infinity if it wins on the
-      fastest.
+      Bytes per second; 0 if a baseline is faster even on the slowest link, infinity if the step is
+      faster even on the fastest link.
     """
 
     def loses(power: int) -> bool:

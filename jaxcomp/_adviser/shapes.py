@@ -1,4 +1,4 @@
-"""The shapes of a model of which only the number of parameters is known, and its width."""
+"""Guesses a model's shapes from its number of parameters, and finds its typical width."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _LARGEST = 10**12
 
 
 def shapes_of(params: PyTree) -> tuple[PyTree, str]:
-    """Returns the parameters themselves, or a transformer of about so many, like GPT-2 small.
+    """Returns the parameters; or, for a number, shapes of a transformer of about that size.
 
-    It has one layer for every 64 of width, and an embedding, shared with the output, of 50,257
-    rows, or of a third of the parameters where these are few.
+    The transformer resembles GPT-2 small. It has one layer for every 64 of width. Its embedding is
+    shared with the output and has 50,257 rows, or a third of the parameters if these are few.
 
     Args:
       params: Arrays or shapes; or a number of parameters, 124_000_000 or ``"124M"``.
 
     Returns:
-      The tree, and a sentence that says what was assumed, or none.
+      The tree, and a sentence with the assumptions (empty for a tree).
 
     Raises:
-      ValueError: For a number too small for such a model, or beyond any so far.
+      ValueError: If the number is below 10,000 or above 10^12.
     """
     if not isinstance(params, (int, np.integer, str)):
         return params, ""
@@ -61,14 +61,14 @@ def _layers(width: int) -> int:
 
 
 def _values(width: int) -> int:
-    """Counts the parameters of all layers: kernels; biases and norms."""
+    """Counts the parameters of all layers: kernels, biases and norms."""
     return _layers(width) * width * (12 * width + 13)
 
 
 def typical_width(params: PyTree, matrix_dims: MatrixDimsFn | None = None) -> int:
-    """Returns the smaller side of a matrix, as the median over the values that can be compressed.
+    """Returns the median, over all compressible values, of the smaller side of their matrix.
 
-    For a transformer this is its width. It is 1 if there is nothing to compress.
+    For a transformer this is its width. Without a compressible leaf it is 1.
     """
     sides = []
     values = []

@@ -1,1 +1,1 @@
-"""States across replicas, meshes, checkpoints and ranks."""
+"""Moves reducer states between replicas, meshes, checkpoints and ranks."""

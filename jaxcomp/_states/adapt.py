@@ -1,4 +1,4 @@
-"""A training state for another compression: another rank, kind of reducer, or none."""
+"""Converts a training state for another rank or another kind of reducer."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from jaxcomp._states.consolidate import consolidate
 
 
 def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
-    """Fits the state of an earlier run to a reducer with another compression.
+    """Converts the state of an earlier run for a reducer with another compression.
 
-    Of the reducer's state in it,
+    Only the reducer's part of the state changes:
 
-    * factors are cut to their first columns for a lower rank (the power iteration has ordered the
-      columns by importance), and get fresh orthonormal columns for a higher rank;
-    * residuals are taken over wherever the leaf still has one, also between `powersgd` and
-      `error_feedback`. Where it no longer has, what was not sent yet is dropped;
-    * a reducer of another kind starts afresh but for that, with its own ``start_step`` still to
-      come. So does `batched_powersgd`, whose residual is one matrix made of all leaves, unless both
-      are.
+    * For a lower rank, factors keep their first columns (the power iteration has ordered the
+      columns by importance). For a higher rank, they get fresh orthonormal columns.
+    * A leaf that still has a residual keeps its old one, also between `powersgd` and
+      `error_feedback`. If the new reducer keeps no residual for a leaf, the old one is dropped.
+    * A reducer of another kind keeps only the residuals and starts afresh otherwise, with its own
+      ``start_step`` still to come. Between `batched_powersgd`, whose residual is one matrix of all
+      leaves, and another reducer, the residual is dropped too.
 
-    All else, such as momenta, stays as it is. Restore a checkpoint with the reducer that it was
-    written with, then adapt it, then `shard_state` it.
+    Everything else, such as momenta, stays as it is. Restore a checkpoint with the reducer that
+    wrote it, then call `adapt_state`, then `shard_state`.
 
     Args:
-      state: The earlier reducer's state, or a tree that holds it, as a chain's: consolidated, or as
-        it stands between two steps, when it is consolidated here.
-      params: The parameters, the same for both.
+      state: The earlier reducer's state, or a tree that holds it, such as a chain's state. A state
+        that is not consolidated is consolidated here.
+      params: The parameters, the same for both reducers.
       reducer: The new reducer.
 
     Returns:
       The same tree, with a consolidated state of `reducer` in it.
 
     Raises:
-      ValueError: The tree holds no state of a reducer with a residual, or several; or listing every
-        leaf whose residual has another shape.
+      ValueError: If the tree does not hold exactly one state of a reducer with a residual, or
+        residuals have other shapes than the new ones (the message lists the leaves).
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp, optax
@@ -79,14 +79,14 @@ def _has_residual(node: Any) -> bool:
 
 
 def _is_one_array(state: Any) -> bool:
-    """Tells whether the residual is one array and no tree, as `batched_powersgd`'s always is."""
+    """Tells whether the residual is a single array, as in `batched_powersgd`, and not a tree."""
     return jax.tree.all(
         jax.tree.map(lambda x: x is state.residual, state.residual, is_leaf=is_masked)
     )
 
 
 def _adapted(old: Any, new: Any) -> Any:
-    """Brings `old` into the form of `new`, a fresh state; of another kind only its residual."""
+    """Returns the fresh state `new` with values of `old`: only the residual, if kinds differ."""
     residual = _carried_over(_same_shape, old.residual, new.residual, "residual")
     state = new._replace(residual=residual, owner=old.owner)
     if type(old) is not type(new):
@@ -105,10 +105,10 @@ def _adapted(old: Any, new: Any) -> Any:
 def _carried_over(
     function: Callable[[Array, Array], Array | None], old: PyTree, new: PyTree, field: str
 ) -> PyTree:
-    """Maps ``function(old, new)`` over the leaves that both have; elsewhere the new one stays.
+    """Maps ``function(old, new)`` over the leaves that both trees have; other leaves stay new.
 
     Raises:
-      ValueError: Listing the leaves for which the function returns None.
+      ValueError: If the function returns None for a leaf; the message lists these leaves.
     """
     leaves, treedef = jax.tree.flatten_with_path(new, is_leaf=is_masked)
     values = jax.tree.leaves(old, is_leaf=is_masked)
@@ -139,7 +139,7 @@ def _same_shape(old: Array, new: Array) -> Array | None:
 
 
 def _resized(old: Array, new: Array) -> Array | None:
-    """Gives the factor `old` as many columns as `new` has, from which fresh ones are taken."""
+    """Cuts the factor `old` to the rank of `new`, or adds orthogonalised columns of `new`."""
     if old.shape[:-1] != new.shape[:-1]:
         return None
     rank = old.shape[-1]

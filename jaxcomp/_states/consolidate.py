@@ -1,4 +1,4 @@
-"""Makes the state to save from those of all replicas: the mean of what differs between them."""
+"""Makes one state to save from the states of all replicas: per-replica leaves become their mean."""
 
 from __future__ import annotations
 
@@ -28,30 +28,28 @@ from jaxcomp._mesh.weights import averaged
 
 
 def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
-    """Replaces what differs between replicas by its mean: the one state to save.
+    """Replaces per-replica leaves by their mean over the replicas, which gives one state to save.
 
-    Outputs depend on the residuals only through their mean, so every replica may start again from
-    it, on any number of replicas. Outside of mapped functions, without `axis_name`, this takes a
-    state as `jaxcomp.data_parallel`, `jax.pmap`, `jax.vmap` or `jax.shard_map` returned it, with a
-    leading axis of replicas. Inside of one, with `axis_name`, it is one all-reduce; under
-    ``shard_map(check_vma=True)`` the result is replicated, and ``out_specs=P()`` gives the one
-    copy. Counters, flags and random keys that differ by replica have no mean: the largest one is
-    kept.
+    Outputs depend on the residuals only through their mean, so any number of replicas can continue
+    from the mean. Outside of mapped functions, call it without `axis_name` on a state with a
+    leading axis of replicas, as `jaxcomp.data_parallel`, `jax.pmap`, `jax.vmap` or `jax.shard_map`
+    returns it. Inside of a mapped function, pass `axis_name`: the mean is then one all-reduce.
+    Under ``shard_map(check_vma=True)`` the result is replicated, and ``out_specs=P()`` returns one
+    copy. Counters, flags and random keys have no mean; the largest value over the replicas is kept.
 
     Args:
       state: Any tree that holds jaxcomp states: a whole `optax.chain` state, a ``TrainState``.
       axis_name: The mapped axis or axes of the replicas; None outside of a mapped function. If
-        there everything has an axis of replicas, as out of `jax.pmap`, it is taken away from
-        everything.
+        every leaf has an axis of replicas there, as `jax.pmap` returns it, every leaf loses it.
 
     Returns:
       The same tree without an axis of replicas, equal on every replica.
 
     Raises:
-      ValueError: If the axis is not bound; inside of a mapped function, if it was not given;
-        outside, if what each replica has of its own has no axis of replicas, is that of one replica
-        only or of one several times, or a shared leaf differs. Traced values cannot be compared:
-        the owner of the result is then NaN, which `shard_state` refuses.
+      ValueError: If the axis is not bound, or `axis_name` is missing inside of a mapped function.
+        Outside of one, if per-replica leaves have no axis of replicas or do not come from all
+        replicas, or a replicated leaf differs between replicas. Traced values cannot be compared.
+        For them the result's `owner` is NaN, and `shard_state` refuses that state.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp, optax
@@ -89,18 +87,18 @@ def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
 
 
 class Layout(NamedTuple):
-    """Describes how a state lies outside of mapped functions."""
+    """Describes the axes of replicas of a state outside of mapped functions."""
 
-    replicas: int | None  # how many, along axis 0 of what each has of its own; None without one
-    everything: bool  # whether what they share has that axis too, as `jax.pmap` returns it
+    replicas: int | None  # length of axis 0 of per-replica leaves; None: no such axis
+    everything: bool  # whether replicated leaves have that axis too, as from `jax.pmap`
 
 
 def layout_of(state: PyTree) -> Layout:
-    """Finds how a state lies; refuses one whose rows do not belong together.
+    """Returns the layout of a state, after checking that its rows belong together.
 
     Raises:
-      ValueError: If per-replica leaves have no common leading axis, are those of one replica only,
-        or of one several times; or rows of what replicas share differ.
+      ValueError: If per-replica leaves have no common leading axis, or do not come from all
+        replicas; or the rows of a replicated leaf differ.
     """
     owners = leaves_marked(state, OWNER)
     local = leaves_marked(state, LOCAL, OWNER)
@@ -114,7 +112,7 @@ def layout_of(state: PyTree) -> Layout:
     if len(lengths | _lengths(local)) != 1:
         raise ValueError(_no_axis(local))
     shared = leaves_marked(state, SHARED)
-    # Some shared leaf is a scalar in nearly every state.
+    # Nearly every state has a replicated scalar, so this condition is rarely met by chance.
     everything = _lengths(shared) == lengths
     if everything:
         for name, leaf in shared.items():
@@ -124,12 +122,12 @@ def layout_of(state: PyTree) -> Layout:
 
 
 def _lengths(values: dict[str, Any]) -> set[tuple[int, ...]]:
-    """Returns the lengths of the leading axes that there are; () of a scalar."""
+    """Returns the set of the lengths of leading axes; a scalar adds ()."""
     return {np.shape(value)[:1] for value in values.values()}
 
 
 def _check_equal_rows(name: str, leaf: Any) -> None:
-    """Refuses a leaf that differs between the replicas that share it, where that can be known."""
+    """Refuses a replicated leaf whose rows differ; a traced leaf passes."""
     if isinstance(leaf, jax.core.Tracer):
         return
     leaf = in_words(leaf)
@@ -143,7 +141,7 @@ def _check_equal_rows(name: str, leaf: Any) -> None:
 
 
 def _mean_of_rows(leaf: Any) -> Any:
-    """Averages over axis 0 in float32 at least; takes the largest of what has no mean."""
+    """Averages over axis 0 in float32 or wider; takes the maximum if the leaf is not floating."""
     if not is_floating(leaf):
         return _largest(leaf, functools.partial(jnp.max, axis=0))
     leaf = jnp.asarray(leaf)
@@ -151,7 +149,7 @@ def _mean_of_rows(leaf: Any) -> Any:
 
 
 def _largest(leaf: Any, maximum: Callable[[Array], Array]) -> Any:
-    """Takes the maximum over the replicas of integers, flags or random keys."""
+    """Returns the maximum of integers, flags or random keys over the replicas."""
     if is_key(leaf):
         words = maximum(jax.random.key_data(leaf))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
@@ -161,8 +159,8 @@ def _largest(leaf: Any, maximum: Callable[[Array], Array]) -> Any:
 
 
 def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
-    """Consolidates inside of a mapped function, with one all-reduce for each dtype."""
-    # A state of classes without an owner: under shard_map what it has of its own is a row of 1.
+    """Consolidates a state inside of a mapped function, with one all-reduce for each dtype."""
+    # In a state without an owner, shard_map leaves per-replica leaves as rows of length 1.
     lengths = _lengths(leaves_marked(state, LOCAL))
     replicas = axis_size(axis_name)
     if has_rows(state) or (lengths == {(1,)} and not leaves_marked(state, OWNER)):
@@ -173,7 +171,7 @@ def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
         if mark == SHARED:
             return None
         if mark == OWNER:
-            # Equal to (1, 0) everywhere if it is that of this replica, (0, 1) if everybody's.
+            # On every replica (1, 0) if each has its own residual, or (0, 1) if all share one.
             return jnp.stack([leaf == owner_id(axis_name), leaf == 0]).astype(jnp.float32)
         if is_floating(leaf):
             return leaf
@@ -194,7 +192,7 @@ def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
 def _owner_of_all(owners: Array) -> Array:
     """Returns 0 if every replica owns a row, in any order, or all rows are shared; else NaN."""
     all_of_them = jnp.arange(owners.size, dtype=jnp.float32) - owners.size
-    # Not sorted: on an Explicit mesh nothing is, along an axis of it.
+    # Compared and not sorted: JAX cannot sort along an axis that an Explicit mesh axis shards.
     present = (jnp.atleast_1d(owners)[:, None] == all_of_them[None]).any(axis=0)
     each = bool(owners.ndim) & present.all()
     everybody = (owners == 0).all()
@@ -202,7 +200,7 @@ def _owner_of_all(owners: Array) -> Array:
 
 
 def _check_not_mapped(state: PyTree) -> None:
-    """Refuses to consolidate one replica's view without its axis."""
+    """Refuses a call without an axis name inside of a mapped function."""
     inside = bool(mesh_axes(jax.sharding.AxisType.Manual))
     for owner in leaves_marked(state, OWNER).values():
         if isinstance(owner, jax.core.Tracer) and (inside or not owner.ndim):

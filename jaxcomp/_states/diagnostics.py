@@ -1,4 +1,4 @@
-"""How much of the gradients the factors carry, read from the state of a run."""
+"""Reads from the state of a run how much of the gradients the factors carry."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from jaxcomp._mesh.collectives import varying
 from jaxcomp._mesh.per_replica import OWNER, has_rows, is_reducer_state, leaves_marked
 from jaxcomp._states.consolidate import consolidate, layout_of
 
-# Below this share more energy waits in the residual than went out.
+# Below this share the residual holds more energy than the output.
 _LOW_SHARE = 0.5
-# Columns behind those that hold this much of the output's energy are called idle.
+# The first columns that hold this fraction of the output's energy are needed; the rest are idle.
 _MOST_ENERGY = 0.99
 
 
 class LeafDiagnostics(NamedTuple):
-    """What the factors of one compressed leaf carried in the last step."""
+    """How much the factors of one compressed leaf carried in the last step."""
 
-    share: Array  # float32 scalar in [0, 1]: energy that went out, of what was to be sent
+    share: Array  # float32 scalar in [0, 1]: energy of the output / energy to be sent
     output_norm: Array  # float32 scalar: Frobenius norm of the output P Q^T, in units of gradients
-    residual_norm: Array  # float32 scalar: of the replicas' mean residual, in units of gradients
-    singular_values: Array  # (*batch, rank): those of the output, in falling order
+    residual_norm: Array  # float32 scalar: norm of the mean residual, in units of gradients
+    singular_values: Array  # (*batch, rank): of the output, largest first
 
 
 class Diagnostics(NamedTuple):
-    """What `diagnostics` gives: `leaves` by path, and the same over all of them.
+    """Result of `diagnostics`: one entry for each leaf, by path, and totals over all leaves.
 
-    `print` shows it as a table, with a remark where a rank is too low or higher than it need be.
+    `print` shows a table, with a remark if a rank is too low or higher than necessary.
     """
 
     share: Array  # float32 scalar: as for a leaf, with the energies of all leaves added up
@@ -61,37 +61,38 @@ class Diagnostics(NamedTuple):
 
 
 def diagnostics(state: PyTree) -> Diagnostics:
-    r"""Says how much of the gradients the factors of PowerSGD carried in the last step.
+    r"""Measures how much of the gradients the factors of PowerSGD carried in the last step.
 
     The columns of :math:`P` are orthonormal, so the output :math:`P Q^\top` and the mean residual
-    :math:`\bar E` are orthogonal parts of what was to be sent, :math:`\bar M = P Q^\top + \bar E`:
+    :math:`\bar E` are orthogonal parts of the matrix to send, :math:`\bar M = P Q^\top + \bar E`:
 
     .. math::
         \text{share} = \frac{\lVert P Q^\top \rVert^2}{\lVert \bar M \rVert^2}
             = \frac{\lVert Q \rVert^2}{\lVert Q \rVert^2 + \lVert \bar E \rVert^2}
 
-    Both are in the state, and a step that does not ask pays nothing. The residual holds what
-    earlier steps left, and noise, so a share is compared with that of another rank, not with 1. The
-    singular values of the output, which are those of :math:`Q`, say which columns are idle.
+    Both are in the state, so training steps cost nothing extra. The residual also holds noise and
+    parts of earlier gradients, so compare a share with the share at another rank, not with 1. The
+    singular values of the output, which are those of :math:`Q`, show which columns are idle.
 
-    Before the first compressed step the residual is zero and the share 1; norms and singular values
-    are then of the factors to begin with.
+    Before the first compressed step the residual is zero and the share is 1; norms and singular
+    values are those of the initial factors.
 
     Args:
       state: Any tree that holds states of `powersgd`, `batched_powersgd`, or `error_feedback`
-        around one of them, as an optimizer's or a TrainState does: consolidated, or with an axis of
-        replicas. Inside `jax.jit` or outside. Where the replicas are spread over devices, the mean
-        of their residuals is as many bytes between them as an all-reduce of the compressed
-        gradients: ask every some hundred steps.
+        around one of them, such as an optimizer's state or a TrainState: consolidated, or with an
+        axis of replicas; inside `jax.jit` or outside. If the replicas are on several devices, the
+        mean of their residuals costs as many bytes as an uncompressed all-reduce of the compressed
+        leaves, so call it only every few hundred steps.
 
     Returns:
-      A `jaxcomp.types.Diagnostics`, a tree of float32 arrays (wider where the residual is), exact
-      for factors that are sent in float32. A leaf is named by its path among the parameters, behind
-      that of its state if several states have a leaf of that name.
+      A `jaxcomp.types.Diagnostics`, a tree of float32 arrays (wider if the residual is wider). It
+      is exact if factors are sent in float32. A leaf is named by its path in the parameters; the
+      path of its state comes first if several states have a leaf of that name.
 
     Raises:
-      ValueError: If no leaf keeps both a residual and a factor; or if the state is that of one
-        replica, as inside of a mapped function, where that is known: elsewhere the result is NaN.
+      ValueError: If no leaf has both a residual and a factor, or if the state is known to belong to
+        one replica only, as inside of a mapped function. If this cannot be known, the result is
+        NaN.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -121,10 +122,10 @@ def diagnostics(state: PyTree) -> Diagnostics:
 
 
 def _measured(paths: Sequence[KeyPath], nodes: Sequence[Any]) -> Diagnostics:
-    """Measures states that lie at these paths.
+    """Measures several states, each with its path in the tree.
 
     Raises:
-      ValueError: If no leaf in them has both a residual and a factor.
+      ValueError: If no leaf of these states has both a residual and a factor.
     """
     leaves: dict[str, LeafDiagnostics] = {}
     by_place: dict[str, LeafDiagnostics] = {}
@@ -139,7 +140,7 @@ def _measured(paths: Sequence[KeyPath], nodes: Sequence[Any]) -> Diagnostics:
             "error_feedback=False, warm_start=False, or no leaf that is compressed, the state does "
             "not tell what was carried."
         )
-    if len(leaves) < len(by_place):  # several states have a leaf of one name
+    if len(leaves) < len(by_place):  # several states have a leaf of the same name
         leaves = by_place
     output_norms = []
     residual_norms = []
@@ -159,7 +160,7 @@ def _is_low_rank(node: Any) -> bool:
 
 
 def _check_not_local(node: Any) -> None:
-    """Refuses the state of one replica, where that can be known.
+    """Refuses a state that is known to belong to one replica only.
 
     Raises:
       ValueError: If it is.
@@ -177,12 +178,12 @@ def _check_not_local(node: Any) -> None:
 
 
 def _of_state(node: Any) -> dict[str, LeafDiagnostics]:
-    """Measures the leaves of a state that have a residual and a factor, by their paths."""
-    # In float32 before the mean, which would be rounded to what it is stored in.
+    """Measures each leaf with a residual and a factor; returns the results by path."""
+    # Cast to float32 first: else the mean would be rounded to the dtype of the residual.
     node = node._replace(residual=jax.tree.map(_widened, node.residual))
     if has_rows(node):
         node = consolidate(node)
-    # Of one replica's state, which outputs do not depend on, nothing is said.
+    # A residual of one replica only tells nothing about the outputs: NaN.
     known = jnp.where(jnp.asarray(node.owner) == 0, 1.0, jnp.nan)
     measured: dict[str, LeafDiagnostics] = {}
     factors = jax.tree.leaves(getattr(node, "inner", node).q, is_leaf=is_masked)
@@ -195,11 +196,11 @@ def _of_state(node: Any) -> dict[str, LeafDiagnostics]:
 
 def _of_leaf(residual: Array, q: Array, known: Array) -> LeafDiagnostics:
     layout = jax.typeof(q).sharding
-    if any(layout.spec):  # over Explicit axes, along which JAX decomposes nothing
+    if any(layout.spec):  # JAX computes no SVD along Explicit axes
         q = jax.sharding.reshard(q, NamedSharding(layout.mesh, PartitionSpec()))
     output_norm = _norm(q)
     residual_norm = _norm(residual)
-    # Not from the products of columns, which know small values to half the digits only.
+    # Not from the Gram matrix, which holds small singular values with half the digits only.
     values = jnp.linalg.svd(q, compute_uv=False)
     share = _share(output_norm, residual_norm)
     measured = LeafDiagnostics(share, output_norm, residual_norm, values)
@@ -211,7 +212,7 @@ def _widened(x: Any) -> Any:
 
 
 def _norm(x: Array) -> Array:
-    """Computes the norm of all values, whose squares alone might leave the float range."""
+    """Computes the norm of all values, scaled so that no square overflows or underflows."""
     largest = jnp.abs(x).max(initial=0)
     scale = jnp.where(largest > 0, largest, 1)
     return scale * jnp.linalg.norm((x / scale).ravel())
@@ -224,17 +225,17 @@ def _norm_of_norms(norms: Sequence[Array]) -> Array:
 
 
 def _share(output_norm: Array, residual_norm: Array) -> Array:
-    """Computes the share of the output's energy; 1 where there was nothing to send."""
+    """Computes the output's share of the energy; 1 if there was nothing to send."""
     norm = _norm_of_norms([output_norm, residual_norm])
     return jnp.where(norm == 0, 1, (output_norm / jnp.where(norm == 0, 1, norm)) ** 2)
 
 
 def _remark(leaf: LeafDiagnostics) -> str:
-    """Says whether the rank is too low, or higher than it need be."""
+    """Says whether the rank is too low or higher than necessary."""
     rank = leaf.singular_values.shape[-1]
     energy = np.cumsum(np.square(leaf.singular_values), axis=-1)
     missing = energy < _MOST_ENERGY * energy[..., -1:]
-    needed = int(missing.sum(axis=-1).max()) + 1  # columns, in the matrix that needs the most
+    needed = int(missing.sum(axis=-1).max()) + 1  # columns that the most demanding matrix needs
     if 2 * needed <= rank:
         return f"higher than it need be: {needed} carry {_MOST_ENERGY:.0%} of the output"
     if leaf.share < _LOW_SHARE:

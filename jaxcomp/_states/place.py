@@ -1,7 +1,7 @@
-"""Places states outside of mapped functions: what differs by replica gets a leading axis.
+"""Places states outside of mapped functions: per-replica leaves get a leading axis of replicas.
 
-The layout that says what it holds: an array ``(n, *leaf)`` is saved and restored as it is, and
-nobody can take it for a replicated one.
+This layout is explicit: an array ``(n, *leaf)`` is saved and restored as it is, and cannot be
+mistaken for a replicated array.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from jaxcomp._states.consolidate import Layout, consolidate, layout_of
 
 
 def state_axes(state: PyTree) -> PyTree:
-    """Says where a state has its axis of replicas, for ``in_axes`` of pmap and vmap.
+    """Returns the axis of replicas of each leaf, for ``in_axes`` of pmap and vmap.
 
     Args:
       state: Any tree that holds jaxcomp states, of arrays or shape structs.
 
     Returns:
-      The same tree with 0 for each leaf that a replica has of its own and None for the others.
-      What is mapped so leaves one copy of what the replicas share, and ``(n, *leaf)`` of the rest:
-      a state for `consolidate`.
+      The same tree with 0 for each per-replica leaf and None for each replicated leaf. Also pass it
+      as ``out_axes``: replicated leaves then come back once and per-replica leaves as
+      ``(n, *leaf)``, which `consolidate` accepts.
 
     Raises:
       ValueError: If the state has lost its classes.
@@ -49,18 +49,18 @@ def state_axes(state: PyTree) -> PyTree:
 
 
 def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
-    """Returns PartitionSpecs of a state, for ``in_specs`` and ``out_specs`` of `jax.shard_map`.
+    """Returns the PartitionSpecs of a state, for ``in_specs`` and ``out_specs`` of `jax.shard_map`.
 
-    With ``jax.NamedSharding(mesh, spec)`` of each they are shardings for `jax.jit`.
+    ``jax.NamedSharding(mesh, spec)`` makes each spec a sharding for `jax.jit`.
 
     Args:
       state: Any tree that holds jaxcomp states, of arrays or shape structs.
       axis_name: The mesh axis or axes of the replicas.
 
     Returns:
-      The same tree with ``P(axis_name)`` for each leaf that a replica has of its own, whose leading
-      axis is that of the replicas, and ``P()`` for the others. In the mapped function a replica
-      sees its row ``(1, *leaf)``, which every reducer takes and gives back.
+      The same tree with ``P(axis_name)`` for each per-replica leaf, which has a leading axis of
+      replicas, and ``P()`` for each replicated leaf. In the mapped function a replica sees its row
+      ``(1, *leaf)``; every reducer accepts and returns rows.
 
     Raises:
       ValueError: If the state has lost its classes, or holds one of `optax.MultiSteps`.
@@ -83,18 +83,18 @@ def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def stack_replicas(state: PyTree, replicas: int) -> PyTree:
-    """Gives a state a leading axis of replicas where `state_axes` says 0; no mesh is needed.
+    """Gives per-replica leaves a leading axis of replicas, without a mesh.
 
     Args:
       state: Fresh, consolidated, or of any number of replicas.
-      replicas: How many there are to be.
+      replicas: The number of replicas that the result is for.
 
     Returns:
-      The same tree; a leaf that a replica has of its own is ``(replicas, *leaf)``: as it was for
-      as many replicas, else equal copies of the mean.
+      The same tree; a per-replica leaf has shape ``(replicas, *leaf)``. It is unchanged if it
+      already had that number of replicas; else it holds equal copies of the mean.
 
     Raises:
-      ValueError: If `replicas` is not a positive integer, or as `shard_state`.
+      ValueError: If `replicas` is not a positive integer, or the state is that of one replica only.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -120,28 +120,30 @@ def stack_replicas(state: PyTree, replicas: int) -> PyTree:
 def shard_state(
     state: PyTree, mesh: Any, axis_name: AxisName, *, like: PyTree | None = None
 ) -> PyTree:
-    """Places a state on a mesh, whatever number of replicas it comes from: the way back in.
+    """Places a state on a mesh, whatever number of replicas it comes from.
 
-    Shardings that the arrays already have over other axes of the mesh (tensor or FSDP parallel) are
-    kept. No device holds more than its own shard, but for what comes from other devices than the
-    mesh's: of that each has a whole leaf for a moment.
+    Arrays keep their shardings over other axes of the mesh (tensor or FSDP parallel). No device
+    holds more than its own shard, with one exception: an array from devices outside the mesh is
+    copied whole to each device for a moment.
 
     Args:
       state: Fresh from ``init``, consolidated, or with a leading axis of any number of replicas:
-        arrays of devices or of NumPy, or tracers. In a run of several processes each passes the
+        JAX arrays, NumPy arrays or tracers. In a run of several processes every process passes the
         same values.
       mesh: The mesh that the training step runs on.
-      axis_name: Its axis or axes along which the replicas lie.
-      like: A fresh state, ``reducer.init(params)``, that says which shapes and dtypes are expected
-        and how leaves lie over the other axes; by default `state` itself says so.
+      axis_name: The mesh axis or axes of the replicas.
+      like: A fresh state, ``reducer.init(params)``, with the expected shapes and dtypes, and the
+        shardings over other axes. None takes them from `state`.
 
     Returns:
-      The same tree of global arrays. What a replica has of its own is ``(n, *leaf)`` for ``n``
-      replicas: as it was for as many, else equal copies of the mean, on which alone updates depend.
+      The same tree of global arrays. A per-replica leaf has shape ``(n, *leaf)`` for ``n``
+      replicas. It is unchanged if the state already had ``n`` replicas; else it holds equal copies
+      of the mean, because updates depend on the mean only.
 
     Raises:
-      ValueError: If the mesh lacks an axis; the state is that of one replica only, or does not fit
-        `like`, listing every leaf; or a leaf is sharded over the axis of the replicas.
+      ValueError: If the mesh lacks an axis, the state is that of one replica only, a leaf is
+        sharded over the axis of the replicas, or the state does not fit `like` (the message lists
+        the leaves).
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -161,16 +163,16 @@ def shard_state(
         _check_shapes(state, like, replicas, has_axis)
 
     def place(path: KeyPath, leaf: Any, mark: str, expected: Any) -> Any:
-        # How it lies over the other axes; of what is traced that is unknown, if they are Auto.
+        # The sharding over other axes; for a tracer on Auto axes it is unknown.
         parts = list(known_spec(expected, mesh))
         parts += [None] * (np.ndim(expected) - len(parts))
         if mark != SHARED and has_axis and like is None:
-            parts = parts[1:]  # the leaf itself says so, behind its axis of replicas
+            parts = parts[1:]  # the spec is of the leaf with its axis of replicas
         check_not_spread(path, expected, PartitionSpec(*parts), axes)
         if mark == SHARED:
             return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*parts)))
         if leaf.dtype != expected.dtype:
-            leaf = leaf.astype(expected.dtype)  # another residual_dtype than it was saved with
+            leaf = leaf.astype(expected.dtype)  # saved with another residual_dtype
         sharding = NamedSharding(mesh, PartitionSpec(axis_name, *parts))
         if has_axis:
             return jax.device_put(leaf, sharding)
@@ -180,7 +182,7 @@ def shard_state(
 
 
 def _for_replicas(state: PyTree, replicas: int, like: PyTree | None = None) -> tuple[PyTree, bool]:
-    """Returns a state of so many replicas, or a consolidated one; and whether it has their axis."""
+    """Returns the state with an axis of `replicas` and True, or consolidated and False."""
     if has_rows(state, None if like is None else lambda: like):
         if layout_of(state) == Layout(replicas, everything=False):
             return state, True
@@ -191,7 +193,7 @@ def _for_replicas(state: PyTree, replicas: int, like: PyTree | None = None) -> t
 
 
 def _check_structure(state: PyTree, like: PyTree) -> None:
-    """Refuses another reducer's state, or one that has lost its classes."""
+    """Refuses the state of another reducer, and a state that has lost its classes."""
     if jax.tree.structure(state) == jax.tree.structure(like):
         return
     expected = type(like).__name__
@@ -208,10 +210,10 @@ def _check_structure(state: PyTree, like: PyTree) -> None:
 
 
 def _check_shapes(state: PyTree, like: PyTree, replicas: int, has_axis: bool) -> None:
-    """Refuses leaves of other shapes, behind their axis of replicas if they have one.
+    """Refuses leaves whose shape, after their axis of replicas, is not the expected one.
 
     Raises:
-      ValueError: Listing them.
+      ValueError: If shapes differ; the message lists the leaves.
     """
     wrong: list[str] = []
 
@@ -236,7 +238,7 @@ def _check_shapes(state: PyTree, like: PyTree, replicas: int, has_axis: bool) ->
 
 
 def check_not_spread(path: KeyPath, leaf: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> None:
-    """Refuses a leaf that lies along the axis of the replicas, and names it."""
+    """Refuses a leaf that is sharded over the axis of the replicas; the message names it."""
     along = list(filter(None, over_axes(spec, axes)))
     if along:
         raise ValueError(
@@ -248,7 +250,7 @@ def check_not_spread(path: KeyPath, leaf: Any, spec: PartitionSpec, axes: tuple[
 
 
 def known_spec(leaf: Any, mesh: Any) -> PartitionSpec:
-    """Returns how a leaf is known to lie on a mesh."""
+    """Returns the known PartitionSpec of a leaf on a mesh, ``P()`` if it is unknown."""
     sharding = known_sharding(leaf)
     if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == mesh.axis_names:
         return sharding.spec
@@ -256,10 +258,10 @@ def known_spec(leaf: Any, mesh: Any) -> PartitionSpec:
 
 
 def _repeated(leaf: Any, times: int, sharding: NamedSharding) -> Array:
-    """Makes `times` copies along a new axis 0, each where it lies."""
+    """Makes `times` copies of a leaf along a new axis 0, each on its own device."""
     concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
     if concrete and leaf.sharding.device_set != sharding.device_set:
         leaf = jax.device_put(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
     copies = partial(jnp.broadcast_to, shape=(times, *np.shape(leaf)))
     laid_out = jax.jit(copies, out_shardings=sharding)(leaf)
-    return jax.device_put(laid_out, sharding)  # inside jit: typed so, along Explicit axes
+    return jax.device_put(laid_out, sharding)  # gives the type for Explicit axes inside jit
