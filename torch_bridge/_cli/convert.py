@@ -124,7 +124,7 @@ def _loaded(options: argparse.Namespace, files: Sequence[str]) -> Checkpoint:
     checkpoint = load(files, max_bytes=options.max_bytes)
     if options.apply is not None and checkpoint.example is None:
         raise CheckpointMismatch(
-            "The file has no example to run --apply on. Save it again with "
+            "The file has no example for --apply. Save it again with "
             "torch_bridge.save_checkpoint(..., example=inputs), or leave --apply out and answer "
             "the questions that names and shapes leave open.",
             parameters=("plain", "rules", "flatten", "unflatten", "conv1d", "conv_transpose"),

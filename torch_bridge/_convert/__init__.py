@@ -1,1 +1,1 @@
-"""Conversions between the frameworks, one for each kind of state and direction."""
+"""Conversions between the frameworks, one function for each kind of state and direction."""

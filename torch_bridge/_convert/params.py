@@ -1,4 +1,4 @@
-"""Parameters and running statistics between a torch state dict and a Flax tree."""
+"""Converts parameters and running statistics between a torch state dict and a Flax tree."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def params_from_torch(
     pairs: Pairs | None = None,
     **options: Unpack[PairOptions],
 ) -> Any:
-    r"""Fills a Flax tree with the parameters of torch, and running statistics if it has a place.
+    r"""Fills a Flax tree with torch's parameters and, if the tree has them, running statistics.
 
-    Two biases that torch only ever adds (LSTM, RNN, two gates of a GRU) become their sum where Flax
-    has one. The output is the same; in training the sum moves half as fast as the two together.
+    torch has two biases in an LSTM, an RNN and two gates of a GRU, and only uses their sum. Where
+    Flax has one bias, it gets the sum. The outputs are the same. In training, the one bias moves
+    half as fast as the sum of the two.
 
     Args:
       model: Torch state dict (or module): name -> tensor or array.
@@ -37,18 +38,18 @@ def params_from_torch(
         structure and shapes are used, so ``jax.eval_shape`` is enough.
       apply: ``apply(params, *inputs) -> outputs`` of the Flax model, as for `pair`.
       example: Inputs of the torch module, a tuple of arrays, and its outputs in evaluation mode.
-        With both, what names and shapes leave open is tried, and what does not give torch's outputs
-        is refused.
-      pairs: What `pair` gave, in place of `options`.
+        With `apply` and `example` the Flax model is run: pairs that names and shapes leave open are
+        tried, and parameters that do not give torch's outputs are refused.
+      pairs: The pairs that `pair` returned, instead of `options`.
       **options: ``rules``, ``flatten`` and the other arguments of `pair`.
 
     Returns:
       A tree of the structure of `like` with NumPy arrays in the dtype of `model` (bfloat16
-      included). Leaves that no torch model has (random-number state, caches) are those of `like`.
+      included). Leaves that no torch model has (random-number state, caches) come from `like`.
 
     Raises:
-      CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf. Or the Flax
-        outputs are not torch's.
+      CheckpointMismatch: Leaves are missing, unexpected, mis-shaped or ambiguous; the error lists
+        all. Or the Flax model does not give torch's outputs.
 
     Example:
         >>> import numpy as np
@@ -70,21 +71,21 @@ def params_from_torch(
 def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> dict[str, Any]:
     """Fills a torch state dict with the parameters of a Flax tree, for ``load_state_dict``.
 
-    Where torch has two biases for one of Flax, one of them gets the values and the other zeros.
+    Where torch has two biases and Flax has one, one bias gets the values and the other gets zeros.
 
     Args:
       params: Linen parameters or variables, ``nnx.State`` or nnx module.
-      like: Torch state dict (or module) that says which names and shapes there are.
-      pairs: What `pair` gave; None where it needs no options.
+      like: Torch state dict (or module) with the names and shapes to fill.
+      pairs: The pairs that `pair` returned; None if `pair` needs no options.
 
     Returns:
       name -> value, in the order of `like` and the dtype of `params`: tensors where `like` has
-      tensors, else NumPy arrays. What Flax does not have (``num_batches_tracked``, running
-      statistics that `params` has no place for, ignored tensors) is that of `like`.
+      tensors, else NumPy arrays. Values that Flax does not have (``num_batches_tracked``, running
+      statistics without a place in `params`, ignored tensors) come from `like`.
 
     Raises:
-      CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf. Or leaves
-        differ that are one tensor in torch.
+      CheckpointMismatch: Leaves are missing, unexpected, mis-shaped or ambiguous; the error lists
+        all. Or two leaves differ that are one (tied) tensor in torch.
 
     Example:
       >>> import numpy as np
@@ -102,10 +103,10 @@ def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> 
             continue
         if not np.array_equal(ours, other, equal_nan=True):
             apart.append(f"{first} and {name}")
-    if apart:  # torch would take the last of them
+    if apart:  # load_state_dict would keep the last one
         raise CheckpointMismatch(
             "Leaves that Flax has trained apart are one (tied) tensor in torch. Tie them in Flax, "
-            "or untie them in the torch model and pass its state_dict.",
+            "or untie them in the torch model and pass that model's state_dict.",
             ambiguous=apart,
         )
     state = dict(like) | {name: arrays[name] for name in like if name in arrays}
@@ -114,11 +115,11 @@ def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> 
 
 
 def as_tensors(values: Mapping[str, Any], copied: Collection[int] = ()) -> dict[str, Any]:
-    """Makes tensors of arrays. Arrays that are tied become one tensor; tensors stay as they are.
+    """Makes tensors of arrays. One array under two names becomes one tensor; tensors stay.
 
     Args:
-      values: By name.
-      copied: ``id`` of those that are somebody else's.
+      values: Arrays or tensors, by name.
+      copied: ``id`` of the arrays to copy, because another object uses their memory.
     """
     made = {}
     tensors = {}

@@ -1,4 +1,4 @@
-"""Which samples each replica reads: the rules of torch's ``DistributedSampler``."""
+"""Selects the samples that each replica reads, by the rules of torch's ``DistributedSampler``."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ def sharded_indices(
     epoch: int = 0,
     drop_last: bool = False,
 ) -> np.ndarray:
-    """Returns the samples that one replica reads in one epoch: every `num_replicas`-th.
+    """Returns the samples that one replica reads in one epoch: every `num_replicas`-th sample.
 
-    The same indices as ``torch.utils.data.DistributedSampler`` after ``set_epoch(epoch)``, the
-    order included: the permutation is drawn as torch's CPU generator draws it, so a run that moves
-    from torch goes on with the data that it would have seen.
+    The indices and their order are those of ``torch.utils.data.DistributedSampler`` after
+    ``set_epoch(epoch)``. The permutation is the one that torch's CPU generator draws. So a run that
+    moves from torch continues with the data that it would have read in torch.
 
     Args:
-      n: Samples in the data set.
+      n: Number of samples in the data set.
       num_replicas: Number of replicas.
-      replica: Which of them this is, from 0.
-      shuffle: Permute the samples, in a new way each epoch, the same on every replica.
-      seed: The seed of the permutation; ``seed + epoch`` is what torch's generator is seeded with.
-      epoch: Number of the epoch.
-      drop_last: If `num_replicas` does not divide `n`, drop the tail; if False, pad with samples
-        from the beginning, so that every replica has as many.
+      replica: Index of this replica, from 0.
+      shuffle: Whether to permute the samples, anew in each epoch and equally on every replica.
+      seed: The seed of the permutation; torch's generator gets ``seed + epoch``.
+      epoch: Index of the epoch.
+      drop_last: If `num_replicas` does not divide `n`: True drops the tail, False pads with samples
+        from the beginning, so that every replica has the same number of samples.
 
     Returns:
       int64 array of ``ceil(n / num_replicas)`` indices, or ``floor`` with `drop_last`.
 
     Raises:
-      ValueError: If a number is out of range.
+      ValueError: A number is out of range, or an argument has another type.
 
     Example:
       >>> from torch_bridge import sharded_indices
@@ -59,7 +59,7 @@ def sharded_indices(
         )
     samples = n // num_replicas if drop_last else -(-n // num_replicas)
     order = _torch_permutation(n, seed + epoch) if shuffle else np.arange(n, dtype=np.int64)
-    # Padding repeats the epoch's order, more than once where there are more replicas than samples.
+    # Padding repeats the epoch's order, several times if there are more replicas than samples.
     return order[np.arange(replica, samples * num_replicas, num_replicas) % n]
 
 

@@ -1,4 +1,4 @@
-"""`to_flax`: a whole torch run in JAX, in one call."""
+"""`to_flax`: converts a whole torch run to JAX in one call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
 from torch_bridge._pairing.pairs import Pair, leaves_from_torch
 
-# As arguments of training scripts are called; a model may be called CLIP, and a norm be logged.
+# Names of clipping arguments in training scripts. A model called CLIP and a logged norm must not
+# match.
 _CLIPPING = re.compile(
     r"grad\w*clip|clip_?(grad|norm|val)|clipping|^clip$|max_(grad_)?norm", re.IGNORECASE
 )
@@ -36,26 +37,27 @@ _CLIPPING = re.compile(
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FlaxRun:
-    """A training run as `to_flax` hands it over.
+    """A training run in JAX, as `to_flax` returns it.
 
-    ``params, transformation, opt_state, step = run`` unpacks it. Whatever the torch loop did
-    between ``backward()`` and ``step()``, such as clipping, goes between the two parts:
+    ``params, transformation, opt_state, step = run`` unpacks it. Operations of the torch loop
+    between ``backward()`` and ``step()``, such as clipping, go between reducer and optimizer:
     ``optax.chain(run.reducer, optax.clip_by_global_norm(1.0), run.optimizer)`` with the state
     ``(run.reducer_state, optax.EmptyState(), run.optimizer_state)``.
 
     Attributes:
       params: A tree of the structure of `like`, running statistics included.
-      reducer: What averages the gradients.
-      reducer_state: Its state, consolidated.
-      optimizer: The optimizer, None where the file has none.
-      optimizer_state: Its state. Both states are as ``init(params)`` makes them, where linen
-        variables and an ``nnx.State`` with statistics give the parameters only.
-      step: Steps taken so far: the calls of the hook, or what Adam counted where there is none.
-      difference: How far the outputs of the Flax model were from torch's on the example, relative
-        to the largest; None where nothing was run. At most 1e-5, and 10 times `control`.
-      control: How far the outputs were from themselves in the same run with parameters and inputs
-        moved by one rounding.
-      pairs: Which torch tensor is which leaf: what `to_torch` takes on the way back.
+      reducer: The transformation that averages the gradients.
+      reducer_state: The reducer's state, consolidated.
+      optimizer: The optimizer, or None if the file has none.
+      optimizer_state: The optimizer's state. Both states have the structure of ``init(params)``;
+        of linen variables, or an ``nnx.State`` with statistics, of the parameters alone.
+      step: Steps taken so far: the calls of the hook or, without a hook, Adam's count.
+      difference: The largest difference between the outputs of the Flax model and torch's on the
+        example, relative to the largest output; None if no example was run. At most 1e-5, and at
+        most 10 times `control`.
+      control: The same for two runs of the Flax model, the second one with parameters and inputs
+        changed by one rounding.
+      pairs: The pairs of torch tensors and Flax leaves, which `to_torch` takes.
 
     Example:
       >>> run = FlaxRun({}, optax.identity(), optax.EmptyState(), None, None, 20)
@@ -76,12 +78,12 @@ class FlaxRun:
 
     @property
     def transformation(self) -> optax.GradientTransformation:
-        """Complete ``optax.chain(reducer, optimizer)``."""
+        """The complete ``optax.chain(reducer, optimizer)``."""
         return optax.chain(*filter(None, (self.reducer, self.optimizer)))
 
     @property
     def opt_state(self) -> tuple[Any, ...]:
-        """State of `transformation`."""
+        """The state of `transformation`."""
         if self.optimizer is None:
             return (self.reducer_state,)
         return (self.reducer_state, self.optimizer_state)
@@ -90,7 +92,7 @@ class FlaxRun:
         return iter((self.params, self.transformation, self.opt_state, self.step))
 
     def __repr__(self) -> str:
-        """Sums the run up in a line, since its arrays would fill thousands."""
+        """Returns a summary in one line, because the arrays would fill thousands of lines."""
         leaves = jax.tree.leaves(self.params)
         values = sum(map(np.size, leaves))
         optimizer = "without" if self.optimizer is None else "with"
@@ -117,52 +119,53 @@ def to_flax(
     pairs: Pairs | None = None,
     **options: Unpack[PairOptions],
 ) -> FlaxRun:
-    """Turns a torch checkpoint into parameters, Optax transformation, its state and the step.
+    """Converts a torch checkpoint to parameters, an Optax transformation, its state and the step.
 
-    The reducer is `jaxcomp.powersgd` with the arguments of the file, or `jaxcomp.allreduce` where
-    the file has no state of PowerSGD; the optimizer is left out where the file has none.
+    The reducer is `jaxcomp.powersgd` with the arguments in the file, or `jaxcomp.allreduce` if the
+    file has no state of PowerSGD. If the file has no optimizer, the run has none.
 
     Args:
-      checkpoint: What `load` read.
-      like: The Flax tree to fill, of which only structure and shapes are used: linen parameters,
-        linen variables, an ``nnx.State`` or an nnx module.
+      checkpoint: The checkpoint that `load` returned.
+      like: The Flax tree to fill: linen parameters, linen variables, an ``nnx.State`` or an nnx
+        module. Only its structure and shapes are used.
       apply: ``apply(params, *inputs) -> outputs``, the Flax model in evaluation mode; `params` is a
-        tree of the structure of `like`. It is run on the example, what names and shapes leave open
-        is tried, and what does not give torch's outputs is refused.
-      example: Inputs of the torch module, a tuple of arrays, and its outputs in evaluation mode;
-        None for those of the file, which `save_checkpoint` stores.
-      axis_name: The mapped axis (or axes) along which the replicas lie.
-      layout: As for `powersgd_from_torch`. What is in no bucket gets no gradient in torch, and is
-        frozen here, whether the optimizer was given it or not.
+        tree of the structure of `like`. The model is run on the example: pairs that names and
+        shapes leave open are tried, and parameters that do not give torch's outputs are refused.
+      example: Inputs of the torch module, a tuple of arrays, and its outputs in evaluation mode.
+        None means the example in the file, which `save_checkpoint` stores.
+      axis_name: The mapped axis (or axes) of the replicas.
+      layout: The bucket layout, as for `powersgd_from_torch`. A parameter in no bucket gets no
+        gradient in torch, so it is frozen here, even if the optimizer has it.
       missing_ranks: As for `powersgd_from_torch`.
-      matrix_dims: How leaves become matrices. None: as torch does, which is as jaxcomp does by
-        default for all but unusual shapes.
-      learning_rate: As for `optimizer_from_torch`: a schedule is not in the file.
-      param_names: As for `optimizer_from_torch`; an optimizer that was given the trainable
-        parameters alone needs none, since they are in the layout.
-      consume: Empty `checkpoint` part by part, so that nothing is in memory twice.
-      step: Updates taken so far, where a schedule goes on; None for Adam's own count, and for the
-        hook's with SGD, which counts none. The hook counts every reduction since its state was
-        made, which differs with gradient accumulation; the run's own `step` is its count.
-      pairs: What `pair` gave, in place of `options`.
+      matrix_dims: The function that says how leaves become matrices. None means torch's matrices,
+        which are also jaxcomp's default, except for unusual shapes.
+      learning_rate: As for `optimizer_from_torch`. A schedule is not in the file, so pass it here.
+      param_names: As for `optimizer_from_torch`. Not needed if the optimizer was given only the
+        trainable parameters, because the layout has their names.
+      consume: Whether to empty `checkpoint` part by part, so that no array is in memory twice.
+      step: The number of updates so far, from which a schedule continues. None means Adam's count
+        or, with SGD, which does not count, the hook's count. The hook counts every reduction since
+        its state was made, and gradient accumulation makes that number larger than the updates.
+        ``run.step`` is `step` or, if that is None, the hook's count.
+      pairs: The pairs that `pair` returned, instead of `options`.
       **options: ``rules``, ``flatten`` and the other arguments of `pair`.
 
     Returns:
       The run.
 
     Raises:
-      ValueError: The optimizer has no equal in optax, or a schedule needs `step`.
-      CheckpointMismatch: As `pair` and `powersgd_from_torch`. Or the Flax outputs are not torch's.
-      TypeError: `checkpoint` is something else, or there is no such option.
+      ValueError: optax has no equal of the optimizer, or a schedule needs `step`.
+      CheckpointMismatch: As in `pair` and `powersgd_from_torch`. Or the Flax model does not give
+        torch's outputs.
+      TypeError: `checkpoint` is not a `Checkpoint`, or an option does not exist.
 
     Warns:
-      UserWarning: Whatever `powersgd_from_torch` warns of. The state of PowerSGD seems to be
-        elsewhere in the file, or is not in it. Something in the file speaks of clipping.
-        Parameters have 16 bits in the file and more in `like`; they stay as in the file.
-        The optimizer seems to be elsewhere in the file, in `Checkpoint.extra`. The optimizer has
-        leaves that are in no bucket of DDP, with state, which are frozen; or leaves without state
-        where others have some, and no layout says whether they are frozen. A schedule goes on at
-        Adam's count, and the hook has another.
+      UserWarning: The warnings of `powersgd_from_torch`. Or the file has no state of PowerSGD or no
+        optimizer, or has it in an unusual place (`Checkpoint.extra`). Or an entry of the file is
+        about clipping. Or parameters have 16 bits in the file and more in `like`; they stay at 16.
+        Or the optimizer has state for leaves in no bucket of DDP, which are frozen. Or it has state
+        for some leaves only, and no layout says whether the others are frozen. Or a schedule
+        continues from Adam's count, and the hook has another count.
 
     Example:
       >>> import jax
@@ -198,7 +201,7 @@ def to_flax(
         calls = checkpoint.powersgd[0].iter
         mean = mean_of_ranks(checkpoint, missing_ranks)
         state = filled_state(mean, trained_params, trained_pairs, layout, matrix_dims)
-        del mean  # frees the errors' memory before the optimizer's is taken
+        del mean  # frees the errors' memory before the optimizer state is allocated
     else:
         calls = counted
         state = reducer.init(trained_params)
@@ -248,10 +251,10 @@ def to_flax(
 
 
 def refuse_other_than_checkpoint(value: Any, name: str) -> None:
-    """Refuses what is not a checkpoint, such as the path of one.
+    """Refuses an argument that is not a `Checkpoint`, such as the path of a file.
 
     Raises:
-      TypeError: With the name of the argument.
+      TypeError: `value` is something else; the message has the argument's name.
     """
     if not isinstance(value, Checkpoint):
         raise TypeError(
@@ -263,18 +266,18 @@ def refuse_other_than_checkpoint(value: Any, name: str) -> None:
 def _reducer(
     checkpoint: Checkpoint, axis_name: str | tuple[str, ...], matrix_dims: MatrixDimsFn
 ) -> optax.GradientTransformation:
-    """Makes what averages gradients as the torch job did, with or without its hook's state."""
+    """Returns the reducer that averages gradients as the torch job did."""
     hook = checkpoint.hook or ""
     if checkpoint.powersgd:
         kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=hook or None)
         return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
-    if not hook or "powerSGD" in hook:  # DDP's own mean; of the other a warning tells
+    if not hook or "powerSGD" in hook:  # no hook: DDP's mean. No state: `_doubts` warns.
         return jaxcomp.allreduce(axis_name=axis_name)
     return reducer_from_torch(hook, axis_name=axis_name)
 
 
 def _doubts(checkpoint: Checkpoint, params: Any, like: Any) -> Iterator[str]:
-    """Says what is not in the file, or perhaps elsewhere in it, with the way out."""
+    """Yields a warning for each part that the file lacks, or may have in an unusual place."""
     of_like = flatten(like).leaves
     narrow = []
     for path, leaf in flatten(params).leaves.items():
@@ -282,7 +285,7 @@ def _doubts(checkpoint: Checkpoint, params: Any, like: Any) -> Iterator[str]:
             narrow.append("/".join(path))
     if narrow:
         yield (
-            f"{some(narrow)}: in 16 bits, as in the file, where `like` has more. To train in "
+            f"{some(narrow)}: in 16 bits, as in the file, though `like` has more. To train in "
             "float32 convert dataclasses.replace(checkpoint, model={name: value.astype('float32') "
             "for name, value in checkpoint.model.items()})."
         )
@@ -290,7 +293,7 @@ def _doubts(checkpoint: Checkpoint, params: Any, like: Any) -> Iterator[str]:
     if not checkpoint.powersgd and (unread or "powerSGD" in (checkpoint.hook or "")):
         seems = f"checkpoint.extra[{unread[0]!r}] looks like one: " if unread else ""
         yield (
-            "The checkpoint has no PowerSGDState where one is looked for, so that run.reducer is "
+            "The checkpoint has no PowerSGDState under the usual names, so that run.reducer is "
             f"an exact average; {seems}save it with save_checkpoint, or as 'comm_hook_state'."
         )
     if checkpoint.optimizer is not None:
@@ -302,27 +305,27 @@ def _doubts(checkpoint: Checkpoint, params: Any, like: Any) -> Iterator[str]:
             )
     elif checkpoint.unread_optimizers:
         yield (
-            "The checkpoint has no optimizer where one is looked for, so that the chain has none; "
+            "The checkpoint has no optimizer under the usual names, so that the chain has none; "
             f"checkpoint.extra[{checkpoint.unread_optimizers[0]!r}] looks like one, or a list of "
-            "them. Go on from dataclasses.replace(checkpoint, optimizer=...) with its state_dict."
+            "them. Convert dataclasses.replace(checkpoint, optimizer=...) with its state_dict."
         )
-    else:  # without its optimizer a run would follow the plain gradient, and uphill
+    else:  # without an optimizer the run would add the plain gradient, which increases the loss
         yield (
-            "The checkpoint has no optimizer, so that run.transformation averages gradients and no "
-            "more: added to parameters as they are, they lead uphill. Put one behind it: "
+            "The checkpoint has no optimizer, so that run.transformation only averages gradients: "
+            "if you add them to the parameters, the loss increases. Put an optimizer behind it: "
             "optax.chain(run.reducer, optax.sgd(...)), with the state (run.reducer_state, "
             "optimizer.init(params))."
         )
 
 
 def _bits(leaf: Any) -> int:
-    """Returns the bits of a floating-point leaf, and 0 of any other."""
+    """Returns the bits of one value of a floating-point leaf, and 0 for any other leaf."""
     dtype = getattr(leaf, "dtype", bool)
     return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 0
 
 
 def _clipping(entries: Mapping[Any, Any]) -> list[str]:
-    """Lists the numbers in a file, such as arguments of the job, that speak of clipping."""
+    """Lists the numbers in a file, such as the job's arguments, whose names are about clipping."""
     names = []
     for name, value in entries.items():
         if isinstance(value, Mapping):
@@ -335,26 +338,26 @@ def _clipping(entries: Mapping[Any, Any]) -> list[str]:
 def _doubts_of_steps(
     plan: OptimizerPlan, layout: BucketLayout | None, calls: int, rates: Rates, step: int | None
 ) -> Iterator[str]:
-    """Says where optimizer and hook have not taken the same steps, with the way out.
+    """Yields a warning for each difference between the optimizer's steps and the hook's calls.
 
     Args:
-      plan: Of the optimizer.
-      layout: The bucket layout, if it is known.
-      calls: Of the hook.
-      rates: Learning rates; a schedule has a place to go on from.
-      step: That place, if the user says it.
+      plan: The plan of the optimizer.
+      layout: The bucket layout, or None if it is unknown.
+      calls: The number of calls of the hook.
+      rates: The learning rates, of which a schedule continues from a step.
+      step: The step that the user passed, or None.
     """
     if step is None and plan.counted not in (0, calls) and has_schedule(rates):
         yield (
             f"Adam has counted {plan.counted} steps and the hook {calls}, as with gradient "
-            "accumulation, skipped steps or a fresh hook state; the schedule goes on at "
+            "accumulation, skipped steps or a fresh hook state; the schedule continues from "
             f"{plan.counted}. Pass step= to say where."
         )
     held = plan.paused(HELD)
     if held:
         yield (
             f"{some(held)}: the optimizer has them and DDP's buckets do not, so that they get no "
-            "gradient. They are frozen here too; their state is kept."
+            "gradient. They are frozen here, too, and their state is kept."
         )
     unused = plan.paused(UNUSED)
     if unused and not (layout and layout.names):
@@ -362,5 +365,5 @@ def _doubts_of_steps(
             f"{some(unused)}: never used, or frozen; the file does not say which, and the "
             "optimizer has no state for them. They are trained as soon as they get a gradient. To "
             "freeze them pass layout=BucketLayout.from_order([names], checkpoint.model), with the "
-            "names of what is trained."
+            "names of the trained parameters."
         )

@@ -1,4 +1,4 @@
-"""`to_torch`: a whole JAX run as the file from which a torch job resumes, in one call."""
+"""`to_torch`: converts a whole JAX run to a file from which a torch job resumes, in one call."""
 
 from __future__ import annotations
 
@@ -50,46 +50,46 @@ def to_torch(
     pairs: Pairs | None = None,
     **options: Unpack[PairOptions],
 ) -> dict[str, Any]:
-    """Turns a JAX run into what a torch job resumes from: the inverse of `to_flax`.
+    """Converts a JAX run to a document from which a torch job resumes: the inverse of `to_flax`.
 
-    The document is as `save_checkpoint` writes it: ``torch.load(path, weights_only=True)`` has
-    ``state_dict`` and ``optimizer``, and `load` with `resume_powersgd` brings the hook back, on any
-    number of ranks.
+    The document has the format of `save_checkpoint`. ``torch.load(path, weights_only=True)`` reads
+    it, with the entries ``state_dict`` and ``optimizer``. `load` and `resume_powersgd` restore the
+    hook, on any number of ranks.
 
     Args:
-      params: The Flax parameters; linen variables or an ``nnx.State`` if there are running
+      params: The Flax parameters; linen variables or an ``nnx.State`` if the model has running
         statistics.
-      opt_state: The Optax state, consolidated (`jaxcomp.consolidate`): of parameters, of those that
-        are trained, or of whole variables. It may hold more than torch has a place for.
-      like: The torch checkpoint that the run came from: names, hyperparameters, random number
-        generator and whatever else Flax has no use for come from there, as they were then. A
-        learning rate scheduler has not taken the steps that JAX took.
-      apply: ``apply(params, *inputs) -> outputs`` of the Flax model, as for `to_flax`: it is run on
-        the example in `like` with the parameters in `like`, which finds out what belongs together.
-        Not needed with `pairs`.
-      module: The torch module that will load the document. A copy of it loads what was converted,
-        is run on the inputs of the example in `like`, and must give what `apply` gives with
-        `params`. It stays as it is.
-      path: A file to write the document to, whole or not at all; an existing one is replaced.
-      layout: The bucket layout; None for that of `like`.
+      opt_state: The Optax state, consolidated (`jaxcomp.consolidate`), of all parameters, of the
+        trained parameters or of whole variables. Parts that torch does not keep are ignored.
+      like: The torch checkpoint that the run came from. Names, hyperparameters, the random number
+        generator and everything else that Flax does not keep come from `like` unchanged. So a
+        learning rate scheduler does not know the steps that JAX took.
+      apply: ``apply(params, *inputs) -> outputs`` of the Flax model, as for `to_flax`. It is run on
+        the example in `like` with the parameters in `like`, to pair tensors and leaves. Not needed
+        with `pairs`.
+      module: The torch module that will load the document. A copy of it loads the converted
+        parameters and is run on the inputs of the example in `like`. Its outputs must be those of
+        `apply` with `params`. `module` itself does not change.
+      path: A file to write the document to, completely or not at all; an existing file is replaced.
+      layout: The bucket layout; None means the layout of `like`.
       matrix_dims: As for `to_flax`.
       param_names: As for `to_flax`.
-      pairs: What `pair` gave, or the `pairs` of the run that `to_flax` made, in place of `options`.
-        Every leaf that they name must be in `params`.
+      pairs: The pairs that `pair` returned, or ``run.pairs`` of `to_flax`, instead of `options`.
+        `params` must have every leaf in the pairs.
       **options: ``rules``, ``flatten`` and the other arguments of `pair`.
 
     Returns:
       The document: dictionaries of tensors and plain values.
 
     Raises:
-      CheckpointMismatch: A part does not fit `like`, or is missing; everything that does not fit is
-        listed. Or the outputs of `module` are not those of `apply`.
-      ValueError: `module` is given without `apply`, or `like` has no example.
+      CheckpointMismatch: Parts do not fit `like`, or are missing; the error lists all. Or the
+        outputs of `module` are not those of `apply`.
+      ValueError: `module` is passed without `apply`, or `like` has no example.
       OSError: The file cannot be written.
 
     Warns:
-      UserWarning: `like` has no place for the state of PowerSGD or of the optimizer, or holds what
-        ``torch.load(weights_only=True)`` does not read; that is left out.
+      UserWarning: `like` has no place for the state of PowerSGD or of the optimizer, or it holds
+        values that ``torch.load(weights_only=True)`` does not read. These are left out.
 
     Example:
       >>> import numpy as np
@@ -116,7 +116,7 @@ def to_torch(
     model = as_tensors(model, {id(value) for value in like.model.values()})
     if module is not None:
         _refuse_other_outputs(module, model, params, apply, like.example)
-    # What nobody else holds is dropped as soon as it is converted.
+    # Drops the parameters' values, which are not needed any more.
     params = hollow(params)
     ranks = ()
     if reducers and (like.powersgd or layout):
@@ -156,10 +156,10 @@ def to_torch(
 
 
 def _refuse_part_of_tree(params: Any, pairs: Pairs) -> None:
-    """Refuses a tree without some of the paired leaves: torch's would be the old ones of `like`.
+    """Refuses a tree that lacks paired leaves: torch would keep their old values from `like`.
 
     Raises:
-      CheckpointMismatch: With the paths of all of them.
+      CheckpointMismatch: A paired leaf is missing; the error lists all paths.
     """
     leaves = flatten(params).leaves
     missing = []
@@ -169,8 +169,8 @@ def _refuse_part_of_tree(params: Any, pairs: Pairs) -> None:
     if missing:
         raise CheckpointMismatch(
             "`params` lacks leaves that `pairs` names, and torch would keep their old values. Pass "
-            "the whole tree that the pairs were made for: of linen variables {'params': ..., "
-            "'batch_stats': ...}, of an nnx module its whole state.",
+            "the whole tree that the pairs were made for: linen variables as {'params': ..., "
+            "'batch_stats': ...}, an nnx module with its whole state.",
             missing=missing,
             parameters=("pairs",),
         )
@@ -179,16 +179,18 @@ def _refuse_part_of_tree(params: Any, pairs: Pairs) -> None:
 def _refuse_other_outputs(
     module: Any, model: dict[str, Any], params: Any, apply: Apply | None, example: Example | None
 ) -> None:
-    """Runs both models on the inputs of the example, each with what it would go on with.
+    """Runs both models on the example's inputs, and refuses outputs that differ.
+
+    torch runs with the converted parameters, and Flax with `params`.
 
     Raises:
-      ValueError: There is nothing to run.
-      CheckpointMismatch: Their outputs differ.
+      ValueError: `apply` or the example is missing.
+      CheckpointMismatch: The outputs differ by more than rounding.
     """
     if apply is None or example is None:
         raise ValueError(
-            "`module` is run beside the Flax model. Give apply=, and a `like` with an example: "
-            "save_checkpoint(..., example=inputs) stores one."
+            "`module` is compared with the Flax model on an example. Pass apply=, and a `like` "
+            "with an example, which save_checkpoint(..., example=inputs) stores."
         )
     loaded = copy.deepcopy(module)
     loaded.load_state_dict(model)
@@ -203,14 +205,14 @@ def _refuse_other_outputs(
     if not nearest.is_rounding:
         raise CheckpointMismatch(
             f"The torch module, with what was converted, gives other outputs than the Flax model: "
-            f"they are {nearest.largest:.1e} of the largest off, where {nearest.allowed:.1e} is "
-            "rounding. Is it the module that `like` was saved from?",
+            f"they are {nearest.largest:.1e} of the largest output off, and rounding explains "
+            f"{nearest.allowed:.1e}. Is it the module that `like` was saved from?",
             parameters=("apply",),
         )
 
 
 def _split(opt_state: Any) -> tuple[list[PowerSGDState], Any]:
-    """Takes every state of PowerSGD out of an Optax state; returns them and the rest."""
+    """Splits an Optax state into its states of PowerSGD and the rest."""
     reducers = []
 
     def take(node: Any) -> Any:
@@ -226,7 +228,7 @@ def _split(opt_state: Any) -> tuple[list[PowerSGDState], Any]:
 def _warn_of_lost_states(
     like: Checkpoint, layout: BucketLayout | None, reducers: Sequence[PowerSGDState], rest: Any
 ) -> None:
-    """Says what `like` has no place for; a file by another name is easily taken for it."""
+    """Warns of states that `like` has no place for, perhaps because it is the wrong file."""
     lost = []
     if reducers and not (like.powersgd or layout):
         lost.append("PowerSGD")

@@ -1,4 +1,4 @@
-"""What torch's optimizers do and optax's do not: no update without a gradient."""
+"""Optax transformations that make no update without a gradient, as torch's optimizers do."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import optax
 class UnusedState(NamedTuple):
     """State of `until_gradient`."""
 
-    inner_state: Any  # as the inner transformation made it, until it starts; replicated
-    started: jax.Array  # bool scalar: whether there has been a gradient; replicated
+    inner_state: Any  # the inner transformation's state, unchanged until `started`; replicated
+    started: jax.Array  # bool scalar: True after the first nonzero gradient; replicated
 
 
 def until_gradient(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Applies `inner` from the first gradient on that is not zero.
+    """Makes no updates until the first nonzero gradient, and applies `inner` from then on.
 
-    torch skips a parameter whose ``grad`` is None, while JAX gives an unused leaf a gradient of
-    zeros, which would count steps and let weight decay act.
+    torch skips a parameter whose ``grad`` is None. JAX gives an unused leaf a gradient of zeros, by
+    which `inner` alone would count steps and decay the weights.
 
     Args:
-      inner: The transformation of leaves that are used, or not, together.
+      inner: The transformation; its leaves start together, at the first nonzero gradient of one.
     """
 
     def init(params: Any) -> UnusedState:
@@ -43,10 +43,10 @@ def until_gradient(inner: optax.GradientTransformation) -> optax.GradientTransfo
 
 
 def held(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Makes no updates and keeps the state of `inner`, as torch keeps that of a frozen parameter.
+    """Makes no updates and keeps the state, as torch keeps the state of a frozen parameter.
 
     Args:
-      inner: What made the state.
+      inner: The transformation whose ``init`` makes the state.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
