@@ -1,1 +1,1 @@
-"""Reducers: Optax transformations from local gradients to one average."""
+"""Reducers: Optax transformations that turn local gradients into their average."""

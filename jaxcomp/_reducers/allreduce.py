@@ -1,4 +1,4 @@
-"""The all-reduce, narrowed on the wire if asked."""
+"""Averages gradients exactly, or in a narrower dtype on the wire."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ def allreduce(
 
     .. math:: \bar g = \frac{1}{W} \sum_{w=1}^{W} g_w
 
-    In front of a reducer along a slow axis, it averages along a fast one: ``optax.chain(
-    allreduce(axis_name="fast"), powersgd(axis_name="slow"))``.
+    Put it before a reducer along a slow axis to average along a fast axis first:
+    ``optax.chain(allreduce(axis_name="fast"), powersgd(axis_name="slow"))``.
 
-    torch's default hook, and with `comm_dtype` its ``fp16_compress_hook`` / ``bf16_compress_hook``.
+    This is torch's default hook; with `comm_dtype` it is its ``fp16_compress_hook`` or
+    ``bf16_compress_hook``.
 
     Args:
       axis_name: The mapped axis (or axes) along which the replicas lie.
-      comm_dtype: What goes on the wire: None for the gradients' own dtype (one all-reduce for each
-        dtype present), or bfloat16, float16, float32.
+      comm_dtype: The dtype on the wire: bfloat16, float16 or float32; None for the gradients' own
+        dtypes (one all-reduce for each dtype).
 
     Returns:
       A stateless transformation from local gradients to their mean, in the gradients' dtypes.
 
     Raises:
-      ValueError: If an argument is unusable; at tracing time, if the axis is not bound, a gradient
-        is not floating, or was already reduced over the axis.
+      ValueError: If an argument is unusable; at tracing time, if the axis is not bound, or a
+        gradient is not floating or was already reduced over the axis.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -61,10 +62,10 @@ def allreduce(
         **extra_args: Any,
     ) -> Reduction:
         del params, extra_args
-        # Weighted gradients are float32, but go out in the dtypes that they had.
+        # Weighted gradients are float32, but are sent in the dtypes of the original gradients.
         dtypes = [wire or x.dtype for x in floating_leaves(updates if like is None else like)]
         reduced = mean_each(floating_leaves(updates), axis_name, dtypes)
-        # There is no state to protect, and what is finite stays so, as with any all-reduce.
+        # There is no state to protect, so finite leaves stay finite, as in any all-reduce.
         return Reduction(
             updates=with_leaves(updates, reduced.means),
             state=state,

@@ -1,4 +1,4 @@
-"""PowerSGD of one square matrix made of all gradients: fewer bytes, less faithful."""
+"""PowerSGD on one square matrix of all gradients: fewer bytes, larger error."""
 
 from __future__ import annotations
 
@@ -44,32 +44,32 @@ def batched_powersgd(
 ) -> Reducer:
     r"""PowerSGD on one square matrix of all gradients, as torch's ``batched_powerSGD_hook``.
 
-    The gradients are laid one after the other in a vector of :math:`N` values, padded with zeros,
-    and viewed as a matrix of :math:`n \times n`, :math:`n = \lceil\sqrt N\rceil`, which `powersgd`
-    compresses. A step sends :math:`2 n r` values, biases and all, whatever the shapes; but rows and
-    columns mean nothing to the model, and low rank loses more than it does leaf by leaf. It is here
-    for what was trained with torch's; take `powersgd` for what is new.
+    The gradients are concatenated to a vector of :math:`N` values, padded with zeros, and viewed as
+    a matrix of :math:`n \times n`, :math:`n = \lceil\sqrt N\rceil`, which `powersgd` compresses. A
+    step sends :math:`2 n r` values for all leaves together, whatever their shapes. But rows and
+    columns of this matrix have no meaning for the model, so a low rank loses more than it loses
+    leaf by leaf. Use it to continue a run that used torch's hook; for a new run use `powersgd`.
 
     All gradients are copied into one array. Do not use it where weights are sharded over other mesh
     axes: the compiler would gather them.
 
     Args:
-      rank: Columns of the two factors.
+      rank: Number of columns of the two factors.
       axis_name: The mapped axis (or axes) along which the replicas lie.
-      start_step: As for `powersgd`, and so are the next four.
-      error_feedback: Keep what was not sent and add it to the next gradient.
+      start_step: Number of finite updates that are plain all-reduces first.
+      error_feedback: Keep a residual, the part that was not sent, and add it to the next gradient.
       warm_start: Start each power iteration from the last right factor.
-      eps: torch's ``orthogonalization_epsilon``.
-      seed: Seeds the first right factor.
-      comm_dtype: What goes on the wire: bfloat16, float16, float32 or None.
-      residual_dtype: How the residual is stored.
+      eps: torch's ``orthogonalization_epsilon``, as for `powersgd`.
+      seed: Seed of the first right factor.
+      comm_dtype: The dtype on the wire: bfloat16, float16 or float32; None for float32 or wider.
+      residual_dtype: The dtype of the residual: bfloat16 or float32; None for float32 or wider.
 
     Returns:
       A transformation from local gradients to outputs in the gradients' dtypes, equal on every
       replica. Its state is a `PowerSGDState` whose residual is the one ``(n, n)`` matrix.
 
     Raises:
-      ValueError: As `powersgd`; `rank` must be an int here.
+      ValueError: As for `powersgd`, and if `rank` is not an integer.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -121,8 +121,9 @@ def batched_powersgd(
         state = result.state
         dtypes = [x.dtype for x in floating_leaves(updates if like is None else like)]
         if error_feedback and jnp.float16 in dtypes:
-            # What of a mean a leaf of float16 cannot hold was sent and reached nobody. Leaves of
-            # other dtypes lie in the same matrix, so that each is looked at by itself.
+            # The part of a mean that float16 cannot hold was sent but does not reach the update. It
+            # goes into the residual, leaf by leaf, because the matrix also holds leaves of other
+            # dtypes.
             excess = []
             for mean, dtype in zip(means, dtypes, strict=True):
                 excess.append(mean - clipped(mean, dtype))

@@ -1,4 +1,4 @@
-"""A residual for a reducer that does not send all it is given."""
+"""Adds a residual to a reducer that does not send the whole gradient."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from jaxcomp._reducers.transformation import shown, shows_its_call
 class ErrorFeedbackState(NamedTuple):
     """State of `error_feedback`."""
 
-    residual: PyTree  # floating leaf: what was not sent yet, shape of the leaf; per replica
-    inner: PyTree  # the reducer's own state
+    residual: PyTree  # floating leaf: the part not sent yet, shape of the leaf; per replica
+    inner: PyTree  # state of the wrapped reducer
     # int32 scalar: finite updates seen; replicated
     count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    # float32 scalar: whose the residual is, 0 for everybody's; per replica
+    # float32 scalar: id of the replica that owns the residual, 0 if all share it; per replica
     owner: Any = np.zeros((), np.float32)
 
     per_replica = ("residual", "owner")
@@ -52,36 +52,37 @@ def error_feedback(
     decay: float | Schedule = 1.0,
     residual_dtype: DType | None = None,
 ) -> Reducer:
-    r"""Gives a reducer a residual: what it does not send in one step is added to the next gradient.
+    r"""Adds a residual to a reducer: the unsent part of a gradient is added to the next gradient.
 
-    With local gradient :math:`g_w`, residual :math:`e_w` and the reducer :math:`\mathcal{C}`, of
-    whose average :math:`s_w` is this replica's own part as it was sent:
+    With local gradient :math:`g_w`, residual :math:`e_w`, the reducer :math:`\mathcal{C}`, and
+    :math:`s_w`, the contribution that this replica sent:
 
     .. math::
         m_w = g_w + e_w, \qquad \text{output} = \mathcal{C}(m) = \frac{1}{W} \sum_w s_w, \qquad
         e_w = m_w - s_w
 
     So nothing is lost: the mean residual is the mean of :math:`m` minus the output, whatever the
-    wire did to it; only how an all-reduce of 16-bit numbers rounds its sums is in nobody's
-    residual. The gradients reach the reducer in float32 (or wider, where they are). If an
-    output is not finite, all outputs are NaN and the state stays as it was, bit for bit.
+    reducer rounds. One exception: a 16-bit all-reduce rounds its sums, and no residual holds that
+    rounding. The reducer gets the gradients in float32 (or wider, if they are wider). If an output
+    is not finite, all outputs are NaN and the state stays as it was, bit for bit.
 
     Args:
-      reducer: A reducer of this package, or a `Reducer` of your own: it says what a replica sent.
-        The residual of torch's hooks, :math:`m_w` minus the output, has the right mean too; but
-        each replica's deviation from it grows like the square root of the step count.
-      every: Add the residual back every so many updates only; it accumulates in between.
-      decay: Scales the residual as it is added back: a number in [0, 1] or an Optax schedule of
-        the update count. Other values than 1 lose what they leave out: docs/convergence.md says
-        what neither this nor `every` gains.
-      residual_dtype: How the residual is stored: bfloat16 or float32; None for float32.
+      reducer: A reducer of this package, or a `Reducer` of your own; it returns what a replica
+        sent. (The residual of torch's hooks, :math:`m_w` minus the output, has the same mean, but
+        each replica's deviation from the mean grows like the square root of the step count.)
+      every: Add the residual to the gradient only in every `every`-th update; it accumulates in
+        between.
+      decay: Factor of the residual when it is added: a number in [0, 1] or an Optax schedule of the
+        update count. A value below 1 loses a part of the residual. Neither `decay` nor `every`
+        improved a run (docs/convergence.md).
+      residual_dtype: The dtype of the residual: bfloat16 or float32; None for float32 or wider.
 
     Returns:
       A reducer. Its state is an `ErrorFeedbackState`.
 
     Raises:
-      ValueError: If an argument is unusable, or the reducer keeps a residual of its own, as
-        `powersgd` does by default; at tracing time, if the state belongs to other leaves.
+      ValueError: If an argument is unusable, or the reducer already keeps a residual, as `powersgd`
+        does by default; at tracing time, if the state belongs to other leaves.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -138,16 +139,17 @@ def error_feedback(
         gradients = floating_leaves(updates)
         totals = jax.tree.map(functools.partial(_add, scale=scale), gradients, residual)
         result = reducer.reduce(with_leaves(updates, totals), state.inner, params, **extra_args)
-        # `allreduce` keeps what is finite; beside a residual nobody shall take half a step.
+        # `allreduce` returns the finite leaves of a partly finite step. With a residual a step is
+        # taken whole or not at all.
         means = nan_unless(result.finite, floating_leaves(result.updates))
         sent = floating_leaves(result.sent)
         unsent = []
         for i, output in enumerate(floating_leaves(updates if like is None else like)):
             remaining = totals[i] - sent[i]
-            if output.dtype == jnp.float16:  # what was sent and does not fit the output
+            if output.dtype == jnp.float16:  # sent, but beyond the output's range
                 remaining += means[i] - clipped(means[i], output.dtype)
             old = residual[i]
-            if every > 1:  # what was not added is still to come
+            if every > 1:  # keep the residual that was not added
                 remaining += jnp.where(due, 0, old.astype(remaining.dtype))
             unsent.append(jnp.where(result.finite, remaining.astype(old.dtype), old))
         new = ErrorFeedbackState(
@@ -159,7 +161,7 @@ def error_feedback(
         return result._replace(updates=with_leaves(updates, means), state=new)
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
-        # The inner reducer gets float32, whatever the gradients are.
+        # The inner reducer gets float32 or wider, whatever the gradients' dtype.
         counted = reducer.bytes(in_compute_dtype(params), replicas=replicas, step=step)
         return counted.instead_of(params)
 
@@ -167,7 +169,7 @@ def error_feedback(
 
 
 def _check_reducer(reducer: Any) -> None:
-    """Refuses what does not say what a replica sent, or keeps what it does not send already."""
+    """Refuses anything but a reducer, and a reducer that already keeps a residual."""
     if not isinstance(reducer, Reducer):
         fix = "Call one first: jaxcomp.error_feedback(jaxcomp.allreduce(axis_name='data'))."
         if isinstance(reducer, optax.GradientTransformation):
@@ -186,7 +188,7 @@ def _check_reducer(reducer: Any) -> None:
 
 
 def _add(gradient: Array, residual: Array, scale: Any) -> Array:
-    """Adds them in float32, or in the gradient's own dtype where that is wider."""
+    """Adds ``scale * residual`` to a gradient, in float32 or the gradient's wider dtype."""
     dtype = compute_dtype(gradient.dtype)
     if not (isinstance(scale, (int, float)) and scale == 1):
         residual = residual * jnp.asarray(scale, residual.dtype)

@@ -1,8 +1,8 @@
-"""How the replicas of a PowerSGD step average, on lists of arrays: exactly, or at low rank.
+"""Averages lists of arrays over the replicas in a PowerSGD step: exactly, or at low rank.
 
-Floating factors go out in one all-reduce, and what is not compressed rides along. Integers would
-overflow where they are summed: they go out in an all-to-all and an all-gather instead, the other
-leaves beside them as they are.
+Floating factors are sent in one all-reduce together with the uncompressed leaves. Integers would
+overflow in the sums of an all-reduce, so they are sent in an all-to-all and an all-gather, together
+with the uncompressed leaves, which are not rounded.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from jaxcomp._mesh.collectives import (
 )
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, Layout, mean_by_shares
 
-_BLOCK = 128  # values that share a scale, at most: 3% more bytes for the scales
+_BLOCK = 128  # largest number of values that share a scale; scales add 3% to the bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """Arguments of `powersgd`, which documents and checks them."""
+    """The arguments of `powersgd`, which documents and checks them."""
 
     rank: int | RankFn
     axis_name: AxisName
@@ -60,11 +60,11 @@ class LowRank:
     matrix_dims: MatrixDimsFn | None
 
     def plan(self, tree: PyTree) -> list[LeafPlan]:
-        """Plans what happens to each leaf of `tree`."""
+        """Returns the plan of each leaf of `tree`."""
         return plan_leaves(tree, self.rank, self.min_compression_rate, self.matrix_dims)
 
     def first_residual(self, params: PyTree) -> PyTree:
-        """Makes residuals of zeros for every leaf that is compressed."""
+        """Makes a residual of zeros for every compressed leaf."""
         leaves, treedef = jax.tree.flatten(params)
         residual: list[Any] = [optax.MaskedNode()] * len(leaves)
         for i, plan in enumerate(self.plan(params)):
@@ -74,8 +74,9 @@ class LowRank:
         return local_if_bound(treedef.unflatten(residual), self.axis_name)
 
     def random_factors(self, plans: list[LeafPlan], count: Any) -> list[Any]:
-        """Draws right factors to start from: the same on every replica, others for every leaf."""
-        # Threefry whatever jax_default_prng_impl says: others differ between the lanes of a vmap.
+        """Draws the initial right factors: equal on every replica, different for every leaf."""
+        # Threefry, whatever jax_default_prng_impl says: other generators differ between vmapped
+        # replicas.
         key = jax.random.key(self.seed, impl="threefry2x32")
         factors: list[Any] = [optax.MaskedNode()] * len(plans)
         for i, plan in enumerate(plans):
@@ -86,13 +87,13 @@ class LowRank:
 
 
 class Average(NamedTuple):
-    """What the replicas made of their gradients; a mean that was compressed is ``P Q^T``."""
+    """The averaged gradients and factors of one step; a compressed mean is ``P Q^T``."""
 
-    p: list[Array]  # left factors; zeros where nothing was compressed
-    q: list[Array]  # right factors: means over the replicas; before `start_step` as they were
-    q_sent: list[Array]  # right factors: this replica's own, as sent
-    means: list[Array]  # of all gradients, in the dtypes of their plans; NaN unless finite
-    sent: list[Array]  # what this replica sent of them
+    p: list[Array]  # left factors; zeros if nothing was compressed
+    q: list[Array]  # right factors: means over the replicas; unchanged before `start_step`
+    q_sent: list[Array]  # right factors of this replica, as sent
+    means: list[Array]  # means of all gradients, in the dtypes of their plans; NaN unless finite
+    sent: list[Array]  # this replica's contributions to `means`, as sent
     finite: Array  # bool scalar, equal on every replica
 
 
@@ -103,10 +104,10 @@ def exact_average(
     totals: list[Array],
     starts: list[Array],
 ) -> Average:
-    """Averages everything in one all-reduce, as in all steps before `start_step`.
+    """Averages everything in one all-reduce, for the steps before `start_step`.
 
-    The arguments are those of `low_rank_average`. Before the start the sums are the gradients: the
-    gradients themselves would have to be kept beside them.
+    The arguments are those of `low_rank_average`. Before `start_step` the residual is zero, so
+    `totals` are the gradients. They are used so that `gradients` need not stay in memory.
     """
     arrays = list(gradients)
     p = []
@@ -136,32 +137,32 @@ def low_rank_average(
 
     Args:
       options: The reducer's arguments.
-      plans: What happens to each gradient.
-      gradients: This replica's, of which the uncompressed ones ride along in the first of the two
-        all-reduces.
-      totals: Gradients plus residuals of the compressed ones.
-      starts: The right factors that the iteration begins with.
+      plans: The plan of each gradient; those of the compressed gradients come first.
+      gradients: This replica's gradients; the uncompressed ones are sent with the first all-reduce.
+      totals: The sums of gradient and residual, for each compressed gradient.
+      starts: The right factors that the power iteration starts from.
     """
     number = len(totals)
     views = compressed_views(plans)
-    # They only have to span the space: the output depends on it, and not on its basis.
+    # The columns only have to span the right space, because the output does not depend on the
+    # basis.
     bases = orthonormal_bases(starts, options.eps, ROUNDS_TO_SPAN)
     left = jax.tree.map(product, views, totals, bases)
     left = _nan_if_too_large(views, left, axis_size(options.axis_name))
     first = average_factors(options, plans, left, gradients[number:])
-    # Zeros for what is not finite: no decomposition need be trusted with NaN. The mean stands in
-    # for torch's sum; dividing eps too leaves the quotient unchanged.
+    # Factors become zeros if a value is not finite, so no decomposition gets a NaN. torch uses the
+    # sum over replicas and we use the mean; dividing eps by `replicas` too gives the same quotient.
     left = jax.tree.map(lambda x: jnp.where(first.finite, x, 0), first.means[:number])
     p = orthonormal_bases(left, options.eps / axis_size(options.axis_name))
     right = jax.tree.map(functools.partial(product, transposed=True), views, totals, p)
     second = average_factors(options, plans, right, [])
     finite = first.finite & second.finite
 
-    # One NaN in a row of a factor is NaN in the whole row of the product: no second look at what is
-    # as large as the gradients.
+    # A NaN in a row of a factor makes the whole row of the product NaN, so it suffices to set the
+    # factors to NaN, which are smaller than the gradients.
     means = jax.tree.map(outer, views, nan_unless(finite, p), second.means)
     means += nan_unless(finite, first.means[number:])
-    # For a reducer around this one; XLA drops it where nobody asks.
+    # Read only by a wrapper such as error_feedback; XLA removes it if it is not read.
     sent = jax.tree.map(outer, views, p, second.sent) + first.sent[number:]
     return Average(
         p,
@@ -174,19 +175,19 @@ def low_rank_average(
 
 
 def compressed_views(plans: list[LeafPlan]) -> list[MatrixView]:
-    """Returns how each of the compressed gradients, which come first, is a batch of matrices."""
+    """Returns the matrix views of the compressed gradients, which come first in `plans`."""
     return [plan.view for plan in plans if plan.view is not None]
 
 
 def _nan_if_too_large(
     views: Sequence[MatrixView], factors: Sequence[Array], replicas: int
 ) -> list[Array]:
-    """Makes a factor NaN where the matrix behind it is so large that later steps could overflow.
+    """Replaces values of a factor by NaN if its matrix is so large that later steps could overflow.
 
-    A product with orthonormal columns shows how large a matrix is in their directions only. With
-    ``sqrt(rows * cols) * replicas`` times the product inside the float range, what a residual keeps
-    of the matrix can be multiplied and summed again. Otherwise a single finite step would leave a
-    state of which every later step is NaN.
+    A factor is the product of a matrix with orthonormal columns, and shows the size of the matrix
+    only along these columns. If ``sqrt(rows * cols) * replicas`` times the factor is inside the
+    float range, later steps can multiply and sum the residual. Without this check one finite step
+    could leave a state that makes every later step NaN.
     """
     checked = []
     for view, factor in zip(views, factors, strict=True):
@@ -197,7 +198,7 @@ def _nan_if_too_large(
 
 
 def _in_dtypes_of(plans: list[LeafPlan], averages: list[Array]) -> list[Array]:
-    """Casts averages to the dtypes of the gradients, as far as these reach."""
+    """Casts averages to the dtypes of the gradients; clips to their range."""
     return jax.tree.map(lambda plan, x: saturated(x, plan.dtype), plans, averages)
 
 
@@ -207,11 +208,11 @@ def average_factors(
     factors: Sequence[Array],
     uncompressed: Sequence[Array],
 ) -> Reduced:
-    """Averages factors ``(*batch, n, r)``, and uncompressed arrays behind them.
+    """Averages factors ``(*batch, n, r)``, and after them the uncompressed arrays.
 
-    Integers are for the factors only, by columns ``(*batch, r, n)``. The others go exactly, in
-    their own dtypes: they have no residual that could keep a rounding. Beside mesh axes that are
-    left to the compiler these keep their shapes, and so their shardings, in all-reduces.
+    Only factors are sent as integers, transposed to ``(*batch, r, n)``. Uncompressed arrays are
+    sent exactly, in their dtypes, because they have no residual to keep a rounding. If the mesh has
+    unmapped axes, these arrays keep their shapes, and so their shardings, in all-reduces.
     """
     axis_name = options.axis_name
     number = len(factors)
@@ -222,7 +223,7 @@ def average_factors(
     parts = list(map(_transposed, factors))
     layouts: list[Layout] = []
     for plan, columns in zip(plans, parts, strict=False):
-        # Each leaf of a group is sent as it would be alone.
+        # Each leaf of a group is sent as if it were alone.
         shape = columns.shape
         if plan.view is not None and plan.view.is_group:
             shape = shape[1:]
@@ -244,16 +245,16 @@ def average_factors(
 
 
 def _all_reduce_dtype(options: LowRank, plans: Sequence[LeafPlan]) -> Any:
-    """Returns what an all-reduce of leaves with these plans has on the wire."""
+    """Returns the wire dtype of an all-reduce of leaves with these plans."""
     return wire_dtype(options.comm_dtype, [plan.dtype for plan in plans])
 
 
 def _transposed(factor: Array) -> Array:
     """Swaps the last two axes.
 
-    The barrier keeps XLA from folding the transpose into the product that made the factor, whose
-    CPU backend is ten times slower at that form, and from decoding the factors anew for every
-    value of a leaf, where it fuses them with the arithmetic on what is as large as the gradients.
+    The barrier prevents two slow fusions in XLA. One folds the transpose into the product that made
+    the factor, which is ten times slower on CPU. The other decodes the factors again for every
+    value of a leaf, where they are fused with arithmetic on whole leaves.
     """
     return lax.optimization_barrier(factor).mT
 
@@ -261,10 +262,10 @@ def _transposed(factor: Array) -> Array:
 def factor_layout(shape: tuple[int, ...], replicas: int, bits: int) -> BlockLayout:
     """Cuts the columns ``(*batch, r, n)`` of a factor into blocks of values that share a scale.
 
-    The columns differ in size by orders of magnitude and the integers of a block share their scale.
-    So a column is cut into equal blocks. They stay within it where its blocks can be dealt out
-    equally to the replicas; where not, a few take the end of one column and the start of the next,
-    which costs less than padding every replica's share to whole blocks.
+    Columns differ in size by orders of magnitude, so a block should not span two columns. Each
+    column is cut into equal blocks. If the number of blocks is divisible by the number of replicas,
+    no block spans two columns; else a few do, which costs fewer bytes than padding every replica's
+    share to whole blocks.
     """
     column = shape[-1]
     block = math.ceil(column / math.ceil(column / _BLOCK))
@@ -277,13 +278,13 @@ def count_bytes(
     replicas: int | None,
     step: int | None,
 ) -> CompressionStats:
-    """Counts what a step sends: the answer of `Reducer.bytes`.
+    """Counts the bytes of a step, for `Reducer.bytes`.
 
     Args:
       options: The reducer's arguments.
       params: Parameters or gradients.
-      replicas: How many there are, or None.
-      step: Which update, or None for a compressed one.
+      replicas: The number of replicas, or None.
+      step: The number of the update, or None for a compressed one.
     """
     plans = list(filter(is_floating, options.plan(params)))
     wire = _all_reduce_dtype(options, plans)
@@ -300,7 +301,7 @@ def count_bytes(
 
 
 def leaf_bytes(plan: LeafPlan, wire: Any, replicas: int | None) -> int:
-    """Returns the bytes that one leaf puts on the wire: both factors, or all of it uncompressed."""
+    """Returns the bytes that one leaf puts on the wire: both factors, or the uncompressed leaf."""
     if not isinstance(wire, Integers):
         return plan.wire_size * wire.itemsize
     replicas = replicas or 1

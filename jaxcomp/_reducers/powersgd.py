@@ -1,9 +1,8 @@
 """PowerSGD as an Optax transformation: local gradients in, one low-rank mean out.
 
-Small equal leaves become one array first, with an axis in front that counts them. Each array costs
-some dozens of operations, which XLA compiles one by one and a GPU launches one by one: 300 layers
-of width 64 compile for half a minute. A group costs what one leaf does, but for a copy into it and
-one out of it.
+Small leaves of equal shape are first stacked to one array, a group. For each array there are dozens
+of operations, which XLA compiles and a GPU launches one by one: 300 layers of width 64 take half a
+minute to compile. A group costs as much as one leaf, plus one copy in and one copy out.
 """
 
 from __future__ import annotations
@@ -49,26 +48,26 @@ from jaxcomp._reducers.low_rank import (
 from jaxcomp._reducers.reducer import Reducer, Reduction
 from jaxcomp._reducers.transformation import shows_its_call
 
-# A leaf of at most so many values is copied faster than the operations that it saves are launched.
+# Up to this number of values, copying a leaf is faster than launching operations for it alone.
 _SMALL = 1 << 16
-# Of all groups together: their copies of gradients, residuals and outputs are 16 MB each.
+# Limit for all groups together: their copies of gradients, residuals and outputs take 16 MB each.
 _MOST_VALUES = 1 << 22
-# XLA takes 32 leaves at once out of a group. From a longer one each is a kernel of its own on a
-# GPU, and temporary memory is twice as much (200 layers, rank 4, jaxlib 0.10.2).
+# XLA copies 32 leaves out of a group in one kernel. A longer group takes one kernel for each leaf
+# on a GPU, and twice as much temporary memory (200 layers, rank 4, jaxlib 0.10.2).
 _MOST_LEAVES = 32
 
 
 class PowerSGDState(NamedTuple):
-    """State of `powersgd`; a checkpoint holds one, consolidated, for any number of replicas."""
+    """State of `powersgd`; `consolidate` makes the one that a checkpoint holds."""
 
     # int32 scalar: finite updates seen; replicated
     count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    residual: PyTree  # compressed leaf: what was not sent yet, shape of the leaf; per replica
+    residual: PyTree  # compressed leaf: the part not sent yet, shape of the leaf; per replica
     q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32 or wider; replicated
-    # float32 scalar: whose the residual is, 0 for everybody's; per replica
+    # float32 scalar: id of the replica that owns the residual, 0 if all share it; per replica
     owner: Any = np.zeros((), np.float32)
 
-    # Read by `_mesh/per_replica.py` alone. Not a field: it has no annotation.
+    # Read only by `_mesh/per_replica.py`. It is not a field, because it has no annotation.
     per_replica = ("residual", "owner")
 
 
@@ -87,7 +86,7 @@ def powersgd(
     residual_dtype: DType | None = None,
     matrix_dims: MatrixDimsFn | None = None,
 ) -> Reducer:
-    r"""Low-rank gradient averaging with error feedback; the first link of an `optax.chain`.
+    r"""Averages gradients at low rank with error feedback; the first link of an `optax.chain`.
 
     For a leaf seen as a ``(rows, cols)`` matrix, with local gradient :math:`G_w`, residual
     :math:`E_w` and warm-started right factor :math:`Q` on each of :math:`W` replicas:
@@ -99,46 +98,48 @@ def powersgd(
         Q_w &= M_w^\top P, \qquad Q = \tfrac{1}{W} \sum_w Q_w && \text{(second all-reduce)} \\
         \text{output} &= P Q^\top, \qquad E_w = M_w - P Q_w^\top
 
-    These are Algorithms 1 and 2 of Vogels et al. (2019) as torch's hook runs them, with an
-    orthonormal :math:`Q` first, and with one change: the residual subtracts the replica's *own*
-    factor :math:`Q_w`, as it was sent, where torch's hook subtracts the mean. Outputs depend on the
-    residuals through their mean only, so they equal torch's; but torch's residual grows like the
-    square root of the step count, and this one stays bounded.
+    These are Algorithms 1 and 2 of Vogels et al. (2019), as in torch's hook, which first
+    orthogonalises :math:`Q`. There is one change: the residual subtracts :math:`P Q_w^\top` with
+    the replica's *own* factor as sent, where torch's hook subtracts the mean. Outputs depend only
+    on the mean of the residuals, so they equal torch's. But torch's residual grows like the square
+    root of the step count, and this residual stays bounded.
 
-    Leaves that are not compressed ride along in the first all-reduce, so a step takes two
-    all-reduces, whatever the number of leaves. With integers on the wire each of the two becomes an
-    all-to-all and an all-gather, as in `quantized_allreduce`: columns of the factors in blocks of
-    at most 128 integers with a scale, the other leaves unrounded, sums in float32.
+    Uncompressed leaves are sent in the first all-reduce too, so a step takes two all-reduces,
+    whatever the number of leaves. With integers on the wire each all-reduce becomes an all-to-all
+    and an all-gather, as in `quantized_allreduce`. The factors' columns are then sent in blocks of
+    at most 128 integers with one scale, uncompressed leaves are not rounded, and sums are in
+    float32.
 
-    If a gradient is not finite on one replica or more, all outputs are NaN on every replica and the
-    state stays as it was, bit for bit. Wrap what comes *after* this transformation in
-    `optax.apply_if_finite`; around it, replicas would disagree on whether to communicate.
+    If a gradient is not finite on any replica, all outputs are NaN on every replica and the state
+    stays as it was, bit for bit. Put `optax.apply_if_finite` around the transformations *after*
+    this one. Around this one, replicas would disagree on whether to communicate.
 
     Args:
-      rank: Columns of the factors, or a function of (key path, leaf) that returns them; None from
-        the function leaves that leaf uncompressed.
+      rank: Number of columns of the factors, or a function of (key path, leaf) that returns it. If
+        the function returns None, the leaf is not compressed.
       axis_name: The mapped axis (or axes) along which the replicas lie.
-      start_step: So many finite updates are plain all-reduces first. Begin with 10% of the steps.
+      start_step: Number of finite updates that are plain all-reduces first. 0 compresses from the
+        first step on, which sends the fewest bytes.
       min_compression_rate: A leaf is compressed iff
         ``(rows + cols) * r * min_compression_rate < rows * cols``, ``r = min(rows, cols, rank)``.
-      error_feedback: Keep what was not sent and add it to the next gradient.
-      warm_start: Start each power iteration from the last right factor. If False, a fresh one is
-        drawn every step, the same on every replica.
-      eps: torch's ``orthogonalization_epsilon``, in Gram-Schmidt (ranks 1 and 2) as in torch. Not
-        needed here: zero columns are safe with 0.
-      seed: Seeds the first (or with ``warm_start=False`` every) right factor.
-      comm_dtype: What goes on the wire: bfloat16, float16 or float32; None for float32 (or wider,
-        where a gradient is). int8 and ``"int6"`` (four integers in three bytes) are for the
-        factors only: leaves that are not compressed, which have no residual to keep a rounding, go
-        in their own dtype, and the all-reduces before `start_step` as with None. The state is the
-        same for all of them.
-      residual_dtype: How the residual is stored; bfloat16 halves its memory. None for float32.
+      error_feedback: Keep a residual, the part that was not sent, and add it to the next gradient.
+      warm_start: Start each power iteration from the last right factor. If False, a random factor
+        is drawn in every step, equal on every replica.
+      eps: torch's ``orthogonalization_epsilon``, used as in torch, in Gram-Schmidt (ranks 1 and 2).
+        It is not needed here: with 0, zero columns are safe too.
+      seed: Seed of the first right factor (with ``warm_start=False``, of every right factor).
+      comm_dtype: The dtype on the wire: bfloat16, float16 or float32; None for float32 (or wider,
+        if a gradient is wider). int8 and ``"int6"`` (four integers in three bytes) apply to factors
+        only. Uncompressed leaves have no residual to keep a rounding, so they are then sent in
+        their dtypes; the all-reduces before `start_step` are as with None. The state does not
+        depend on this argument.
+      residual_dtype: The dtype of the residual: bfloat16 halves its memory; None for float32 or
+        wider.
       matrix_dims: A function of (key path, leaf) that returns `MatrixDims`, or None for a leaf that
-        shall not be compressed; by default the axes are split into a leading and a trailing block
-        with the fewest rows + columns. `stacked` makes such a function for scanned layers: each
-        of them is compressed by itself. Return
-        ``jaxcomp.extend.default_matrix_dims(path, leaf)`` for every leaf that shall be split as by
-        default.
+        shall not be compressed. By default the axes are split into a leading and a trailing block
+        with the fewest rows + columns; ``jaxcomp.extend.default_matrix_dims(path, leaf)`` returns
+        this default. `stacked` makes a function for scanned layers, which compresses each layer
+        separately.
 
     Returns:
       A transformation from local gradients to outputs in the gradients' dtypes, equal on every
@@ -205,19 +206,19 @@ def powersgd_step(
     like: PyTree | None = None,
     **extra_args: Any,
 ) -> Reduction:
-    """Makes one update, of which the docstring of `powersgd` has the equations.
+    """Makes one update; the docstring of `powersgd` has the equations.
 
-    Trees are taken apart into groups of leaves, and put together again. Whatever comes out of a
-    conditional is copied: so only factors and outputs do; the sums of gradient and residual go into
-    it, and the residual stays outside and is updated in place.
+    Leaves are stacked to groups, and taken apart again at the end. XLA copies every result of a
+    conditional, so it returns only factors and outputs. The sums of gradient and residual are its
+    inputs; the residual is updated in place, after it.
 
     Args:
       options: The reducer's arguments.
       updates: This replica's gradients.
       state: This replica's state.
-      params: Not used, as of other Optax transformations.
-      like: What has the dtypes that outputs take; None for those of the gradients.
-      **extra_args: Not used either.
+      params: Not used.
+      like: A tree with the dtypes of the outputs; None for the dtypes of the gradients.
+      **extra_args: Not used.
     """
     del params, extra_args
     leaves, treedef = jax.tree.flatten(updates)
@@ -253,7 +254,8 @@ def powersgd_step(
     )
     commit = average.finite
     if options.start_step:
-        # With `started` in it XLA keeps a copy of the gradients: not where every step compresses.
+        # `started` makes XLA keep a copy of the gradients, so leave it out if every step
+        # compresses.
         commit = average.finite & started
     q = jax.tree.map(functools.partial(jnp.where, commit), average.q, starts)
     views = compressed_views(plans)
@@ -274,15 +276,16 @@ def powersgd_step(
 
 
 class Groups(NamedTuple):
-    """Leaves as arrays: first those that are compressed, then those that are not."""
+    """Groups of leaves, each one array: compressed leaves first, then uncompressed ones."""
 
-    positions: list[tuple[int, ...]]  # of the leaves in each array
-    plans: list[LeafPlan]  # of each array
+    positions: list[tuple[int, ...]]  # positions of the leaves of each group
+    plans: list[LeafPlan]  # plan of each group
 
 
 def grouped(plans: Sequence[LeafPlan]) -> Groups:
-    """Groups floating leaves: small equal ones that are compressed, up to `_MOST_VALUES`."""
-    # A leaf may be sharded along an axis that is left to the compiler: a group would gather it.
+    """Groups floating leaves: small compressed leaves of equal shape together, others alone."""
+    # No groups on a mesh with unmapped axes: stacking would gather a leaf that is sharded over
+    # them.
     largest = _SMALL
     if other_axes():
         largest = -1
@@ -309,7 +312,7 @@ def grouped(plans: Sequence[LeafPlan]) -> Groups:
 
 
 def _of_group(plan: LeafPlan, number: int) -> LeafPlan:
-    """Returns the plan of so many leaves as one array, each of which has this plan."""
+    """Returns the plan of a group of `number` leaves that have this plan each."""
     if number == 1 or plan.view is None:
         return plan
     shape = (number, *plan.shape)
@@ -318,7 +321,7 @@ def _of_group(plan: LeafPlan, number: int) -> LeafPlan:
 
 
 def together(groups: Groups, leaves: Sequence[Any]) -> list[Array]:
-    """Makes the array of each group of all leaves; none of leaves that a state does not have."""
+    """Returns the array of each group of leaves, except groups whose leaves are masked."""
     arrays = []
     for positions in _present(groups, leaves):
         array = leaves[positions[0]]
@@ -329,7 +332,7 @@ def together(groups: Groups, leaves: Sequence[Any]) -> list[Array]:
 
 
 def apart(groups: Groups, arrays: Sequence[Array], leaves: Sequence[Any]) -> list[Any]:
-    """Returns all leaves, those of the groups out of their arrays and the others as they are."""
+    """Returns `leaves` with the leaves of each group taken from `arrays`; masked leaves stay."""
     result = list(leaves)
     for positions, array in zip(_present(groups, leaves), arrays, strict=False):
         if len(positions) == 1:
@@ -341,5 +344,5 @@ def apart(groups: Groups, arrays: Sequence[Array], leaves: Sequence[Any]) -> lis
 
 
 def _present(groups: Groups, leaves: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Returns the positions of the groups that there are leaves of."""
+    """Returns the positions of each group whose leaves are not masked."""
     return [x for x in groups.positions if not is_masked(leaves[x[0]])]

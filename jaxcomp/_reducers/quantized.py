@@ -1,7 +1,7 @@
-"""An all-reduce with 8-bit integers on the wire and float32 sums in between.
+"""Averages gradients with 8-bit integers on the wire and sums in float32.
 
-Every leaf is cut into one share for each replica and every share into blocks with a scale of their
-own; `jaxcomp._mesh.shares` has how they are rounded and sent.
+Every leaf is cut into one share for each replica, and every share into blocks, each with a scale.
+`jaxcomp._mesh.shares` rounds and sends them.
 """
 
 from __future__ import annotations
@@ -36,30 +36,32 @@ def quantized_allreduce(
         \mathcal{Q}(x) = s \cdot \mathrm{round}(x / s), \qquad
         \bar g = \mathcal{Q}\Big(\frac{1}{W} \sum_{w=1}^{W} \mathcal{Q}(g_w)\Big)
 
-    The inner quantisation goes out in an all-to-all, which gives each replica one share of every
-    leaf to sum in float32; the outer one in an all-gather. The scales travel with the integers.
+    The inner quantisation is sent in an all-to-all, so that each replica sums one share of every
+    leaf in float32. The outer quantisation is sent in an all-gather. Scales are sent with the
+    integers.
 
-    No value is off by more than 1/127 of its block's largest magnitude (averaged over the
-    replicas): half of that from each stage. Rounding to nearest is biased: put `error_feedback`
+    The error of a value is at most 1/127 of its block's largest magnitude (averaged over the
+    replicas); each stage adds half of it. Rounding to nearest is biased, so put `error_feedback`
     around it for training.
 
     If a gradient is not finite on any replica, all outputs are NaN on every replica.
 
-    torch's ``quantization_pertensor_hook`` (here ``block_size=None``) and its per-channel sister
-    send every replica's whole gradient to every other, ``W / 2`` times as many bytes.
+    torch's ``quantization_pertensor_hook`` (here ``block_size=None``) and
+    ``quantization_perchannel_hook`` send every replica's whole gradient to every other replica:
+    ``W / 2`` times as many bytes.
 
     Args:
       axis_name: The mapped axis (or axes) along which the replicas lie.
-      block_size: Values that share a scale, at most; None for one scale in each leaf's share of a
-        replica. Blocks never span two leaves. 256 costs 1.6% more bytes for the scales.
+      block_size: The largest number of values that share a scale; None for one scale in each share
+        of each leaf. A block never spans two leaves. With 256, scales add 1.6% to the bytes.
 
     Returns:
       A stateless transformation from local gradients to outputs in the gradients' dtypes, equal on
       every replica.
 
     Raises:
-      ValueError: If an argument is unusable; at tracing time, if the axis is not bound, a gradient
-        is not floating, or was already reduced over the axis.
+      ValueError: If an argument is unusable; at tracing time, if the axis is not bound, or a
+        gradient is not floating or was already reduced over the axis.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp

@@ -1,7 +1,7 @@
-"""What a reducer is, and the door through which all gradients and states enter one.
+"""Defines `Reducer`, which checks all gradients and states before its function sees them.
 
-At the door gradients and states are checked, gradients taken out of their boxes, and weights
-multiplied in; behind it a reducer is arithmetic on plain trees.
+Its method ``reduce`` checks gradients and state, takes gradients out of their boxes, and multiplies
+them by weights. The function that a reducer is made of is then arithmetic on plain trees.
 """
 
 from __future__ import annotations
@@ -25,46 +25,47 @@ from jaxcomp._reducers.transformation import CountBytes, Transformation
 
 
 class Reduction(NamedTuple):
-    """One update of a `Reducer`, with what `error_feedback` needs to know of it."""
+    """The result of one update of a `Reducer`, with the parts that `error_feedback` needs."""
 
     updates: PyTree  # the average, equal on every replica
-    state: PyTree  # the new state; `reduce` gives the old one back where `finite` is False
-    sent: PyTree  # this replica's own contribution as sent: `updates` is the mean of it
-    finite: Array  # bool scalar, equal on every replica: whether all updates are finite
+    state: PyTree  # the new state; the old one if `finite` is False
+    sent: PyTree  # this replica's contribution as sent; `updates` is its mean over the replicas
+    finite: Array  # bool scalar, equal on every replica: True if all updates are finite
 
 
 @jax.tree_util.register_static
 class Reducer(Transformation):
-    """An Optax transformation that also says what this replica contributed to the average.
+    """An Optax transformation that also returns this replica's contribution to the average.
 
-    Every reducer of this package is one. `error_feedback` calls ``reduce`` instead of ``update``,
-    and keeps what was not sent. Gradients that no reducer can take (complex, or already reduced
-    over the axis) are refused before `reduce` sees them.
+    Every reducer of this package is a `Reducer`. `error_feedback` calls ``reduce`` instead of
+    ``update``, and keeps the part that was not sent. Complex gradients, and gradients that were
+    already reduced over the axis, are refused before `reduce` sees them.
 
-    ``update(..., weight=w)`` makes the average a weighted one, over any reducer: `w` is how much
-    this replica counts, a number such as that of the examples in its batch, 0 to sit the step out,
-    when the gradients may hold anything. They are multiplied by `w` over the mean weight, which one
-    all-reduce of a scalar tells, and then averaged like others. So what is not sent is a share of
-    the weighted mean, whatever the weights of later steps.
+    ``update(..., weight=w)`` computes a weighted average, with any reducer. `w` is this replica's
+    weight, for example the number of examples in its batch; with 0 its gradients are ignored,
+    whatever they hold. Gradients are multiplied by `w` divided by the mean weight (one all-reduce
+    of a scalar), and then averaged as usual. So the residual is a part of the weighted mean,
+    whatever the weights of later steps are.
 
     Args:
-      init: From parameters to a consolidated state. A state of your own is a NamedTuple whose class
-        names the fields that differ between replicas, as in ``per_replica = ("momentum",)``, and
-        ``()`` if none does: states are placed, saved and found in an optimizer's by that.
-      reduce: A function of local gradients, state, parameters or None, and extra arguments by name
-        that returns a `Reduction`; updates and sent in any floating dtypes. Where they are not
-        finite it gives back the old state, and NaN as updates. It never sees a ``weight``: what it
-        gets is weighted, in float32 or wider, and the argument ``like`` then has the gradients as
-        they were, whose dtypes the updates will have.
+      init: A function that makes a consolidated state from parameters. A state of your own is a
+        NamedTuple whose class names the fields that differ between replicas, as in
+        ``per_replica = ("momentum",)``, or ``()`` if no field does. Functions that place, save or
+        find states read this attribute.
+      reduce: A function of local gradients, state, parameters or None, and extra arguments by name.
+        It returns a `Reduction`, with `updates` and `sent` in any floating dtypes. If these are not
+        finite, it returns the old state, and NaN as updates. It never gets a ``weight``: its
+        gradients are already weighted, in float32 or wider. The argument ``like`` then holds the
+        original gradients, whose dtypes the updates will have.
       axis_name: The mapped axis or axes of the replicas.
-      made_by: What ``repr`` shows.
+      made_by: The text that ``repr`` shows.
       count_bytes: A function of (params, replicas, step), the last two possibly None, that returns
-        `CompressionStats`: the answer of ``bytes``. A step must not send again
-        what an earlier phase sent: ``bytes(steps=)`` looks for the edges of phases by bisection.
-      keeps_residual: Whether its state keeps what is not sent, so that `error_feedback` refuses it.
+        the `CompressionStats` of ``bytes``. The number of bytes must not return to an earlier value
+        once it has changed, because ``bytes(steps=)`` finds the steps of change by bisection.
+      keeps_residual: True if the state holds a residual; `error_feedback` then refuses the reducer.
 
     Example:
-      A reducer that averages signs, and keeps the rest for the next step:
+      This reducer averages signs and keeps the rest for the next step:
 
       >>> import jax, jax.numpy as jnp, jaxcomp, optax
       >>> from jaxcomp import extend
@@ -84,7 +85,7 @@ class Reducer(Transformation):
 
     axis_name: AxisName
     keeps_residual: bool
-    in_phases = True  # exact steps, if any, and after them compressed ones
+    in_phases = True  # exact steps first, if any, then compressed steps
     _reduce: Callable[..., Reduction]
 
     def __new__(
@@ -97,7 +98,7 @@ class Reducer(Transformation):
         count_bytes: CountBytes | None = None,
         keeps_residual: bool = False,
     ) -> Self:
-        """Puts `reduce` behind the door, and makes an ``update`` of it."""
+        """Makes an ``update`` that checks its arguments and calls `reduce`."""
         check_axis_name(axis_name)
 
         def unboxed_init(params: PyTree) -> PyTree:
@@ -125,18 +126,19 @@ class Reducer(Transformation):
         weight: Any = None,
         **extra_args: Any,
     ) -> Reduction:
-        """Reduces gradients that come through the door, and says what was sent of them.
+        """Checks and reduces gradients, and returns also the part that was sent.
 
         Args:
-          updates: This replica's gradients, possibly in boxes.
-          state: This replica's state, without the row that `jax.shard_map` leaves: ``update`` takes
-            it off.
+          updates: This replica's gradients; leaves may be in boxes, such as
+            `flax.linen.Partitioned`.
+          state: This replica's state, without the leading axis of 1 that `jax.shard_map` leaves
+            (``update`` removes it).
           params: Parameters or None.
-          weight: How much this replica counts, or None.
-          **extra_args: For the function that the reducer was made of.
+          weight: This replica's weight, or None.
+          **extra_args: Passed to the reducer's function.
 
         Raises:
-          ValueError: If gradients or state are not what this reducer takes.
+          ValueError: If gradients or state do not fit this reducer.
         """
         refuse_misspelt_weight(extra_args)
         gradients = unboxed(updates)
@@ -146,9 +148,9 @@ class Reducer(Transformation):
         check_state(state, jax.eval_shape(self.init, gradients))
         average = self._average
         if mesh_axes(AxisType.Explicit):
-            # Beside these every operation must say how its result is sharded, which the arithmetic
-            # of a reducer cannot know. In such a case the compiler decides, and the results are
-            # typed as what they replace.
+            # With Explicit axes every operation must state the sharding of its result, and the
+            # arithmetic of a reducer does not know it. So the axes become Auto here, and each
+            # result gets the type of the value that it replaces.
             like = typed_specs(gradients)
             everywhere: Any = PartitionSpec()
             types = Reduction(like, typed_specs(state), like, everywhere)
@@ -165,7 +167,7 @@ class Reducer(Transformation):
         weight: Any,
         extra_args: dict[str, Any],
     ) -> Reduction:
-        """Weighs the gradients, reduces them, and returns averages in their dtypes."""
+        """Weights the gradients, reduces them, and returns averages in the gradients' dtypes."""
         shares = gradients
         if weight is not None:
             shares = weighted_gradients(gradients, weight, self.axis_name)
@@ -176,22 +178,22 @@ class Reducer(Transformation):
 
 
 def in_dtypes_of(gradients: PyTree, averages: PyTree) -> PyTree:
-    """Returns the averages in the dtypes of the gradients."""
+    """Casts averages to the dtypes of the gradients."""
 
     def cast(average: Any, gradient: Any) -> Any:
         if is_floating(gradient):
             return saturated(average, gradient.dtype)
-        # It carries nothing, and a constant is known to be the same on all replicas.
+        # A float0 leaf holds no value; JAX knows that a constant is the same on all replicas.
         return np.zeros(gradient.shape, gradient.dtype)
 
     return jax.tree.map(cast, averages, gradients)
 
 
 def check_reducer(reducer: Any, fix: str = "Pass the first link of the chain.") -> None:
-    """Refuses what is not a `Reducer`.
+    """Refuses an object that is not a `Reducer`.
 
     Raises:
-      ValueError: With what to do.
+      ValueError: If it is not a `Reducer`; the message ends with `fix`.
     """
     if not isinstance(reducer, Reducer):
         kind = type(reducer).__name__
@@ -199,14 +201,14 @@ def check_reducer(reducer: Any, fix: str = "Pass the first link of the chain.") 
 
 
 def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
-    """Refuses what no reducer can average.
+    """Refuses gradients that no reducer can average.
 
-    ``float0`` leaves, the gradients of integer parameters, carry nothing and pass. Under
-    ``shard_map(check_vma=True)`` the gradient with respect to a replicated parameter arrives summed
-    over the axis: reducing it again would put nothing new on the wire and save nothing.
+    ``float0`` leaves, the gradients of integer parameters, hold no value and pass. Under
+    ``shard_map(check_vma=True)`` JAX already sums the gradient of a replicated parameter over the
+    axis, so a reducer would compress it too late to save bytes.
 
     Raises:
-      ValueError: If a leaf is neither floating nor ``float0``, or was already reduced over the
+      ValueError: If a leaf is neither floating nor ``float0``, a leaf was already reduced over the
         axis, or the axis is not bound. The message names the leaves.
     """
     axes = vma_axes(axis_name)
@@ -239,10 +241,10 @@ def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
 
 
 def check_shapes(gradients: PyTree, params: PyTree) -> None:
-    """Refuses gradients of other shapes than the parameters of their names.
+    """Refuses a gradient whose shape differs from that of its parameter.
 
     Raises:
-      ValueError: With the first of them.
+      ValueError: If a shape differs; the message names the first such leaf.
     """
     shapes = _shapes(params)
     for name, shape in _shapes(gradients).items():
@@ -255,13 +257,13 @@ def check_shapes(gradients: PyTree, params: PyTree) -> None:
 
 
 def check_state(state: PyTree, fresh: PyTree) -> None:
-    """Refuses a state that is not of the kind and the shapes of a fresh one for these gradients.
+    """Refuses a state whose class or shapes differ from a fresh state for these gradients.
 
     Raises:
-      ValueError: If it is another reducer's; listing every leaf that only one of the two has, or
-        whose shape is off.
+      ValueError: If the state belongs to another reducer, or leaves are missing, extra or of
+        another shape; the message lists these leaves.
     """
-    is_array = isinstance(fresh, jax.ShapeDtypeStruct)  # as that of a user's own may be
+    is_array = isinstance(fresh, jax.ShapeDtypeStruct)  # a user's state may be one array
     if not is_array and type(state) is not type(fresh):
         raise ValueError(
             f"The reducer's update needs its own {type(fresh).__name__}, got "
@@ -299,7 +301,7 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the leaves by their paths."""
+    """Returns the shape of each leaf, by its path."""
     shapes = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         shapes[leaf_name(path).removeprefix(".")] = np.shape(leaf)

@@ -1,4 +1,4 @@
-"""An Optax transformation that knows how it was made and what it sends."""
+"""Optax transformations that show their arguments and count the bytes that they send."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from jaxcomp._base.typing import PyTree
 from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
 
 F = TypeVar("F", bound=Callable[..., Any])
-# (parameters, replicas or None, step or None) -> what one replica hands to the collectives
+# (parameters, replicas or None, step or None) -> the bytes that one replica hands to the
+# collectives
 CountBytes = Callable[[PyTree, int | None, int | None], CompressionStats]
 
 
-@jax.tree_util.register_static  # else JAX flattens it to a plain tuple
+@jax.tree_util.register_static  # else JAX would flatten it to a plain tuple
 class Transformation(optax.GradientTransformationExtraArgs):
-    """An Optax transformation that shows how it was made and says what it sends.
+    """An Optax transformation that shows its arguments and counts the bytes that it sends.
 
-    To `optax.chain` and the like it is an ordinary one, a pair of ``init`` and ``update``. Its
-    update also takes a state whose per-replica leaves are rows ``(1, *leaf)``, as `jax.shard_map`
-    hands one over that is mapped by `state_specs`, and gives back the next one in rows.
+    It is an ordinary pair of ``init`` and ``update`` for `optax.chain` and other functions. Its
+    update also accepts a state whose per-replica leaves are rows ``(1, *leaf)``, as `jax.shard_map`
+    passes them with `state_specs`; the new state then has rows too.
 
     Args:
-      init: From parameters to a state.
-      update: An Optax update, which sees the state of one replica, without rows.
-      made_by: What ``repr`` shows.
-      count_bytes: Answers ``bytes``.
+      init: A function that makes a state from parameters.
+      update: An Optax update; it gets the state of one replica, without rows.
+      made_by: The text that ``repr`` shows.
+      count_bytes: The function that ``bytes`` calls, or None if it is not known what is sent.
     """
 
     made_by: str
     count_bytes: CountBytes | None
-    # Local SGD sends nothing in most steps and averages in others, so that each step is counted.
+    # True if the bytes change only between a few phases. Local SGD sends nothing in most steps and
+    # averages in others, so its steps are counted one by one.
     in_phases = False
 
     def __new__(
@@ -49,7 +51,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
         made_by: str = "",
         count_bytes: CountBytes | None = None,
     ) -> Self:
-        """Makes a pair of functions, as Optax wants it, with two attributes."""
+        """Makes an Optax pair of functions with two more attributes."""
 
         def update_of_row(
             updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
@@ -73,29 +75,29 @@ class Transformation(optax.GradientTransformationExtraArgs):
         step: int | None = None,
         steps: int | None = None,
     ) -> CompressionStats:
-        """Counts what each replica sends in one step, or in a whole run; exact, no device needed.
+        """Counts exactly the bytes that each replica sends in one step or a whole run.
 
         Args:
-          params: Parameters or gradients: arrays, or anything with ``shape`` and ``dtype``.
-          replicas: Number of replicas. Needed where arrays are cut into as many shares: with
-            integers on the wire.
-          step: Which update, counted from 0: before ``start_step`` gradients go as they are, local
-            steps send nothing. None for the mean over the steps after all exact ones, rounded to a
-            byte.
-          steps: How many steps a run has: counts all of them together, the exact ones too. Not
-            beside `step`.
+          params: Parameters or gradients: arrays, or other objects with ``shape`` and ``dtype``.
+          replicas: Number of replicas. Needed only with integers on the wire, where arrays are cut
+            into one share for each replica.
+          step: Number of the update, from 0: before ``start_step`` gradients are sent uncompressed,
+            and local steps send nothing. None for the mean over all steps after the exact ones,
+            rounded to a byte.
+          steps: Number of steps of a run: counts the bytes of all of them, the exact ones too. Pass
+            either `step` or `steps`.
 
         Returns:
-          The payload per replica in bytes, per leaf and in total, of the collectives over
-          ``axis_name``. A ring all-reduce over ``n`` replicas sends ``2 (n - 1) / n`` times as
-          much; so do an all-to-all and an all-gather of this payload together. XLA's CPU backend
-          sends bfloat16 as float32; the figure is of backends that have it on the wire. A weight
-          adds an all-reduce of four bytes, which is not counted, and leaves of 16 bits that are not
-          compressed then go as float32, but for `allreduce`'s.
+          The payload of the collectives over ``axis_name``, in bytes per replica, for each leaf and
+          in total. A ring all-reduce over ``n`` replicas sends ``2 (n - 1) / n`` times as much; so
+          do an all-to-all and an all-gather of this payload together. XLA's CPU backend sends
+          bfloat16 as float32; the count is for backends that send 16 bits. With a weight there is
+          one more all-reduce of four bytes, which is not counted, and uncompressed 16-bit leaves
+          are sent as float32 (except by `allreduce`).
 
         Raises:
-          ValueError: If an argument is unusable, `replicas` is missing where it is needed, or the
-            transformation does not know what it sends.
+          ValueError: If an argument is unusable, `replicas` is missing but needed, or the
+            transformation has no `count_bytes`.
 
         Example:
           >>> import jax.numpy as jnp, jaxcomp
@@ -129,7 +131,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
         return self.made_by or f"{type(self).__name__}(...)"
 
     def __copy__(self) -> Self:
-        """Returns itself: nothing in it changes."""
+        """Returns itself, since it is immutable."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -138,10 +140,10 @@ class Transformation(optax.GradientTransformationExtraArgs):
 
 
 def bytes_of(tx: Any, params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
-    """Counts what a transformation inside of another one sends.
+    """Counts the bytes that a transformation inside of another one sends.
 
     Raises:
-      ValueError: If it is none that knows.
+      ValueError: If it is not a `Transformation`, so its bytes are not known.
     """
     if not isinstance(tx, Transformation):
         raise ValueError(
@@ -150,7 +152,7 @@ def bytes_of(tx: Any, params: PyTree, replicas: int | None, step: int | None) ->
     return tx.bytes(params, replicas=replicas, step=step)
 
 
-# What arguments are called in torch's PowerSGDState, and here.
+# Arguments of torch's PowerSGDState, and their names here.
 _TORCH_NAMES = {
     "matrix_approximation_rank": "it is `rank` here",
     "start_powerSGD_iter": "it is `start_step` here",
@@ -164,9 +166,9 @@ _TORCH_NAMES = {
 
 
 def shows_its_call(make: F) -> F:
-    """Makes what a function returns show its call: ``powersgd(rank=4, axis_name='data', ...)``.
+    """Decorates a factory so that ``repr`` of its result shows the call: ``powersgd(rank=4, ...)``.
 
-    Misspelt arguments, and torch's names, are answered with what they are here.
+    For a misspelt argument or a name from torch, the error tells the name to use here.
     """
     signature = inspect.signature(make)
 
@@ -187,7 +189,7 @@ def shows_its_call(make: F) -> F:
 
 
 def shown(value: Any) -> str:
-    """Writes an argument as one would; functions and dtypes by their names."""
+    """Returns the text of an argument in a call; functions and dtypes are shown by their names."""
     if isinstance(value, Transformation):
         return repr(value)
     if isinstance(value, optax.GradientTransformation):
