@@ -1,4 +1,4 @@
-"""Optimizers between ``torch.optim`` (SGD, Adam, AdamW) and Optax, with equal next updates."""
+"""Converts optimizers between ``torch.optim`` (SGD, Adam, AdamW) and Optax, with equal updates."""
 
 from __future__ import annotations
 
@@ -38,16 +38,12 @@ _PAUSES = {"": None, UNUSED: until_gradient, HELD: held}
 
 
 class _Part(NamedTuple):
-    """What leaves share that are updated alike.
+    """The properties of leaves that one Optax transformation updates."""
 
-    Those of a part may all be frozen with their state (``HELD``), or all without a gradient as yet
-    (``UNUSED``).
-    """
-
-    group: int
-    step: int
-    terms: int  # torch parameters whose sum a leaf is
-    pause: str
+    group: int  # index of the param group
+    step: int  # the updates that Adam has counted
+    terms: int  # number of torch parameters whose sum is the leaf
+    pause: str  # `HELD`: frozen, the state is kept; `UNUSED`: no gradient yet; "": updated
 
     @property
     def label(self) -> str:
@@ -64,43 +60,43 @@ def optimizer_from_torch(
     learning_rate: Rates = None,
     step: int | None = None,
 ) -> tuple[optax.GradientTransformation, Any]:
-    """Makes the Optax optimizer, with its state, whose next updates are those of torch's.
+    """Makes the Optax optimizer and its state, with the same next updates as torch's optimizer.
 
-    With one param group the transformation is built, and its state laid out, as `optax.sgd`,
-    `optax.adam` or `optax.adamw` do it (plus `optax.add_decayed_weights` in front for the L2
-    penalty of SGD and Adam), so the state also fits the one of these that you build yourself.
-    Several groups, and parameters that have taken different numbers of steps, become
-    `optax.multi_transform`.
+    With one param group the transformation and the structure of its state are those of `optax.sgd`,
+    `optax.adam` or `optax.adamw`. For the L2 penalty of SGD and Adam, `optax.add_decayed_weights`
+    comes first. So the state also fits such an optimizer that you build yourself. Several groups
+    become `optax.multi_transform`, and so do parameters with different numbers of steps.
 
     Args:
       optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW`` ``.state_dict()``; tensors or arrays.
       model: Torch state dict of the model.
-      params: Flax parameters that correspond to it, as from `params_from_torch`.
-      pairs: What `pair` gave, also for a tree that contains `params`; None where it needs no
-        options.
+      params: The Flax parameters of the same model, as from `params_from_torch`.
+      pairs: The pairs that `pair` returned, also for a tree that contains `params`; None if `pair`
+        needs no options.
       param_names: Parameter names in the order in which the optimizer was given them, flat or one
         list for each group. Needed if there are several groups, or if the optimizer was given only
-        some parameters, unless it was made from ``named_parameters()`` and recorded them itself.
-      learning_rate: A number or an Optax schedule for all groups, or one for each group; None for
-        the numbers in the state dict. A torch scheduler is not in it: pass its Optax twin here.
-      step: Updates taken so far, where a schedule goes on; None for Adam's own count. SGD counts
-        none: a schedule needs it there.
+        some parameters. Not needed if it was made from ``named_parameters()``, which records them.
+      learning_rate: A number or an Optax schedule for all groups, or one for each group. None means
+        the numbers in the state dict. A torch scheduler is not in the state dict: pass the same
+        schedule in Optax here.
+      step: The number of updates so far, from which a schedule continues. None means Adam's count.
+        SGD does not count, so a schedule needs `step` there.
 
     Returns:
-      The transformation and its state. Leaves that the optimizer does not have are frozen; where
-      only some have state, the others (never used so far) wait for their first gradient, as in
-      torch. For an ``nnx.Optimizer`` made with this transformation, ``optimizer.opt_state =
+      The transformation and its state. Leaves that the optimizer does not have are frozen. If only
+      some parameters have a state, the others (never used so far) wait for their first gradient, as
+      in torch. For an ``nnx.Optimizer`` with this transformation, set ``optimizer.opt_state =
       jax.tree.unflatten(jax.tree.structure(optimizer.opt_state), jax.tree.leaves(state))``.
 
     Raises:
-      ValueError: If the optimizer has no equal in optax (``amsgrad``, other algorithms), or names
-        or `step` are needed.
-      CheckpointMismatch: If optimizer, model and parameters do not belong together.
+      ValueError: optax has no equal of the optimizer (``amsgrad``, other algorithms), or names or
+        `step` are needed.
+      CheckpointMismatch: Optimizer, model and parameters do not belong together.
 
     Warns:
-      UserWarning: A scheduler ran in torch, of the rate or of the momentum. The optimizer does not
-        name parameters of one shape. Moments have another dtype than their parameters, and are
-        cast.
+      UserWarning: In torch a scheduler drove the learning rate or the momentum. Or the optimizer
+        does not name its parameters, and some have one shape. Or moments have another dtype than
+        their parameters, and are cast.
 
     Example:
       >>> import numpy as np
@@ -127,12 +123,12 @@ def optimizer_from_torch(
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerPlan:
-    """Which leaf is updated how, and what torch kept for it.
+    """The plan for each leaf's updates, with the state that torch kept for it.
 
     Attributes:
-      entries: Torch parameter -> what the optimizer has of it.
+      entries: Torch parameter -> its entry in the optimizer.
       pairs: The pairs of these parameters.
-      parts: Leaf -> the part that it is updated with; none for what is frozen and has no state.
+      parts: Path of a leaf -> the part that updates it; a frozen leaf without state has no part.
     """
 
     entries: Mapping[str, Entry]
@@ -151,16 +147,16 @@ class OptimizerPlan:
         """Makes the plan for the parameters of an optimizer.
 
         Args:
-          optimizer: As for `optimizer_from_torch`, like `model` and `param_names`.
-          model: With names as in the state dict.
-          pairs: The pairs of what is trained.
-          param_names: The optimizer's names of its parameters.
-          layout: What is in no bucket gets no gradient, whether the optimizer has it or not. None,
-            and one without buckets from before compression began, say nothing.
+          optimizer: The optimizer's ``state_dict()``.
+          model: Torch state dict of the model.
+          pairs: The pairs of the trained parameters.
+          param_names: The optimizer's names of its parameters, as for `optimizer_from_torch`.
+          layout: The bucket layout. A parameter in no bucket gets no gradient, even if the
+            optimizer has it. None, or a layout without buckets, leaves that open.
 
         Raises:
-          CheckpointMismatch: Parameters that are one leaf are not updated alike, or one is several
-            leaves.
+          CheckpointMismatch: The torch parameters of one leaf are updated differently, or one
+            parameter is several leaves.
         """
         entries = read_entries(optimizer, model, param_names, pairs, layout)
         _refuse_untied(pairs, model)
@@ -188,44 +184,48 @@ class OptimizerPlan:
 
     @property
     def counted(self) -> int:
-        """Updates that Adam has counted; 0 for SGD, which counts none."""
+        """The number of updates that Adam has counted; 0 for SGD, which does not count."""
         counted = 0
         for entry in self.entries.values():
             counted = max(counted, entry.step)
         return counted
 
     def taken(self, rates: Rates, step: int | None, calls: int | None = None) -> int:
-        """Returns the updates so far, where a schedule goes on.
+        """Returns the number of updates so far, from which a schedule continues.
 
         Args:
-          rates: Learning rates, of which a schedule has a place to go on from.
-          step: As the user says; None for Adam's count or, if there is none, the hook's.
-          calls: Of the hook; None where the file has none.
+          rates: The learning rates; only a schedule needs the number.
+          step: The user's number. None means Adam's count or, with SGD, the hook's.
+          calls: The number of calls of the hook; None if the file has no hook state.
 
         Raises:
-          ValueError: There is a schedule, and nothing has counted.
+          ValueError: `rates` has a schedule, and nothing has counted the updates.
         """
         if step is not None:
             return step
         counts = any(entry.hyper.algorithm != "sgd" for entry in self.entries.values())
         if has_schedule(rates) and not counts and calls is None:
             raise ValueError(
-                "`learning_rate` is a schedule, and nothing in the file counts the steps that it "
-                "goes on from: torch.optim.SGD does not. Pass `step`, the updates that torch has "
-                "taken (its scheduler's last_epoch, if that steps after each of them); 0 begins "
-                "the schedule anew."
+                "`learning_rate` is a schedule, and nothing in the file counts the steps from "
+                "which it continues: torch.optim.SGD does not. Pass `step`, the number of updates "
+                "in torch (the scheduler's last_epoch, if it stepped after each update); 0 starts "
+                "the schedule again."
             )
         return self.counted or calls or 0
 
     def paused(self, pause: str) -> list[str]:
-        """Lists the leaves that are `HELD`, or `UNUSED`."""
+        """Lists the leaves whose `pause` is this one, `HELD` or `UNUSED`."""
         return ["/".join(path) for path, part in self.parts.items() if part.pause == pause]
 
     def transformation(self, params: Any, rates: Rates) -> optax.GradientTransformation:
-        """Makes the Optax transformation, with other learning rates if there are any.
+        """Makes the Optax transformation.
+
+        Args:
+          params: The Flax parameters.
+          rates: The learning rates instead of those in the file, or None.
 
         Raises:
-          ValueError: There are more or fewer rates than param groups.
+          ValueError: The number of rates is not the number of param groups.
         """
         hypers = {entry.group: entry.hyper for entry in self.entries.values()}
         groups = max(hypers, default=-1) + 1
@@ -253,11 +253,11 @@ class OptimizerPlan:
         return optax.multi_transform(inner, tree.with_leaves(labels))
 
     def state(self, fresh: Any, taken: int) -> Any:
-        """Fills a fresh state of the transformation with what torch kept.
+        """Fills a fresh state of the transformation with torch's moments and counts.
 
         Args:
-          fresh: What ``init`` gave.
-          taken: Updates so far, where a schedule goes on.
+          fresh: The state that ``init`` returned.
+          taken: The number of updates so far, from which a schedule continues.
         """
         kept = {}
         for fields in MOMENTS.values():
@@ -284,17 +284,17 @@ class OptimizerPlan:
 
 
 def has_schedule(rates: Rates) -> bool:
-    """Tells whether a learning rate is a schedule, which goes on from a step."""
+    """Returns True if a learning rate is a schedule, which needs a step to continue from."""
     if isinstance(rates, Sequence):
         return any(map(callable, rates))
     return callable(rates)
 
 
 def _refuse_untied(pairs: Pairs, model: Document) -> None:
-    """Refuses one torch parameter that is several leaves, each with a gradient of its own.
+    """Refuses a torch parameter that is several leaves in Flax, each with its own gradient.
 
     Raises:
-      CheckpointMismatch: With all of them.
+      CheckpointMismatch: Such parameters exist; the error lists all.
     """
     first = tied(model)
     leaves = collections.defaultdict(set)
@@ -309,28 +309,28 @@ def _refuse_untied(pairs: Pairs, model: Document) -> None:
         raise CheckpointMismatch(
             "One (tied) parameter in torch is several leaves in Flax, which an optimizer would "
             "train apart, and with other updates than torch's. Tie them in Flax (nn.Embed.attend, "
-            "one nnx.Param in both places). To train them apart begin the optimizer anew: go on "
-            "from dataclasses.replace(checkpoint, optimizer=None).",
+            "one nnx.Param in both places). To train them apart with a new optimizer, convert "
+            "dataclasses.replace(checkpoint, optimizer=None).",
             ambiguous=apart,
         )
 
 
 def _of_optimizer(pairs: Pairs, entries: Mapping[str, Entry]) -> list[Pair]:
-    """Selects the pairs of the parameters that an optimizer has."""
+    """Returns the pairs whose torch parameter the optimizer has."""
     return [pair for pair in pairs if pair.torch_name in entries and not pair.is_buffer]
 
 
 def _part(pair: Pair, entry: Entry, begun: bool, frozen: bool) -> _Part | None:
-    """Returns the part of one torch parameter; None if it is frozen and nothing is kept for it.
+    """Returns the part of one torch parameter; None if it is frozen and has no state.
 
     Args:
       pair: The parameter and its leaf.
-      entry: What the optimizer has of it.
+      entry: The parameter's entry in the optimizer.
       begun: Whether the optimizer has taken a step.
-      frozen: Whether it gets no gradient.
+      frozen: Whether the parameter gets no gradient.
 
     Raises:
-      CheckpointMismatch: Its updates have no equal in Flax.
+      CheckpointMismatch: Flax cannot make the parameter's updates.
     """
     hyper = entry.hyper
     pause = ""
@@ -344,7 +344,7 @@ def _part(pair: Pair, entry: Entry, begun: bool, frozen: bool) -> _Part | None:
             "Use flax.linen.GRUCell."
         )
     elif begun and hyper.keeps and not entry.state:
-        # Of plain SGD gradients of zeros change nothing, and one part less is a simpler state.
+        # With plain SGD a gradient of zeros changes nothing, so the leaf needs no pause.
         pause = UNUSED
         if hyper.algorithm == "sgd" and not hyper.weight_decay:
             pause = ""
@@ -371,26 +371,27 @@ def optimizer_to_torch(
 ) -> dict[str, Any]:
     """Makes a torch optimizer state dict with the momenta and counts of an Optax state.
 
-    The Optax state may be that of any chain in which `optax.trace` or `optax.scale_by_adam` (so
-    `optax.sgd`, `adam`, `adamw`) stands once for each parameter, inside `optax.multi_transform` or
-    after a reducer included.
+    The state may be that of any chain with one `optax.trace` or `optax.scale_by_adam` (so
+    `optax.sgd`, `adam`, `adamw`) for each parameter, also inside `optax.multi_transform` or after a
+    reducer.
 
     Args:
       state: The Optax state.
-      params: The Flax parameters that it belongs to, or a tree that contains them.
-      like: ``state_dict()`` of the torch optimizer to be filled, also a fresh one: it says the
-        param groups, whose hyperparameters are kept as they are.
+      params: The Flax parameters that the state belongs to, or a tree that contains them.
+      like: ``state_dict()`` of the torch optimizer to fill, which may be fresh. The param groups
+        and their hyperparameters come from it unchanged.
       model: Torch state dict of the model; only names and shapes are used.
       pairs: As for `optimizer_from_torch`.
       param_names: As for `optimizer_from_torch`.
-      layout: The bucket layout, whose parameters an optimizer of as many was given.
+      layout: The bucket layout. If the optimizer does not name its parameters and has as many as
+        the layout, they are those of the layout.
 
     Returns:
       A dict for ``torch.optim.Optimizer.load_state_dict``, with tensors.
 
     Raises:
       ValueError: As for `optimizer_from_torch`.
-      CheckpointMismatch: If the state has no moments for a parameter of the optimizer.
+      CheckpointMismatch: The state has no moments for a parameter of the optimizer.
 
     Example:
       >>> params = {"fc": {"kernel": np.ones((2, 3), np.float32)}}
@@ -404,9 +405,9 @@ def optimizer_to_torch(
     pairs = paired_for(model, params, pairs).pairs
     entries = read_entries(like, model, param_names, pairs, layout)
     pairs = _of_optimizer(pairs, entries)
-    tensors = {}  # by torch's names of what is kept, and of parameters
+    tensors = {}  # torch's name of a moment -> parameter name -> array
     for key, leaves in kept_moments(state).items():
-        # A packed tensor needs all of its leaves.
+        # A packed tensor is converted only if all its leaves have the moment.
         lacking = {pair.torch_name for pair in pairs if pair.path not in leaves}
         whole = [pair for pair in pairs if pair.torch_name not in lacking]
         if key != "step":
@@ -426,7 +427,7 @@ def optimizer_to_torch(
             without.append(name)
         elif kept:
             filled[entry.key] = kept
-    # Else it had no state in torch either: it was frozen, or not used yet.
+    # Other parameters had no state in torch: they were frozen, or not used yet.
     missing = [name for name in without if entries[name].state or not filled]
     if missing:
         raise CheckpointMismatch(
@@ -436,7 +437,7 @@ def optimizer_to_torch(
         )
     groups = []
     for group in like["param_groups"]:
-        # A learning rate may be an array; torch.load(weights_only=True) reads a tensor.
+        # A learning rate that is an array becomes a tensor, for torch.load(weights_only=True).
         plain = dict(group)
         plain.update(plain_copy(group)[0])
         groups.append(plain)
@@ -444,7 +445,11 @@ def optimizer_to_torch(
 
 
 def kept_moments(state: Any) -> Mapping[str, dict[Path, Any]]:
-    """Finds what an Optax state holds, by torch's names, of each leaf that has had a gradient."""
+    """Returns the moments and counts in an Optax state, of every leaf that has had a gradient.
+
+    Returns:
+      torch's name of a moment (``exp_avg``, ``step``) -> path of a leaf -> value.
+    """
     kept = collections.defaultdict(dict)
     known = (*MOMENTS, UnusedState)
     for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, known)):
@@ -454,6 +459,6 @@ def kept_moments(state: Any) -> Mapping[str, dict[Path, Any]]:
         for field, key in MOMENTS.get(type(node), {}).items():
             kept[key] |= leaves_by_path(getattr(node, field))
         if isinstance(node, optax.ScaleByAdamState):
-            (count,) = jax.tree.leaves(node.count)  # nnx.Optimizer puts it in a variable
+            (count,) = jax.tree.leaves(node.count)  # nnx.Optimizer wraps it in a variable
             kept["step"] |= dict.fromkeys(leaves_by_path(node.mu), count)
     return kept

@@ -1,4 +1,4 @@
-"""A torch optimizer's state dict, read: which parameter has which hyperparameters and state."""
+"""Reads a torch optimizer's state dict: the hyperparameters and the state of each parameter."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Document: TypeAlias = Mapping[str, Any]  # a ``state_dict()``, of an optimizer o
 ParamNames: TypeAlias = Sequence[str] | Sequence[Sequence[str]] | None
 _NUMBER = re.compile(r"\d+")
 _MAX_STEPS = 2**31  # optax counts in int32
-# Field of Optax's state -> what torch calls it: one table for both directions.
+# Field of Optax's state -> torch's name of the same moment, for both directions.
 MOMENTS: dict[type, dict[str, str]] = {
     optax.TraceState: {"trace": "momentum_buffer"},
     optax.ScaleByAdamState: {"mu": "exp_avg", "nu": "exp_avg_sq"},
 }
-# What SGD and Adam must have, what else torch puts into their groups, and what they keep. Several
-# optimizers outside of torch have the first, and more.
+# The hyperparameters that identify SGD and Adam, those that torch's groups may also have, and the
+# entries of a parameter's state. Optimizers outside of torch have the first ones and others.
 _MARKS = {
     "": set(),
     "sgd": {"momentum", "dampening", "nesterov"},
@@ -35,7 +35,7 @@ _MARKS = {
 _OF_TORCH = {
     *("params", "param_names", "lr", "weight_decay", "maximize", "foreach", "differentiable"),
     *("fused", "capturable", "decoupled_weight_decay"),
-    # Of schedulers; the last two of many training scripts, whose scheduler multiplies `lr`.
+    # Schedulers write these; many training scripts multiply `lr` by one of the last two.
     *("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
     *("lr_scale", "lr_mult"),
 }
@@ -47,16 +47,16 @@ _KEPT = {
 
 
 class Hyperparameters(NamedTuple):
-    """What one param group says, for one of the three algorithms."""
+    """The hyperparameters of one param group, for one of the three algorithms."""
 
     algorithm: str  # sgd, adam or adamw
     lr: float
-    weight_decay: float  # added to the gradient (sgd, adam) or to the update (adamw)
-    maximize: bool  # whether the gradient is negated first
-    momentum: float  # of sgd, as is nesterov
-    nesterov: bool
-    betas: tuple[float, float]  # of adam and adamw, as is eps
-    eps: float
+    weight_decay: float  # times the parameter: added to the gradient (sgd, adam) or update (adamw)
+    maximize: bool  # True negates the gradient first
+    momentum: float  # only used by sgd
+    nesterov: bool  # only used by sgd
+    betas: tuple[float, float]  # only used by adam and adamw
+    eps: float  # only used by adam and adamw
 
     @classmethod
     def read(cls, group: Document, kept: Collection[str]) -> Hyperparameters:
@@ -64,10 +64,10 @@ class Hyperparameters(NamedTuple):
 
         Args:
           group: The entry.
-          kept: What ``state`` holds for its parameters.
+          kept: The names of the entries in the state of the group's parameters.
 
         Raises:
-          ValueError: If the algorithm is none of the three, or has no equal in optax.
+          ValueError: The algorithm is none of the three, or has no equal in optax.
         """
         betas = group.get("betas", (0, 0))
         if not isinstance(betas, list | tuple) or len(betas) != 2:
@@ -88,10 +88,12 @@ class Hyperparameters(NamedTuple):
         """Makes the Optax transformation with the same updates, like optax.sgd, adam or adamw.
 
         Args:
-          learning_rate: A number or a schedule; None for that of the group.
-          terms: Torch parameters whose sum the leaf is (the two biases of an LSTM). All have one
-            gradient: moments are their mean, and the sum moves `terms` times as fast.
-          pause: Put around everything but the learning rate, whose schedule goes on for all.
+          learning_rate: A number or a schedule; None means the rate of the group.
+          terms: Number of torch parameters whose sum is the leaf (the two biases of an LSTM). They
+            have equal gradients, so the leaf's moments are their mean, and it moves `terms` times
+            as fast as one of them.
+          pause: A wrapper (`until_gradient`, `held`) for all but the learning rate, whose schedule
+            counts every step; None for no wrapper.
         """
         decay = self.weight_decay
         links = []
@@ -104,7 +106,7 @@ class Hyperparameters(NamedTuple):
         elif self.momentum:
             links.append(optax.trace(self.momentum, self.nesterov))
         else:
-            links.append(optax.identity())  # as optax.sgd has it
+            links.append(optax.identity())  # optax.sgd has it, too
         if terms > 1:
             links.append(optax.scale(float(terms)))
         if self.algorithm == "adamw":
@@ -118,12 +120,12 @@ class Hyperparameters(NamedTuple):
 
     @property
     def keeps(self) -> Collection[str]:
-        """Names of what Optax keeps as well for an updated parameter, as torch calls them."""
+        """Names, in torch, of the entries that Optax keeps, too, for an updated parameter."""
         if self.algorithm == "sgd" and not self.momentum:
             return ()
         if self.algorithm == "sgd":
             return _KEPT["sgd"]
-        return _KEPT["adam"] - {"max_exp_avg_sq"}  # which `amsgrad` leaves behind
+        return _KEPT["adam"] - {"max_exp_avg_sq"}  # a run with `amsgrad` has left it in the state
 
 
 def _number(name: str, value: Any) -> float:
@@ -136,24 +138,24 @@ def _number(name: str, value: Any) -> float:
 
 
 def _algorithm(group: Document, kept: Collection[str]) -> str:
-    """Tells sgd, adam and adamw from each other, as Optax has them, and from all others.
+    """Returns the name of the algorithm: sgd, adam or adamw.
 
     Raises:
-      ValueError: It has no equal in optax.
+      ValueError: The algorithm is another, or has an option without an equal in optax.
     """
     family = ""
     for name, marks in _MARKS.items():
         if marks <= group.keys():
             family = name
-    # AdaBelief, LARS and SAM have the hyperparameters of one of the two, and others.
+    # AdaBelief, LARS and SAM have the hyperparameters of SGD or Adam, and others.
     labels = {key for key, value in group.items() if isinstance(value, str)}
     others = {*group, *kept} - _MARKS[family] - _KEPT[family] - _OF_TORCH - labels
     if others or not family:
         raise ValueError(
-            "Only torch.optim.SGD, Adam and AdamW have an equal in optax; this one is another, by "
-            f"its entries {printable(str(sorted(map(str, others))))}. Start "
-            "the optimizer anew and convert the parameters alone; entries of your own that change "
-            "no update can be deleted from `param_groups`."
+            "Only torch.optim.SGD, Adam and AdamW have an equal in optax; this one is another, "
+            f"as its entries {printable(str(sorted(map(str, others))))} show. Convert the "
+            "parameters alone and start a new optimizer; entries of your own that change no update "
+            "can be deleted from `param_groups`."
         )
     if group.get("amsgrad"):
         raise ValueError(
@@ -168,8 +170,8 @@ def _algorithm(group: Document, kept: Collection[str]) -> str:
     decoupled = group.get("decoupled_weight_decay")
     if family == "adam" and decoupled is None and group.get("weight_decay"):
         raise ValueError(
-            "This state dict is that of Adam or of AdamW, and does not say of which, as of older "
-            "torch. Set 'decoupled_weight_decay' in its `param_groups`: True for AdamW, else False."
+            "This state dict, from an older torch, may be of Adam or of AdamW. Set "
+            "'decoupled_weight_decay' in its `param_groups`: True for AdamW, False for Adam."
         )
     if decoupled:
         return "adamw"
@@ -179,11 +181,11 @@ def _algorithm(group: Document, kept: Collection[str]) -> str:
 class Entry(NamedTuple):
     """One parameter of the optimizer."""
 
-    key: int  # its number in the state dict
-    group: int  # that of its param group
-    hyper: Hyperparameters  # what the group says
-    state: Document  # what is kept for it; nothing before its first gradient
-    step: int  # updates that Adam has counted for it
+    key: int  # the parameter's index in the state dict
+    group: int  # the index of its param group
+    hyper: Hyperparameters  # the hyperparameters of the group
+    state: Document  # the parameter's state; empty before its first gradient
+    step: int  # the updates that Adam has counted for the parameter
 
 
 def read_entries(
@@ -193,27 +195,30 @@ def read_entries(
     pairs: Sequence[Pair],
     layout: BucketLayout | None,
 ) -> dict[str, Entry]:
-    """Names the parameters of an optimizer state dict.
+    """Reads the entries of an optimizer's state dict, and finds the name of each parameter.
 
     Args:
-      optimizer: As for `optimizer_from_torch`, like `param_names`.
+      optimizer: The optimizer's ``state_dict()``.
       model: Torch state dict of the model.
-      param_names: The optimizer's names; None: as it recorded them, else the order of `model`.
-      pairs: The pairs of `model`. If it has too many tensors, those without a leaf were buffers.
-      layout: What DDP has in its buckets. An optimizer of as many was given these alone.
+      param_names: The names in the optimizer's order, as for `optimizer_from_torch`. None means the
+        names that the optimizer recorded, or else the order of `model`.
+      pairs: The pairs of `model`. If `model` has more tensors than the optimizer, tensors without a
+        leaf count as buffers.
+      layout: The bucket layout, or None. If the optimizer has as many parameters as the layout, it
+        has those of the layout.
 
     Returns:
-      Parameter name, as in `model`, -> entry.
+      Parameter name, as in `model` -> entry.
 
     Raises:
-      ValueError: If names are needed and not there, or it is another algorithm.
-      CheckpointMismatch: With every unknown name and every state of another shape.
+      ValueError: Names are needed, or the algorithm is not supported.
+      CheckpointMismatch: A name is unknown, or a state has another shape; the error lists all.
     """
     if not is_optimizer(optimizer):
         raise CheckpointMismatch(
             "This is no optimizer state: {'state': {index: ...}, 'param_groups': [{'lr': ..., "
-            "'params': [index, ...]}, ...]} was expected. With several optimizers pass the "
-            "state_dict() of one."
+            "'params': [index, ...]}, ...]} was expected. If there are several optimizers, pass "
+            "the state_dict() of one."
         )
     entries = _numbered(optimizer)
     names = recorded_names(optimizer, param_names)
@@ -221,9 +226,9 @@ def read_entries(
         names = _names_by_order(optimizer, model, len(entries), pairs, layout)
     if len(names) != len(entries):
         raise ValueError(
-            f"The optimizer has {len(entries)} parameters and there are {len(names)} names: what "
-            "was frozen or is a buffer cannot be told. Pass `param_names`: "
-            "[name for name, p in model.named_parameters()] of those that it was given."
+            f"The optimizer has {len(entries)} parameters and there are {len(names)} names: it is "
+            "not known which were frozen or are buffers. Pass `param_names`: "
+            "[name for name, p in model.named_parameters()], of the optimizer's parameters only."
         )
     originals = {}
     for name, clean in clean_names(list(model)).items():
@@ -242,7 +247,7 @@ def _numbered(optimizer: Document) -> list[Entry]:
     """Reads the parameters of an optimizer, group after group.
 
     Raises:
-      CheckpointMismatch: A count is none. Or something is kept for a parameter of no group.
+      CheckpointMismatch: A `step` is not a count. Or `state` has entries that no group lists.
     """
     entries = []
     nobodys = set(optimizer["state"])
@@ -263,18 +268,18 @@ def _numbered(optimizer: Document) -> list[Entry]:
     if nobodys:
         raise CheckpointMismatch(
             "The optimizer's `state` has entries that no param group lists in its `params`: their "
-            "moments belong to nobody. A tool that writes indices as text makes such ones. "
-            "Give `state` the keys that `params` has: integers, as torch's state_dict() does.",
+            "moments belong to nobody. Tools that write indices as text make such entries. Give "
+            "`state` the same keys as `params`: integers, as in torch's state_dict().",
             unexpected=sorted(printable(repr(key)) for key in nobodys),
         )
     return entries
 
 
 def _refuse_others(entries: Mapping[str, Entry], model: Document) -> None:
-    """Refuses entries that are of another model, or of complex parameters.
+    """Refuses entries of another model, and entries of complex parameters.
 
     Raises:
-      CheckpointMismatch: With all of these.
+      CheckpointMismatch: Such entries exist; the error lists all.
     """
     mis_shaped = []
     complex_ones = []
@@ -304,7 +309,7 @@ def _refuse_others(entries: Mapping[str, Entry], model: Document) -> None:
 
 
 def recorded_names(optimizer: Document, param_names: ParamNames) -> list[str] | None:
-    """Returns the names that the user says, or the optimizer has recorded; None where neither."""
+    """Returns the user's names, or else those that the optimizer recorded; None without either."""
     if param_names is None:
         param_names = [group.get("param_names") for group in optimizer["param_groups"]]
         if None in param_names:
@@ -319,13 +324,13 @@ def _names_by_order(
     pairs: Sequence[Pair],
     layout: BucketLayout | None,
 ) -> list[str]:
-    """Names an optimizer's parameters by the order of the model, those that are as many.
+    """Returns the parameters' names in the order of the model, which is usually the optimizer's.
 
-    safetensors sorts its names, and an optimizer numbers its parameters in the module's order.
+    safetensors sorts its names, but an optimizer numbers its parameters in the module's order.
 
     Raises:
-      ValueError: There are several groups. Or names are sorted, and two parameters of one shape may
-        have been exchanged.
+      ValueError: The optimizer has several groups. Or the names are sorted, so two parameters of
+        one shape may be in the wrong order.
     """
     if len(optimizer["param_groups"]) > 1:
         raise ValueError(
@@ -339,13 +344,13 @@ def _names_by_order(
     if layout:
         bucketed = [name for name in model if name in layout.entries]
     names = every
-    for choice in (paired, every, bucketed):  # the last one of several of one length
+    for choice in (paired, every, bucketed):  # the last choice with `count` names is used
         if len(choice) == count:
             names = choice
     for first, second in _alike(names, model):
         if names == sorted(names) and not _counts_up(first, second):
             raise ValueError(
-                f"The names of the model are sorted, as safetensors does it, so that they do not "
+                f"The names of the model are sorted, as safetensors sorts them, so they do not "
                 f"tell in which order the optimizer has {printable(first)} and {printable(second)},"
                 f" which have one shape. Pass `param_names`: "
                 f"[name for name, p in model.named_parameters()]."
@@ -354,7 +359,7 @@ def _names_by_order(
 
 
 def _alike(names: Sequence[str], model: Document) -> Iterator[tuple[str, str]]:
-    """Yields parameters of one shape that follow each other, which nothing else tells apart."""
+    """Yields each two successive names among the parameters of one shape."""
     last = {}
     for name in names:
         shape = shape_of(model[name])
@@ -364,7 +369,7 @@ def _alike(names: Sequence[str], model: Document) -> Iterator[tuple[str, str]]:
 
 
 def _counts_up(first: str, second: str) -> bool:
-    """Tells names that differ in their numbers alone, of which the first that differs is larger."""
+    """Returns True if the names differ only in numbers, and the second has the larger number."""
     if _NUMBER.sub("0", first) != _NUMBER.sub("0", second):
         return False
     return list(map(int, _NUMBER.findall(first))) < list(map(int, _NUMBER.findall(second)))
@@ -377,23 +382,23 @@ def doubts_about(
     param_names: ParamNames,
     scheduled: bool,
 ) -> Iterator[str]:
-    """Says what drove the optimizer in torch and stands still here, and what else may differ.
+    """Yields warnings: torch schedulers that stop here, uncertain names, and dtypes that change.
 
     Args:
-      optimizer: Its ``state_dict()``.
-      entries: As `read_entries` named them.
+      optimizer: The optimizer's ``state_dict()``.
+      entries: Parameter name -> entry, from `read_entries`.
       model: Torch state dict of the model.
-      param_names: As the user says them.
-      scheduled: Whether a learning rate is given for Flax.
+      param_names: The user's names, or None.
+      scheduled: Whether the user passed a learning rate.
     """
     if recorded_names(optimizer, param_names) is None:
         for first, second in _alike(list(entries), model):
             if entries[second].state:
                 yield (
-                    f"The optimizer does not name its parameters, so that they are taken in the "
-                    f"order of the model. If it was given them in another order, "
-                    f"{printable(first)} and {printable(second)} (of one shape) have each other's "
-                    f"state: pass param_names=."
+                    f"The optimizer does not name its parameters, so the order of the model is "
+                    f"used. If it was given them in another order, {printable(first)} and "
+                    f"{printable(second)}, of one shape, get each other's state: pass "
+                    f"param_names=."
                 )
                 break
     cast = []
@@ -419,17 +424,17 @@ def doubts_about(
             yield (
                 f"A scheduler of the torch run (OneCycleLR or CyclicLR with cycle_momentum) drives "
                 f"the optimizer's `{kind}` as well, between base_momentum={lowest} and "
-                f"max_momentum={highest}. No file holds its course: here `{kind}` stays at "
-                f"{group.get(kind)}, as in the file. To go on with a course, build the optimizer "
-                f"with optax.inject_hyperparams and put the state in."
+                f"max_momentum={highest}. No file holds this schedule: here `{kind}` stays at "
+                f"{group.get(kind)}, as in the file. To continue the schedule, build the optimizer "
+                f"with optax.inject_hyperparams and put the state into it."
             )
             break
     if not scheduled and any("initial_lr" in group for group in groups):
         rates = sorted({f"{float(group['lr']):g}" for group in groups})
         yield (
             f"A learning rate scheduler ran in torch (`initial_lr` stands beside `lr`), and no "
-            f"file holds its course: the rate stays at {', '.join(rates)}. Pass learning_rate=, "
-            f"the Optax twin of the scheduler."
+            f"file holds its schedule: the rate stays at {', '.join(rates)}. Pass learning_rate=, "
+            f"the same schedule in Optax."
         )
 
 

@@ -1,4 +1,4 @@
-"""PowerSGD's state between torch's buckets and `jaxcomp.PowerSGDState`."""
+"""Converts PowerSGD's state between torch's buckets and `jaxcomp.PowerSGDState`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 class CommonMatrix(NamedTuple):
-    """A matrix that both sides compress: a Flax leaf, and a torch tensor or rows of one."""
+    """A matrix that both sides compress: a Flax leaf, and a torch tensor or rows of a tensor."""
 
     pair: Pair
-    part: BucketPart  # what torch keeps for it
-    q_rows: np.ndarray  # ``q = torch_q[q_rows]``
+    part: BucketPart  # views of torch's error and factors for the tensor
+    q_rows: np.ndarray  # int, shape (cols,): ``q = torch_q[q_rows]``
 
 
 def powersgd_from_torch(
@@ -52,35 +52,36 @@ def powersgd_from_torch(
 ) -> PowerSGDState:
     """Makes a consolidated `jaxcomp.PowerSGDState` of torch's hook state.
 
-    The outputs of PowerSGD depend on the replicas' errors through their mean only, so the mean over
-    all ranks goes on with the same trajectory, on any number of replicas.
+    PowerSGD's outputs depend only on the mean of the replicas' errors. So a run with the mean over
+    all ranks continues on the same trajectory, on any number of replicas.
 
     Args:
-      checkpoint: What `load` read, best with the errors of all ranks.
+      checkpoint: The checkpoint that `load` returned, if possible with the errors of all ranks.
       params: The Flax parameters (arrays or shapes) that the optimizer will get.
-      pairs: What `pair` gave, also for a tree that contains `params`; None where it needs no
-        options.
-      layout: The bucket layout; None for the checkpoint's own, and without one the only order of
-        torch's that fits (`infer_layout`).
-      missing_ranks: What to do when not every rank's error is there. ``"error"`` refuses.
-        ``"zero"`` starts with no error: what was not sent yet is lost once. ``"replicate"`` takes
-        the mean of the ranks that are there: Their deviation from the true mean enters the weights
-        once, as a spurious gradient that grows with the square root of the steps trained.
-      matrix_dims: As it will be passed to `jaxcomp.powersgd`, whose own rule None is, unlike in
-        `to_flax`.
+      pairs: The pairs that `pair` returned, also for a tree that contains `params`; None if `pair`
+        needs no options.
+      layout: The bucket layout. None means the checkpoint's layout or, if it has none, the only one
+        of torch's orders that fits (`infer_layout`).
+      missing_ranks: What to do if the errors of some ranks are missing. ``"error"`` refuses.
+        ``"zero"`` starts with errors of zero, so the gradients that were not sent yet are lost
+        once. ``"replicate"`` uses the mean of the present ranks. Its deviation from the true mean
+        enters the weights once, as a wrong gradient that grows with the square root of the number
+        of steps.
+      matrix_dims: The `matrix_dims` that `jaxcomp.powersgd` will get. None means jaxcomp's default
+        rule, unlike in `to_flax`.
 
     Returns:
       A state with the tree structure of ``jaxcomp.powersgd(...).init(params)``.
 
     Raises:
-      ValueError: `missing_ranks` is none of the three.
-      CheckpointMismatch: Ranks are missing, the layout is unknown or does not fit, a leaf is
-        compressed on one side only or as another matrix; all such leaves are listed.
+      ValueError: `missing_ranks` is none of the three words.
+      CheckpointMismatch: Ranks are missing. Or the layout is unknown or does not fit. Or leaves are
+        compressed on one side only, or as another matrix; the error lists all.
 
     Warns:
-      UserWarning: A packed tensor (attention's ``in_proj``) has one Q for several leaves; each gets
-        it, and the next steps are equivalent in kind, not equal. Or a leaf is not finite, as that
-        of a layer that was never used, or of a run that diverged; it starts afresh.
+      UserWarning: A packed tensor (attention's ``in_proj``) has one Q for several leaves. Each leaf
+        gets this Q, and the next steps are equivalent in kind, not equal. Or a leaf's state is not
+        finite, because the layer was never used or the run diverged; it starts afresh.
 
     Example:
       >>> record = PowerSGDRecord(1, 20, {0: np.ones(96, "f4")}, {0: np.ones(8)}, {0: np.ones(12)})
@@ -115,14 +116,14 @@ def filled_state(
     layout: BucketLayout | None,
     matrix_dims: MatrixDimsFn | None,
 ) -> PowerSGDState:
-    """Fills a state of `jaxcomp.powersgd` with what a record holds.
+    """Makes a state of `jaxcomp.powersgd` with the errors and factors of a record.
 
     Args:
-      record: With the mean error, in units of the loss.
-      params: As for `powersgd_from_torch`, like the others.
+      record: A record with the mean error of all ranks, without a loss scale.
+      params: The Flax parameters, arrays or shapes.
       pairs: The pairs of `params`.
-      layout: The layout of the buffers of `record`.
-      matrix_dims: As passed to `jaxcomp.powersgd`.
+      layout: The layout of the record's buffers.
+      matrix_dims: The `matrix_dims` that `jaxcomp.powersgd` will get.
     """
     residuals = {}
     factors = {}
@@ -158,7 +159,8 @@ def filled_state(
             "equal. A Flax model with one packed kernel continues exactly.",
             stacklevel=3,
         )
-    # Not begun, or frozen in torch: any Q will do, as long as it is the same everywhere.
+    # Leaves whose compression has not begun, or that are frozen in torch, can start with any Q that
+    # is equal on all replicas.
     draw = np.random.default_rng(0).standard_normal
     shapes = _shapes(params, record, matrix_dims)
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes.residual)
@@ -171,7 +173,7 @@ def filled_state(
     )
 
 
-# --- both ways ----------------------------------------------------------------------------------
+# --- both directions ----------------------------------------------------------------------------
 
 
 def _common_matrices(
@@ -181,17 +183,18 @@ def _common_matrices(
     layout: BucketLayout | None,
     matrix_dims: MatrixDimsFn | None,
 ) -> list[CommonMatrix]:
-    """Lists what both sides compress, with the rank and the rate of `record`.
+    """Lists the matrices that both sides compress, with the rank and the rate of `record`.
 
     Args:
       params: The Flax parameters.
       pairs: The pairs of `params`.
-      record: Whose buffers the matrices are views of.
-      layout: The layout of the buffers; None where it is not known, as there are none yet.
-      matrix_dims: As passed to `jaxcomp.powersgd`.
+      record: The record that holds torch's buffers; the matrices are views of them.
+      layout: The layout of the buffers; None if the record has no buffers yet.
+      matrix_dims: The `matrix_dims` of `jaxcomp.powersgd`.
 
     Raises:
-      CheckpointMismatch: One side has a matrix that the other does not have; all are listed.
+      CheckpointMismatch: Only one side compresses a matrix, or the sides compress different
+        matrices; the error lists all.
     """
     rank, rate = record.matrix_approximation_rank, record.min_compression_rate
     plans = dict(
@@ -211,7 +214,7 @@ def _common_matrices(
                 matrices.append(CommonMatrix(pair, part, _rows_of_q(plan, pair, part)))
             elif plan.view:
                 raise CheckpointMismatch("compressed by jaxcomp only")
-            elif 0 < part.rank < min(rows, cols):  # by which something is lost
+            elif 0 < part.rank < min(rows, cols):  # at full rank torch's compression is exact
                 raise CheckpointMismatch(f"compressed by torch only ({rows} x {cols})")
         except CheckpointMismatch as error:
             line = f"{plan.path} {plan.shape} <- {pair.torch_name} {pair.torch_shape}"
@@ -228,10 +231,12 @@ def _common_matrices(
 
 
 def _rows_of_q(plan: LeafPlan, pair: Pair, part: BucketPart) -> np.ndarray:
-    """Finds where the rows of a leaf's Q stand in torch's: ``q = torch_q[rows]``, shape (cols,).
+    """Returns the positions of the rows of a leaf's Q in torch's Q: ``q = torch_q[positions]``.
+
+    The result is an int array of shape (cols,).
 
     Raises:
-      CheckpointMismatch: Torch's matrix is another than the leaf's.
+      CheckpointMismatch: torch compresses another matrix than jaxcomp.
     """
     assert plan.view is not None
     if plan.view.batch:
@@ -259,32 +264,33 @@ def powersgd_to_torch(
 ) -> TorchPowerSGDState:
     """Makes a real ``PowerSGDState`` of torch from a consolidated `jaxcomp.PowerSGDState`.
 
-    Every rank gets the same error, the mean; segments of uncompressed parameters are zero. The
-    state is safe to resume: DDP rebuilds its buckets during its first two iterations, so
-    ``start_powerSGD_iter`` is at least ``iter + 2`` and two steps run uncompressed, with the state
-    waiting. `resume_powersgd` avoids even these.
+    Every rank gets the same error, the mean; the errors of uncompressed parameters are zero. The
+    state is safe to resume from. DDP rebuilds its buckets in its first two iterations, so
+    ``start_powerSGD_iter`` is at least ``iter + 2``: two steps are not compressed, and leave errors
+    and factors as they are. With `resume_powersgd` these two steps are compressed, too.
 
     Args:
-      state: Consolidated (`jaxcomp.consolidate`), on the host or on devices.
+      state: The consolidated state (`jaxcomp.consolidate`), on the host or on devices.
       params: The Flax parameters (arrays or shapes) that the state belongs to, or a tree that
-        contains them: Linen variables, or parameters of which some are frozen.
+        contains them: linen variables, or parameters of which some are frozen.
       layout: The bucket layout of the torch job, from `record_layout`.
-      like: The checkpoint that the run came from: its rng, counters, hyperparameters, P factors and
-        dtypes are kept. Without it the rank is the largest in `state`, and the rest is as torch has
-        it by default; set it on what is returned.
-      matrix_dims: As passed to `jaxcomp.powersgd`.
-      process_group: The torch group, or None for the default group.
+      like: The checkpoint that the run came from. Its rng, counters, hyperparameters, P factors and
+        dtypes are kept. Without `like` the rank is the largest in `state`, and all other attributes
+        have torch's defaults; set them on the returned state.
+      matrix_dims: The `matrix_dims` of `jaxcomp.powersgd`.
+      process_group: The torch process group, or None for the default group.
       pairs: As for `powersgd_from_torch`.
 
     Returns:
       A state for ``ddp_model.register_comm_hook(state, powerSGD_hook)``.
 
     Raises:
-      CheckpointMismatch: A leaf is compressed on one side only or as another matrix, or the state
-        is not consolidated; all such leaves are listed.
+      CheckpointMismatch: Leaves are compressed on one side only, or as another matrix, or the state
+        is not consolidated; the error lists all such leaves.
 
     Warns:
-      UserWarning: The parts of a packed tensor have different Q; torch gets their common subspace.
+      UserWarning: The parts of a packed tensor have different Q factors; torch gets one Q, their
+        leading common subspace.
 
     Example:
       >>> import jaxcomp
@@ -309,15 +315,15 @@ def record_of_state(
     matrix_dims: MatrixDimsFn | None,
     pairs: Pairs,
 ) -> PowerSGDRecord:
-    """Makes what `powersgd_to_torch` puts into torch's object, as arrays of its own.
+    """Makes the record of which `powersgd_to_torch` makes torch's object, with fresh arrays.
 
     Raises:
-      CheckpointMismatch: As `powersgd_to_torch`.
+      CheckpointMismatch: As in `powersgd_to_torch`.
     """
     count = int(np.asarray(state.count))
     old = like.powersgd[0] if like.powersgd else _born_in_jax(state, count)
     record = dataclasses.replace(old, iter=count, error_dict={}, p_memory_dict={}, q_memory_dict={})
-    if not old.buckets and count == old.iter:  # nothing but counters and hyperparameters
+    if not old.buckets and count == old.iter:  # only counters and hyperparameters
         return record
     if layout is None:
         raise CheckpointMismatch(
@@ -326,7 +332,7 @@ def record_of_state(
             "model, and pass layout=.",
             parameters=("layout",),
         )
-    # Buffers are written through views: a second copy would double the memory.
+    # `_fill` writes through views of these buffers; a second copy would double the memory.
     for name, sizes in layout.buffer_sizes(record).items():
         keeps = record.use_error_feedback if name == "error_dict" else record.warm_start
         for bucket, size in sizes.items():
@@ -340,7 +346,7 @@ def record_of_state(
 
 
 def _born_in_jax(state: PowerSGDState, count: int) -> PowerSGDRecord:
-    """Makes a record as of a run that torch has never seen."""
+    """Makes the record of a run that began in JAX, with torch's defaults."""
     factors = jax.tree.leaves(state.q)
     return PowerSGDRecord(
         max((q.shape[-1] for q in factors), default=1),
@@ -363,7 +369,7 @@ def _fill(
     """Writes residuals and factors into the buffers of a record."""
     residuals = leaves_by_path(state.residual)
     factors = leaves_by_path(state.q)
-    seen = {}  # a packed tensor has a Q for each of its leaves
+    seen = {}  # torch name -> one Q for each leaf of the tensor
     for pair, part, q_rows in matrices:
         if part.error is not None and pair.path in residuals:
             part.error[slice(*pair.row_range)] = pair.to_torch(residuals[pair.path])
@@ -377,10 +383,10 @@ def _fill(
 
 
 def _as_before(record: PowerSGDRecord, old: PowerSGDRecord, scale: float) -> None:
-    """Brings buffers into the units of torch's scaled loss, and the dtypes that they had, in place.
+    """Multiplies the buffers by the loss scale and casts them to the dtypes of `old`, in place.
 
     Raises:
-      CheckpointMismatch: A buffer does not fit the dtype that it had.
+      CheckpointMismatch: A buffer overflows its dtype in `old`.
     """
     overflown = []
     for name in BUFFERS:
@@ -388,7 +394,7 @@ def _as_before(record: PowerSGDRecord, old: PowerSGDRecord, scale: float) -> Non
         for bucket, buffer in buffers.items():
             known = before.get(bucket, buffer)
             if name == "p_memory_dict":
-                # Only its presence matters to torch; with the old one nothing at all changes.
+                # torch only needs a P of this size, and overwrites it. Keep the old one if it fits.
                 buffers[bucket] = known if known.size == buffer.size else buffer
                 continue
             if scale != 1:
@@ -399,15 +405,15 @@ def _as_before(record: PowerSGDRecord, old: PowerSGDRecord, scale: float) -> Non
                 overflown.append(f"{name} of bucket {bucket}: {known.dtype}")
     if overflown:
         raise CheckpointMismatch(
-            "The state does not fit the dtype that it had in torch, in units of the loss scale of "
-            "the file. Go on from dataclasses.replace(checkpoint, loss_scale=...) with a smaller "
-            "one, and begin the GradScaler in torch with it.",
+            "The state, in units of the loss scale of the file, overflows the dtype that it had in "
+            "torch. Go on from dataclasses.replace(checkpoint, loss_scale=...) with a smaller "
+            "scale, and start the GradScaler in torch with that scale.",
             mis_shaped=overflown,
         )
 
 
 def _shapes(params: Any, record: PowerSGDRecord, matrix_dims: MatrixDimsFn | None) -> Any:
-    """Returns the state of `jaxcomp.powersgd` with the arguments of `record`, without values."""
+    """Returns the shapes of the state of `jaxcomp.powersgd` with the arguments of `record`."""
     kwargs = powersgd_kwargs_from_torch(record)
     reducer = jaxcomp.powersgd(axis_name="data", matrix_dims=matrix_dims, **kwargs)
     return jax.eval_shape(reducer.init, params)
@@ -420,13 +426,13 @@ def _check_state(
     matrices: Sequence[CommonMatrix],
     matrix_dims: MatrixDimsFn | None,
 ) -> None:
-    """Refuses a state of other shapes, or without a residual or Q where torch has one.
+    """Refuses a state of other shapes, or one that lacks a residual or Q that torch has.
 
     Raises:
-      CheckpointMismatch: With all of these.
+      CheckpointMismatch: Leaves of the state do not fit; the error lists all.
     """
     fresh = _shapes(params, record, matrix_dims)
-    common = {matrix.pair.path for matrix in matrices}  # a leaf that is frozen may lack a state
+    common = {matrix.pair.path for matrix in matrices}  # a frozen leaf may have no state
     wrong = []
     for field in ("residual", "q"):
         shapes, expected = (
@@ -450,9 +456,9 @@ def _check_state(
 
 
 def _common_q(part: BucketPart, qs: list[np.ndarray]) -> np.ndarray:
-    """Returns one Q of shape (cols, rank) for a torch matrix, from the Qs of its parts."""
+    """Returns one Q of shape (cols, rank) for a torch matrix, from the Q factors of its parts."""
     if not qs:
-        # Compressed by torch only, at full rank: any basis reproduces it.
+        # Only torch compresses the matrix, at full rank, where every basis is exact.
         return np.eye(part.entry.matrix[1], part.rank, dtype=np.float32)
     if all(np.array_equal(q, qs[0]) for q in qs[1:]):
         return qs[0]
