@@ -1,1 +1,1 @@
-"""torch's hook state in NumPy: buckets, checkpoints, layouts."""
+"""torch's hook state as NumPy arrays: buckets, layouts and checkpoints."""

@@ -1,7 +1,7 @@
-"""torch's communication hooks, by name, and their arguments, in jaxcomp's words.
+"""Translates torch's communication hooks and their arguments to jaxcomp's reducers.
 
-A widely copied tutorial gives ``PowerSGDState`` arguments that no release of torch has had. People
-paste it, so each of them is refused here with what to use instead.
+A tutorial that many people copy passes arguments to ``PowerSGDState`` that no release of torch has
+had. Each of these is refused here with a sentence that says what to use instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import jaxcomp
 
 _WRAPPED = re.compile(r"(\w+_compress_wrapper)_hook")
 _NARROW = {"fp16": jnp.float16, "bf16": jnp.bfloat16}
-# torch's argument, in torch's order -> jaxcomp's, which checks the value; None where it needs none.
+# torch's argument, in torch's order -> jaxcomp's, which checks the value; None if jaxcomp needs
+# no such argument.
 _ARGUMENTS = {
     "process_group": None,
     "matrix_approximation_rank": "rank",
@@ -32,22 +33,22 @@ _ARGUMENTS = {
     "batch_tensors_with_same_shape": None,
 }
 _POSITIONS = tuple(_ARGUMENTS)
-# Not torch's, with what to do instead.
+# Arguments that torch does not have -> what to use instead.
 _REFUSED = {
     "lr_scheduler": "put the schedule in the optimizer, as in "
     "optax.chain(jaxcomp.powersgd(...), optax.sgd(schedule))",
-    "warm_up_beta_factor": "before start_step gradients are averaged exactly, so that there is no "
-    "residual that it could scale; jaxcomp.error_feedback(jaxcomp.powersgd(..., "
-    "error_feedback=False), decay=schedule) damps it later",
+    "warm_up_beta_factor": "before start_step gradients are averaged exactly, so there is no "
+    "residual to scale; later jaxcomp.error_feedback(jaxcomp.powersgd(..., "
+    "error_feedback=False), decay=schedule) scales the residual",
     "error_decay": "jaxcomp.error_feedback(jaxcomp.powersgd(..., error_feedback=False), decay=) "
-    "scales the residual as it is added back, at the cost of what it leaves out",
+    "scales the residual that is added back; the rest of the residual is lost",
     "feedback_every_n_iters": "jaxcomp.error_feedback(jaxcomp.powersgd(..., error_feedback=False), "
     "every=n) adds the residual back every n updates",
     "error_feedback": "torch calls it use_error_feedback",
-    "bytes_per_weight": "jaxcomp.powersgd sends 4; comm_dtype=jnp.bfloat16 makes it 2, and "
-    "comm_dtype=jnp.int8 one (without factors it is jaxcomp.quantized_allreduce)",
-    "comm_device": "leave it out, as XLA communicates from where the gradients are; to send less "
-    "set comm_dtype=jnp.bfloat16 or a lower rank",
+    "bytes_per_weight": "jaxcomp.powersgd sends 4 bytes for a value, with comm_dtype=jnp.bfloat16 "
+    "2, and with comm_dtype=jnp.int8 1 (without factors use jaxcomp.quantized_allreduce)",
+    "comm_device": "leave it out, as XLA sends from the device that has the gradients; to send "
+    "less set comm_dtype=jnp.bfloat16 or a lower rank",
     "update_state": "update() returns the new state; nothing is updated in place. To leave a state "
     "as it is, as in an evaluation, keep the old one",
     "enabled": "build the optax.chain without the reducer, or with jaxcomp.allreduce in its place "
@@ -66,7 +67,7 @@ _HOOKS = {
     "BATCHED_POWER_SGD_RANK2": "batched_powerSGD_hook",
     "NOOP": "noop_hook",
 }
-# Hooks without a state -> what stands for them, and its arguments. 512 values: torch's buckets.
+# Hook without a state -> its reducer and the arguments. torch quantizes in buckets of 512 values.
 _REDUCERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "allreduce_hook": (jaxcomp.allreduce, {}),
     "fp16_compress_hook": (jaxcomp.allreduce, {"comm_dtype": jnp.float16}),
@@ -82,10 +83,10 @@ _ELSEWHERE = {
 
 
 def hook_name(hook: Any) -> str:
-    """Writes a hook as text: ``"fp16_compress_wrapper(powerSGD_hook)"``.
+    """Returns a hook's name as text, such as ``"fp16_compress_wrapper(powerSGD_hook)"``.
 
     Args:
-      hook: A function, a ``DDPCommHookType``, or a name that may begin with a module's.
+      hook: A function, a ``DDPCommHookType``, or a name, with or without the name of its module.
 
     Example:
       >>> hook_name("default_hooks.fp16_compress_wrapper(powerSGD_hook)")
@@ -106,7 +107,7 @@ def hook_name(hook: Any) -> str:
 
 
 def unwrapped_hook(hook: Any) -> tuple[str, Any]:
-    """Returns the name of a hook without its compression wrapper, and the wrapper's dtype or None.
+    """Returns a hook's name without its compression wrapper, and the wrapper's dtype (or None).
 
     Example:
       >>> unwrapped_hook("bf16_compress_wrapper(powerSGD_hook)")[0]
@@ -123,27 +124,27 @@ def unwrapped_hook(hook: Any) -> tuple[str, Any]:
 
 
 def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -> dict[str, Any]:
-    """Translates into keyword arguments of `jaxcomp.powersgd` those of torch's ``PowerSGDState``.
+    """Translates the arguments of torch's ``PowerSGDState`` to those of `jaxcomp.powersgd`.
 
-    ``feedback_every_n_iters``, ``error_decay``, ``warm_up_beta_factor``, ``lr_scheduler``,
-    ``error_feedback``, ``bytes_per_weight``, ``update_state``, ``enabled`` and ``comm_device``,
-    which torch does not have, are refused with what to do instead.
+    torch does not have ``feedback_every_n_iters``, ``error_decay``, ``warm_up_beta_factor``,
+    ``lr_scheduler``, ``error_feedback``, ``bytes_per_weight``, ``update_state``, ``enabled`` and
+    ``comm_device``. They are refused, and the error says what to use instead.
 
     Args:
       *args: One ``PowerSGDState`` (torch's, or a `PowerSGDRecord` from a checkpoint), or the
-        positional arguments that one would give to ``PowerSGDState``, process group first.
+        positional arguments of ``PowerSGDState``, process group first.
       hook: The registered hook, if it is wrapped: ``fp16_compress_wrapper(powerSGD_hook)`` and
         ``bf16_compress_wrapper(powerSGD_hook)``, as a function or as a string, set ``comm_dtype``.
-        torch then computes in that type too; jaxcomp narrows the wire only.
-      **arguments: Arguments of ``PowerSGDState``.
+        torch then also computes in that dtype; jaxcomp uses it only on the wire.
+      **arguments: Keyword arguments of ``PowerSGDState``.
 
     Returns:
-      Arguments for ``jaxcomp.powersgd(axis_name=..., **kwargs)``: those that were given, or all of
-      them for a state. ``process_group`` becomes your ``axis_name``; equal shapes are always
-      batched, and statistics come from ``tx.bytes``.
+      Arguments for ``jaxcomp.powersgd(axis_name=..., **kwargs)``: those that you passed, or all
+      arguments of a state. Use your ``axis_name`` in place of ``process_group``. jaxcomp always
+      batches equal shapes, and ``tx.bytes`` has the statistics.
 
     Raises:
-      ValueError: If an argument is unknown, given twice or refused; says what to use instead.
+      ValueError: An argument is unknown, refused, or passed twice.
 
     Example:
         >>> powersgd_kwargs_from_torch(None, 2, start_powerSGD_iter=100)
@@ -153,7 +154,7 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
         given = {name: getattr(args[0], name) for name in _POSITIONS if hasattr(args[0], name)}
     elif len(args) > len(_POSITIONS):
         raise ValueError(
-            f"PowerSGDState takes {len(_POSITIONS)} positional arguments, got {len(args)}. Give "
+            f"PowerSGDState takes {len(_POSITIONS)} positional arguments, got {len(args)}. Pass "
             "them by name."
         )
     else:
@@ -181,20 +182,21 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
 def reducer_from_torch(
     hook: Any, state: Any = None, *, axis_name: str | tuple[str, ...], **arguments: Any
 ) -> optax.GradientTransformation:
-    """Makes the reducer that stands for one of torch's DDP communication hooks.
+    """Makes the reducer that replaces one of torch's DDP communication hooks.
 
     Args:
       hook: A ``DDPCommHookType`` or its name (``'POWER_SGD_RANK2'``), a hook function or its name,
-        or a wrapped one: ``bf16_compress_wrapper(powerSGD_hook)``, also as a string.
-      state: What ``register_comm_hook`` got: a ``PowerSGDState``, or None or a process group.
-      axis_name: The mapped axis (or axes) along which the replicas lie.
+        or a wrapped hook: ``bf16_compress_wrapper(powerSGD_hook)``, also as a string.
+      state: The state passed to ``register_comm_hook``: a ``PowerSGDState``, a process group or
+        None.
+      axis_name: The mapped axis (or axes) of the replicas.
       **arguments: Arguments of ``PowerSGDState``; see `powersgd_kwargs_from_torch`.
 
     Returns:
-      The first link of your `optax.chain`.
+      The reducer, the first link of your `optax.chain`.
 
     Raises:
-      ValueError: If there is no such reducer; says what to use instead.
+      ValueError: No reducer replaces this hook; the message says what to use instead.
 
     Example:
         >>> tx = reducer_from_torch("FP16_COMPRESS", axis_name="data")

@@ -1,8 +1,8 @@
-"""Bucket layout: which parameter lies where in the flat buffers of torch's hook state.
+"""The bucket layout: the place of each parameter in the flat buffers of torch's hook state.
 
-DDP concatenates gradients into buckets and the hook keeps one error, one P and one Q buffer per
-bucket. Neither the order of the parameters nor their strides are in the file, so a layout has to
-come with it (`record_layout`) or be inferred (`infer_layout`).
+DDP concatenates gradients into buckets. For each bucket the hook keeps one buffer of errors, one of
+P and one of Q. torch's files hold neither the order of the parameters nor their strides. So a
+layout must be recorded in the torch job (`record_layout`) or inferred (`infer_layout`).
 
 References: ``torch/csrc/distributed/c10d/reducer.cpp`` for the buckets, ``powerSGD_hook.py`` for P
 and Q.
@@ -29,9 +29,9 @@ from torch_bridge._base.tensors import is_tensor, shape_of, to_numpy, unwrapped
 
 _KINDS = {"error_dict": "error", "p_memory_dict": "P", "q_memory_dict": "Q"}
 _FORMAT = {"format": "torch_bridge.BucketLayout", "version": 1}
-_MAX_AXES = 64  # as torch
-_MAX_SIZE = 2**59  # of any array, axes of length 0 left out
-PARSED_BYTES = 30  # of memory, at most, for a byte of JSON
+_MAX_AXES = 64  # torch's limit
+_MAX_SIZE = 2**59  # elements of an array, not counting axes of length 0
+PARSED_BYTES = 30  # the most bytes of memory for parsing one byte of JSON
 _MAX_TEXT = 1 << 24  # characters of JSON; 100 000 parameters take 10 million
 
 
@@ -40,12 +40,12 @@ class BucketEntry:
     """One parameter in a bucket.
 
     Attributes:
-      name: Its name in the model, without ``module.``.
-      shape: Length per axis.
-      strides: Distance per axis in elements, as the gradient lies in the bucket.
+      name: The parameter's name in the model, without ``module.``.
+      shape: The length of each axis.
+      strides: The stride of each axis in the bucket, in elements.
 
     Example:
-      >>> entry = BucketEntry("w", (2, 3), (1, 2))  # its columns lie one after the other
+      >>> entry = BucketEntry("w", (2, 3), (1, 2))  # stored column after column
       >>> entry.to_memory(np.array([[1, 2, 3], [4, 5, 6]]))
       array([1, 4, 2, 5, 3, 6])
     """
@@ -73,7 +73,7 @@ class BucketEntry:
         return rows, self.size // rows if rows else 0
 
     def factor_rank(self, record: Any) -> int:
-        """Returns the rank with which the hook of a record compresses it; 0 if it does not.
+        """Returns the rank of the parameter's factors; 0 if the hook does not compress it.
 
         Args:
           record: A `PowerSGDRecord`, or torch's own ``PowerSGDState``.
@@ -85,24 +85,24 @@ class BucketEntry:
         return rank
 
     def from_memory(self, flat: np.ndarray) -> np.ndarray:
-        """Views the parameter's elements, as they lie in memory, as an array of `shape`."""
+        """Returns a view of the parameter's elements, flat in memory order, with its `shape`."""
         steps = [step * flat.itemsize for step in self.strides]
         return np.lib.stride_tricks.as_strided(flat, self.shape, steps)
 
     def to_memory(self, array: np.ndarray) -> np.ndarray:
-        """Lays an array out as `from_memory` takes it."""
+        """Returns an array's elements flat, in memory order: the inverse of `from_memory`."""
         flat = np.empty(self.size, array.dtype)
         self.from_memory(flat)[...] = array
         return flat
 
     def columns(self) -> np.ndarray | None:
-        """Returns the hook's column of each position in a row of ``array.reshape(shape[0], -1)``.
+        """Returns the hook's column for each column of ``array.reshape(shape[0], -1)``.
 
-        The hook reads the bucket's memory as ``(shape[0], -1)``, whatever the strides. For a
-        channels_last kernel its columns are therefore ``(kh, kw, I)`` instead of ``(I, kh, kw)``.
+        The hook reads the bucket's memory as ``(shape[0], -1)`` and ignores the strides. So for a
+        channels_last kernel its columns are ``(kh, kw, I)`` instead of ``(I, kh, kw)``.
 
         Returns:
-          Shape (cols,), or None if the hook's rows are not the first axis at all.
+          int array of shape (cols,), or None if the hook's rows are not the first axis.
         """
         rows, cols = self.matrix
         if rows > 1 and self.strides[0] != cols:
@@ -112,16 +112,15 @@ class BucketEntry:
 
 
 class BucketPart(NamedTuple):
-    """What the hook keeps for one parameter, as views of the buffers of its bucket.
+    """The error and the factors of one parameter, as views of its bucket's buffers.
 
     Attributes:
       entry: The parameter.
-      bucket: Index of its bucket.
-      rank: The rank of its factors; 0 where it is not compressed.
-      error: Of the same shape as the parameter; it and the factors are None where the bucket has no
-        buffer.
-      p: Shape (rows, rank), with the rows and columns of ``entry.matrix``.
-      q: Shape (cols, rank).
+      bucket: Index of the bucket.
+      rank: The rank of the factors; 0 if the hook does not compress the parameter.
+      error: The error, with the parameter's shape; None if the bucket has no such buffer.
+      p: The P factor, shape (rows, rank), with the rows of ``entry.matrix``; or None likewise.
+      q: The Q factor, shape (cols, rank), with the columns of ``entry.matrix``; or None likewise.
     """
 
     entry: BucketEntry
@@ -136,7 +135,7 @@ class BucketPart(NamedTuple):
 class BucketLayout:
     """The parameters of each bucket, in order; the position of a bucket is its index in torch.
 
-    Names go without the prefixes of wrappers (``module.``, ``_orig_mod.``), as in a `Checkpoint`.
+    The names have no prefixes of wrappers (``module.``, ``_orig_mod.``), as in a `Checkpoint`.
 
     Example:
       >>> import numpy as np
@@ -166,21 +165,21 @@ class BucketLayout:
         if twice:
             raise CheckpointMismatch(
                 f"A layout names each parameter once; {', '.join(sorted(twice))} appears again. "
-                "A tied parameter goes by its first name only."
+                "Name a tied parameter by its first name only."
             )
 
     def __iter__(self) -> Iterator[BucketEntry]:
-        """Goes through all parameters, bucket after bucket."""
+        """Iterates over all parameters, bucket after bucket."""
         return itertools.chain.from_iterable(self.buckets)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All parameters, bucket after bucket."""
+        """The names of all parameters, bucket after bucket."""
         return tuple(entry.name for entry in self)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements per bucket."""
+        """Number of elements of each bucket."""
         sizes = []
         for bucket in self.buckets:
             sizes.append(sum(entry.size for entry in bucket))
@@ -188,25 +187,25 @@ class BucketLayout:
 
     @functools.cached_property
     def entries(self) -> dict[str, BucketEntry]:
-        """Parameter name -> its entry, which has a shape as a tensor has; bucket after bucket."""
+        """Parameter name -> its entry, bucket after bucket."""
         return {entry.name: entry for entry in self}
 
     @classmethod
     def from_order(cls, order: Sequence[Sequence[str]], model: Mapping[str, Any]) -> BucketLayout:
-        """Makes a layout from the names per bucket.
+        """Makes a layout from the parameter names of each bucket.
 
         Args:
-          order: A list of parameter names per bucket.
+          order: One list of parameter names for each bucket.
           model: Name -> array or tensor, for the shapes and strides.
 
         Raises:
-          CheckpointMismatch: A name is not in `model`; all such names are listed. Or a bucket is a
-            name.
+          CheckpointMismatch: Names are not in `model`; the error lists all. Or `order` holds a name
+            where a list of names belongs.
         """
         if any(isinstance(names, str) for names in order):
             raise CheckpointMismatch(
-                "`order` must hold a list of names for each bucket, and has a name in the place of "
-                "a list. Write [[...]] if there is one bucket."
+                "`order` must hold a list of names for each bucket, and has a name where a list "
+                "belongs. Write [[...]] if there is one bucket."
             )
         missing = set(itertools.chain(*order)) - model.keys()
         if missing:
@@ -232,10 +231,10 @@ class BucketLayout:
 
     @classmethod
     def from_json(cls, text: str) -> BucketLayout:
-        """Reads what `to_json` wrote.
+        """Makes the layout from the JSON text of `to_json`.
 
         Raises:
-          CheckpointMismatch: The text is no layout, or of a later version.
+          CheckpointMismatch: The text is not a layout, or has a later version.
         """
         try:
             if len(text) > _MAX_TEXT:
@@ -251,18 +250,21 @@ class BucketLayout:
         if document.get("version") != _FORMAT["version"]:
             raise CheckpointMismatch(
                 f"This bucket layout has version {document.get('version')!r:.20}; this release "
-                f"reads version {_FORMAT['version']}. Upgrade it."
+                f"reads version {_FORMAT['version']}. Upgrade torch_bridge."
             )
         return cls(tuple(tuple(map(_entry, bucket)) for bucket in buckets))
 
     def parts(self, record: Any) -> dict[str, BucketPart]:
-        """Cuts the buffers of a record into what they hold of each parameter.
+        """Cuts the buffers of a record into the parts of each parameter.
 
-        Bucket after bucket; within one by groups of equal matrix shape in first-seen order, as the
-        hook cuts P and Q. Errors lie in bucket order.
+        The errors are in the bucket's order. P and Q are in the hook's order: parameters of one
+        matrix shape stand together, and the shapes are in the order in which they first occur.
 
         Args:
-          record: A `PowerSGDRecord` or ``PowerSGDState`` of which nothing misfits.
+          record: A `PowerSGDRecord` or ``PowerSGDState`` for which `misfits` is empty.
+
+        Returns:
+          Parameter name -> part, bucket after bucket, in each bucket in the hook's order.
         """
         parts = {}
         for index, bucket in enumerate(self.buckets):
@@ -284,7 +286,7 @@ class BucketLayout:
         return parts
 
     def buffer_sizes(self, record: Any) -> dict[str, dict[int, int]]:
-        """Returns the lengths of the error, P and Q buffers, by their names and by bucket."""
+        """Returns the lengths of torch's buffers: name of the buffers -> bucket -> elements."""
         sizes = {name: dict.fromkeys(range(len(self.buckets)), 0) for name in BUFFERS}
         for index, bucket in enumerate(self.buckets):
             for entry in bucket:
@@ -296,7 +298,7 @@ class BucketLayout:
         return sizes
 
     def misfits(self, record: Any) -> list[str]:
-        """Lists the buffers of another length than the layout gives them, a line each."""
+        """Lists the buffers whose length does not fit the layout, one line of text for each."""
         lines = []
         for name, sizes in self.buffer_sizes(record).items():
             for bucket, array in getattr(record, name).items():
@@ -310,7 +312,7 @@ class BucketLayout:
 
 
 class _Cursor:
-    """Takes a buffer apart into consecutive views; of no buffer all are None."""
+    """Cuts a buffer into consecutive views; if there is no buffer, every view is None."""
 
     def __init__(self, flat: Any) -> None:
         self._flat = flat
@@ -327,10 +329,10 @@ class _Cursor:
 
 
 def _entry(item: Any) -> BucketEntry:
-    """Checks an entry as `BucketLayout.to_json` writes it.
+    """Makes the entry that `BucketLayout.to_json` wrote as `item`.
 
     Raises:
-      CheckpointMismatch: No tensor has such a shape.
+      CheckpointMismatch: `item` lacks a field, or no tensor can have its shape.
     """
     with contextlib.suppress(TypeError, ValueError, KeyError):
         name = item["name"]
@@ -347,10 +349,10 @@ def _entry(item: Any) -> BucketEntry:
 
 
 def dense_strides(array: Any) -> tuple[int, ...]:
-    """Returns the strides in elements with which DDP lays out the gradient of `array`.
+    """Returns the strides of the gradient of `array` in DDP's bucket, in elements.
 
-    DDP keeps a parameter's own strides if it fills its memory without gaps (channels_last does),
-    and makes the gradient contiguous otherwise.
+    The gradient has the strides of its parameter if the parameter fills its memory without gaps
+    (channels_last does). Otherwise DDP makes the gradient contiguous.
     """
     shape = shape_of(array)
     strides = ()
@@ -367,7 +369,10 @@ def dense_strides(array: Any) -> tuple[int, ...]:
 
 
 def _are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Tells whether elements fill their memory without gaps; an axis of length 1 has any stride."""
+    """Returns True if the elements fill their memory without gaps or overlaps.
+
+    The stride of an axis of length 1 does not matter.
+    """
     expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride != expected and 0 not in shape:

@@ -1,4 +1,4 @@
-"""A PyTorch checkpoint in NumPy: what `load` returns."""
+"""`Checkpoint`: a PyTorch checkpoint as NumPy arrays, which `load` returns."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from torch_bridge._base.schema import PowerSGDRecord, is_slots
 from torch_bridge._base.tensors import storage_key
 from torch_bridge._hook.buckets import BucketLayout
 
-# What ``GradScaler.state_dict()`` holds, unless the scaler is not enabled.
+# The entries of ``GradScaler.state_dict()``, which is empty if the scaler is not enabled.
 _SCALER_KEYS = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval"})
 _MISSING_RANKS = ("error", "zero", "replicate")
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What `load` read, as NumPy arrays.
+    """A PyTorch checkpoint as NumPy arrays.
 
     Attributes:
       model: Parameter or buffer name -> array, in the order of the ``state_dict``, without
-        ``module.`` prefixes; empty if the files hold the hook state only.
-      powersgd: One record per rank, in the order of the files; empty without hook state.
+        ``module.`` prefixes; empty if the files hold only the hook state.
+      powersgd: One record for each rank, in the order of the files; empty without hook state.
       optimizer: The optimizer's ``state_dict()``, or None.
-      layout: The bucket layout, if the file holds one.
-      extra: Every other entry of the (first) file, such as ``epoch``.
-      world_size: Number of ranks of the run, if the file says it.
-      hook: The registered hook, if the file says it: a name as `powersgd_kwargs_from_torch` takes
-        it, ``"fp16_compress_wrapper(powerSGD_hook)"`` for example.
-      example: Inputs of the torch module, a tuple of arrays, and its outputs in evaluation mode:
-        arrays in dictionaries and tuples as the module gives them. None if the file has none.
-      loss_scale: The scale of the ``GradScaler`` under which the hook ran: the hook's errors and
-        factors are in units of the scaled loss. None if the file does not say it; then that of
-        the only scaler in `extra` counts, and 1 without one.
+      layout: The bucket layout, or None if the file has none.
+      extra: All other entries of the (first) file, such as ``epoch``.
+      world_size: The number of ranks of the run, or None if the file does not have it.
+      hook: The name of the registered hook, such as ``"fp16_compress_wrapper(powerSGD_hook)"``, or
+        None if the file does not have it. `powersgd_kwargs_from_torch` takes this name.
+      example: Inputs of the torch module, a tuple of arrays, and its outputs in evaluation mode,
+        arrays in dictionaries and tuples. None if the file has no example.
+      loss_scale: The scale of the training loop's ``GradScaler``. The hook's errors and factors are
+        in units of the scaled loss. None if the file has no such entry; then the scale of the only
+        scaler in `extra` is used or, without a scaler, 1.
 
     Example:
       >>> record = PowerSGDRecord(1, 20, {0: np.float32([2, 4])}, {}, {})
@@ -61,7 +61,7 @@ class Checkpoint:
 
     @property
     def missing_ranks(self) -> bool:
-        """True where ranks' errors are missing, or nothing says that none is."""
+        """True if errors of some ranks are missing, or if the world size is unknown."""
         return self.world_size is None or len(self.powersgd) < self.world_size
 
     @property
@@ -80,17 +80,17 @@ class Checkpoint:
         return tuple(name for name, value in self.extra.items() if is_slots(value))
 
     def record(self, rank: int, world_size: int | None = None) -> PowerSGDRecord:
-        """Returns what one rank goes on from, in a job of any number of ranks.
+        """Returns the record from which one rank continues, in a job of any number of ranks.
 
-        The outputs of PowerSGD depend on the ranks' errors through their mean only. Ranks that the
-        file does not have get the mean; if the job has fewer ranks than the file, all of them do.
+        PowerSGD's outputs depend only on the mean of the ranks' errors. So a rank without a record
+        in the file gets the mean. If the job has fewer ranks than the file, all ranks get it.
 
         Args:
           rank: The rank, from 0.
-          world_size: Ranks of the job; needed where it has fewer than the file.
+          world_size: The job's number of ranks; needed if the job has fewer ranks than the file.
 
         Raises:
-          IndexError: The file holds no hook state at all.
+          IndexError: The file holds no hook state.
         """
         known = len(self.powersgd)
         if rank < known and (world_size is None or world_size >= known):
@@ -102,18 +102,23 @@ class Checkpoint:
 
     @property
     def mean(self) -> PowerSGDRecord:
-        """Hook state with the mean of the errors of the ranks at hand, float32."""
+        """The hook state with the mean error of the ranks in the file, float32."""
         first = self.powersgd[0]
         errors = jax.tree.map(_mean, *[record.error_dict for record in self.powersgd])
         return dataclasses.replace(first, error_dict=errors)
 
 
 def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
-    """Returns the hook state with the mean error of all ranks, in float32 and in units of the loss.
+    """Returns the hook state with the mean error of all ranks, in float32, without a loss scale.
+
+    Args:
+      checkpoint: A checkpoint with hook state.
+      missing_ranks: What to do if ranks are missing, as for `powersgd_from_torch`.
 
     Raises:
-      ValueError: `missing_ranks` is no choice.
-      CheckpointMismatch: Ranks are missing, and nothing was chosen; or scalers disagree.
+      ValueError: `missing_ranks` is none of the three words.
+      CheckpointMismatch: Ranks are missing and `missing_ranks` is ``"error"``. Or the file has
+        several scalers with different scales.
     """
     if missing_ranks not in _MISSING_RANKS:
         raise ValueError(f"`missing_ranks` must be one of {_MISSING_RANKS}, got {missing_ranks!r}.")
@@ -124,10 +129,10 @@ def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
         raise CheckpointMismatch(
             f"The errors of {len(checkpoint.powersgd)} rank(s){size} are here, and the mean over "
             f"all ranks is needed. Load one file per rank, or save with "
-            f'torch_bridge.save_checkpoint; else choose: missing_ranks="zero" forgets what was not '
-            f'sent yet (one small step back, once), missing_ranks="replicate" takes these ranks '
-            f"for all (keeps it, and adds their deviation from the mean as a spurious gradient, "
-            f"once).",
+            f'torch_bridge.save_checkpoint. Otherwise choose: missing_ranks="zero" drops the '
+            f'gradients that were not sent yet, missing_ranks="replicate" uses the mean of these '
+            f"ranks, whose deviation from the true mean enters the weights once, as a spurious "
+            f"gradient.",
             parameters=("missing_ranks",),
         )
     record = checkpoint.mean
@@ -136,7 +141,7 @@ def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
     scale = loss_scale_of(checkpoint)
     if scale == 1:
         return record
-    # torch's next step adds them to gradients of the present scale, whatever it was before.
+    # torch's next step adds the errors to gradients of the current scale, so that scale counts.
     unit = np.float32(scale)
     errors, factors = jax.tree.map(
         lambda array: array.astype(np.float32) / unit, (record.error_dict, record.q_memory_dict)
@@ -145,12 +150,13 @@ def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
 
 
 def loss_scale_of(checkpoint: Checkpoint) -> float:
-    """Returns the scale of the loss: errors and factors are in units of the scaled loss.
+    """Returns the loss scale, by which the hook's errors and factors are multiplied.
 
-    The file's own entry says it, or the state of a GradScaler in `extra`, also one level down.
+    The scale is `Checkpoint.loss_scale`, or that of a GradScaler's state in `extra` or one level
+    below it, or 1.
 
     Raises:
-      CheckpointMismatch: The file has several scalers, with different scales.
+      CheckpointMismatch: The file has several scalers with different scales.
     """
     if checkpoint.loss_scale is not None:
         return checkpoint.loss_scale
@@ -165,18 +171,18 @@ def loss_scale_of(checkpoint: Checkpoint) -> float:
                 scales[f"{above}.{name}".removeprefix(".")] = float(scale)
     if len(set(scales.values())) > 1:
         raise CheckpointMismatch(
-            "The file has several GradScalers, and does not say under which of them the hook ran. "
-            "Go on from dataclasses.replace(checkpoint, loss_scale=...).",
+            "The file has several GradScalers, and does not say which one the hook ran under. "
+            "Convert dataclasses.replace(checkpoint, loss_scale=...).",
             ambiguous=[f"{name}: {scale:g}" for name, scale in scales.items()],
         )
     return next(iter(scales.values()), 1.0)
 
 
 def _mean(*errors: np.ndarray) -> np.ndarray:
-    """Takes the mean of the ranks' errors in one bucket, flat, float32."""
-    # `to_torch` writes one buffer for all ranks: what they share is read once.
+    """Returns the mean of the ranks' errors in one bucket, flat, float32."""
+    # `to_torch` writes one buffer for all ranks; a shared buffer is added only once.
     counts = collections.Counter(map(storage_key, errors))
-    if len(counts) == 1:  # which is only read, so it needs no copy
+    if len(counts) == 1:  # the result is only read, so it needs no copy
         return errors[0].astype(np.float32, copy=False)
     mean = np.zeros(errors[0].shape, np.float32)
     for error in errors:

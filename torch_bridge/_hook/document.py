@@ -1,4 +1,4 @@
-"""The files of `save_checkpoint`: dictionaries of tensors and plain values, written and read."""
+"""Writes and reads the documents of `save_checkpoint`: dictionaries of tensors, plain values."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _KINDS: dict[str, type] = {
 
 
 def make_document(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Makes what a file of `save_checkpoint` holds.
+    """Makes the contents of a file of `save_checkpoint`.
 
     Args:
-      checkpoint: With tensors in the model, the optimizer and the errors of all ranks, which share
-        the rest of the hook state.
+      checkpoint: A checkpoint whose model, optimizer and errors are tensors. All ranks must have
+        the same hook state except for the errors.
     """
     ranks, layout = checkpoint.powersgd, checkpoint.layout
     example = None
@@ -61,24 +61,26 @@ def make_document(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _plain(record: PowerSGDRecord) -> dict[str, Any]:
-    """Writes down what all ranks share of a record."""
+    """Returns the slots of a record that all ranks share, as tensors and plain values."""
     slots = dict(vars(record))
-    del slots["error_dict"]  # which is each rank's own
+    del slots["error_dict"]  # each rank has another error
     for name in ("p_memory_dict", "q_memory_dict"):
         slots[name] = {bucket: to_tensor(flat) for bucket, flat in slots[name].items()}
     if record.rng is not None:
         state: Any = record.rng.get_state()
-        # int64: torch.load(weights_only=True) of older releases has no uint32.
+        # int64, because torch.load(weights_only=True) of older releases has no uint32.
         key = to_tensor(state[1].astype(np.int64))
         slots["rng"] = dict(zip(_RNG_FIELDS, (key, *state[2:]), strict=True))
     return slots
 
 
 def read_document(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads such a file, as fields of a `Checkpoint`; its model and layout are as in the file.
+    """Reads a document of `make_document` as the fields of a `Checkpoint`.
+
+    The model and the layout stay as they are in the file.
 
     Raises:
-      CheckpointMismatch: An entry is missing, or of another kind.
+      CheckpointMismatch: An entry is missing, or has another type.
     """
     if value.get("version") != _VERSION:
         raise CheckpointMismatch(
@@ -106,10 +108,10 @@ def read_document(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _records(slots: Mapping[str, Any], errors: Any) -> tuple[PowerSGDRecord, ...]:
-    """Reads one record per rank: what all ranks share, and the errors of each.
+    """Makes one record per rank, from the slots that all ranks share and each rank's errors.
 
     Raises:
-      CheckpointMismatch: They are of another kind, or not of one run.
+      CheckpointMismatch: An entry has another type, or the ranks' errors have different sizes.
     """
     slots = dict(slots)
     if slots.get("rng") is not None:
@@ -122,7 +124,7 @@ def _records(slots: Mapping[str, Any], errors: Any) -> tuple[PowerSGDRecord, ...
         raise CheckpointMismatch(f"`errors` must have a dictionary for each of 1 to {MAX_RANKS}")
     if sum(map(len, errors)) > _MAX_BUFFERS:
         raise CheckpointMismatch(f"`errors` hold more than {_MAX_BUFFERS} tensors")
-    records = {}  # `to_torch` writes one dictionary for all ranks
+    records = {}  # by id of the errors, because `to_torch` writes one dictionary for all ranks
     for error in errors:
         if id(error) not in records:
             records[id(error)] = record_from_slots(dict(slots, error_dict=error))

@@ -1,13 +1,13 @@
-"""Find the bucket layout of a checkpoint that does not record it.
+"""Infers the bucket layout of a checkpoint that does not record it.
 
-torch produces few orders: definition order (before the first rebuild, or always with
-``find_unused_parameters``), and the order in which gradients became ready. Each candidate is tested
-against what the state itself implies, and a layout is accepted only if it is the one that fits:
+torch uses few orders of parameters: the order of definition (before the first rebuild, or always
+with ``find_unused_parameters``), and the order in which gradients became ready. Each candidate is
+tested against the hook state. A layout is accepted only if no other candidate fits:
 
-- buckets and factor buffers have exactly the lengths that the candidate gives them;
-- every block of P is orthonormal, because the hook stores it so;
-- with all ranks at hand, the mean error of a compressed parameter is orthogonal to its P (it is
-  ``M - P P^T M``) and that of an uncompressed parameter cancels.
+- The buffers of errors and factors have exactly the lengths of the candidate.
+- Every P factor is orthonormal, because the hook stores it so.
+- If the errors of all ranks are present, the mean error of a compressed parameter is orthogonal to
+  its P (the mean error is ``M - P P^T M``), and the mean error of an uncompressed parameter is 0.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._pairing.pairs import Pair, unpaired
 
-_COLUMNS = 128  # of P, that are looked at
+_COLUMNS = 128  # the most columns of P that are tested
 _HOW_TO = (
     "Record it in the torch run with torch_bridge.record_layout(ddp_model, state), or pass "
     "layout=BucketLayout.from_order(...)."
@@ -34,21 +34,22 @@ _HOW_TO = (
 
 
 def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> BucketLayout:
-    """Finds the only bucket layout, of those torch produces, that fits the hook state.
+    """Finds the only bucket layout, among those that torch makes, that fits the hook state.
 
-    Parameters of equal shape that became ready in an unusual order cannot be told apart; if the
-    model has parallel branches, record the layout instead.
+    Parameters of equal shape whose gradients became ready in an unusual order cannot be told apart.
+    If the model has parallel branches, record the layout instead.
 
     Args:
-      checkpoint: With a model and the hook state; all ranks' files decide more than one.
-      frozen: Names of parameters that perhaps were not trained, and of buffers other than running
-        statistics; the file does not mark them.
+      checkpoint: A checkpoint with a model and the hook state. With the errors of all ranks more
+        wrong orders are excluded.
+      frozen: Names of parameters that may be frozen, and of buffers other than running statistics,
+        because the file does not mark them.
 
     Returns:
       The layout.
 
     Raises:
-      CheckpointMismatch: None or several candidates fit; they are listed.
+      CheckpointMismatch: No candidate or more than one candidate fits; the error lists them.
 
     Example:
       >>> p = np.full(16, 0.25, np.float32)
@@ -70,7 +71,7 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
             reasons.append(f"{label}: {flaw}")
             continue
         key = layout
-        if not record.error_dict:  # nothing but the places of the factors makes a difference
+        if not record.error_dict:  # layouts with the same places of the factors are equal
             parts = layout.parts(record).items()
             key = tuple((name, part.bucket) for name, part in parts if part.rank)
         fitting.setdefault(key, (label, layout))
@@ -85,7 +86,7 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
                 ranks = f" of {checkpoint.world_size}"
             more = (
                 f"The errors of {len(checkpoint.powersgd)} rank(s) are here{ranks}. Load one file "
-                "per rank: by all errors together the order can be inferred. "
+                "per rank: from the errors of all ranks the order can be inferred. "
             )
         raise CheckpointMismatch(
             f"{more}The file does not record the bucket layout, and several orders fit it. "
@@ -100,7 +101,7 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
 
 
 def _first_difference(layouts: Mapping[str, BucketLayout]) -> list[str]:
-    """Says of each layout what follows where they first differ, a line each."""
+    """Returns one line for each layout: the next parameters where the layouts first differ."""
     orders = [layout.names for layout in layouts.values()]
     shared = len(os.path.commonprefix(orders))  # noqa: RUF071 (of names)
     lines = []
@@ -111,18 +112,18 @@ def _first_difference(layouts: Mapping[str, BucketLayout]) -> list[str]:
 
 
 def _other_size(checkpoint: Checkpoint) -> str:
-    """Says that the buffers are as large as no set of parameters."""
+    """Returns the reason if no candidate has the size of the buffers."""
     have = sum(checkpoint.model[name].size for name in trainable(checkpoint.model))
     sizes = dict(sorted(checkpoint.powersgd[0].error_sizes.items()))
     return (
         f"the model's parameters have {have} values, the error buffers {sizes}; frozen parameters "
-        f"and buffers of the model, which the file does not mark, have none (name them in "
+        f"and the model's buffers have no error, and the file does not mark them (name them in "
         f"infer_layout(..., frozen=[...]))"
     )
 
 
 def _flaw_of(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
-    """Says why a hook of this layout cannot have left this state; None if it can."""
+    """Returns the reason why the hook state cannot have this layout; None if it can."""
     record = checkpoint.powersgd[0]
     wrong = layout.misfits(record)
     if wrong:
@@ -135,7 +136,7 @@ def _flaw_of(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
         if means:
             mean = means[name].error
         if part.rank and part.p is not None:
-            # Some columns show what all would: those of a full rank take gigabytes.
+            # A few columns are enough, and all columns of a full rank would take gigabytes.
             p = part.p[:, :_COLUMNS].astype(np.float64)
             if not np.isfinite(p).all():
                 continue
@@ -158,15 +159,16 @@ def _flaw_of(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
 def layout_of(
     checkpoint: Checkpoint, layout: BucketLayout | None, pairs: Sequence[Pair] | None
 ) -> BucketLayout | None:
-    """Finds the layout of a checkpoint: as said, in the file, or inferred from its hook state.
+    """Returns the layout of a checkpoint: the user's, the file's, or inferred from the hook state.
 
     Args:
-      checkpoint: With or without hook state.
-      layout: None for that of the checkpoint.
-      pairs: The model's pairs, if they are known: what goes to no Flax leaf may be a buffer.
+      checkpoint: A checkpoint with or without hook state.
+      layout: The user's layout, or None.
+      pairs: The model's pairs, or None if they are unknown. Tensors without a Flax leaf may be
+        buffers.
 
     Returns:
-      The layout; None where there is none and compression has not begun.
+      The layout; None if there is none and compression has not begun.
 
     Raises:
       CheckpointMismatch: The layout is unknown or does not fit.
@@ -187,7 +189,7 @@ def layout_of(
             parameters=("layout",),
         )
     unknown = sorted(set(layout.names) - checkpoint.model.keys())
-    if checkpoint.model and unknown:  # taken for frozen, their state would be lost without a word
+    if checkpoint.model and unknown:  # they would count as frozen, and lose their state silently
         raise CheckpointMismatch(
             "The layout names parameters that the model does not have. Record it from this "
             "model with torch_bridge.record_layout.",
@@ -199,7 +201,7 @@ def layout_of(
 def _candidates(
     model: Mapping[str, np.ndarray], frozen: Collection[str], sizes: Mapping[int, int]
 ) -> Iterator[tuple[str, list[Sequence[str]]]]:
-    """Yields label and names per bucket of every order that can be cut at the right lengths."""
+    """Yields each order that can be cut into buckets of `sizes`: a label, and names per bucket."""
     lengths = [sizes[bucket] for bucket in sorted(sizes)]
     every = trainable(model)
     choices = [every]
@@ -213,8 +215,8 @@ def _candidates(
         whole = []
         for members in reversed(modules.values()):
             whole += members
-            # autograd hands over a Linear's bias before its weight, but a convolution's or a
-            # normalisation's weight first.
+            # autograd computes the gradient of a Linear's bias before that of its weight, but of a
+            # convolution or a normalisation the weight's gradient first.
             if any(name.endswith("weight") and model[name].ndim == 2 for name in members):
                 members = members[::-1]
             ready += members
@@ -227,7 +229,7 @@ def _candidates(
             buckets = _cut(order, lengths, model)
             if buckets:
                 yield label, buckets
-        # Of an order that is the definition's DDP makes the last bucket first.
+        # In the order of definition DDP makes the last bucket first.
         buckets = _cut(names, lengths[::-1], model)
         if buckets:
             yield "definition order", buckets[::-1]
@@ -236,12 +238,15 @@ def _candidates(
 def _cut(
     order: Sequence[str], lengths: Sequence[int], model: Mapping[str, np.ndarray]
 ) -> list[Sequence[str]] | None:
-    """Cuts `order` into pieces of exactly `lengths` elements; one piece if no length is known."""
+    """Cuts `order` into buckets of exactly `lengths` elements; None if that is impossible.
+
+    If no length is known, all names are one bucket.
+    """
     if not lengths:
         return [order]
     ends = np.cumsum([model[name].size for name in order])
     borders = np.cumsum(lengths)
-    # What is empty goes with what is in front of it.
+    # An empty tensor belongs to the bucket of the tensor before it.
     cuts = np.searchsorted(ends, borders, side="right")
     fits = bool(len(ends)) and np.array_equal(ends[cuts - 1], borders) and cuts[-1] == len(order)
     if not fits:

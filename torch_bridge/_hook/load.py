@@ -1,4 +1,4 @@
-"""`load`: files that torch wrote, as one `Checkpoint` of NumPy arrays."""
+"""`load`: reads files that torch wrote as one `Checkpoint` of NumPy arrays."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from torch_bridge._read.values import Forbidden, Global, Malformed, expect
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model")
 _HOOK_KEYS = ("comm_hook_state", "powersgd_state", "hook_state")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
-# Should a value slip through that is not checked, the file is at fault.
+# Errors of Python or NumPy for a value that no check has refused; the file is wrong.
 _UNFORESEEN = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 _EXPECTED = (
     "a torch.save file with {'state_dict', 'comm_hook_state'}, a PowerSGDState, its "
-    "__getstate__() dictionary, a state_dict, or what torch_bridge.save_checkpoint writes"
+    "__getstate__() dictionary, a state_dict, or a file of torch_bridge.save_checkpoint"
 )
 _DISTRIBUTED = (
     "a distributed checkpoint (torch.distributed.checkpoint); convert it first with python -m "
@@ -45,27 +45,28 @@ def load(
 ) -> Checkpoint:
     """Reads a PyTorch checkpoint without executing anything from it and without importing torch.
 
-    Reads the zip files that ``torch.save`` writes since 1.6: the documented
-    ``{'state_dict', 'comm_hook', 'comm_hook_state'}``, the ``PowerSGDState`` itself, its
-    ``__getstate__()`` dictionary, a bare ``state_dict``, an optimizer's alone (``optimizer.bin`` of
-    accelerate), and files of `save_checkpoint`. CUDA tensors need no GPU; no process group is
-    needed.
+    The files are zip archives, as ``torch.save`` writes them since 1.6. They may hold the
+    documented ``{'state_dict', 'comm_hook', 'comm_hook_state'}``, the ``PowerSGDState`` itself, its
+    ``__getstate__()`` dictionary, a bare ``state_dict``, an optimizer's ``state_dict()`` alone
+    (``optimizer.bin`` of accelerate), or a document of `save_checkpoint`. Files with CUDA tensors
+    need no GPU, and no file needs a process group.
 
     Args:
-      paths: One file, or one per rank. Several files must agree in everything but their errors,
-        and are taken for all ranks of the run.
-      max_bytes: The most bytes that the tensors of one file may unpack to; None for three times the
-        size of the file and 64 MiB more. torch does not compress, so that only a decompression
-        bomb (or an archive that was compressed again) needs more.
+      paths: One file, or one file per rank. Several files must be equal except for their errors,
+        and count as all ranks of the run.
+      max_bytes: The most bytes that reading one file may take. None means three times the size of
+        the file and 64 MiB more. torch does not compress its files, so only a decompression bomb
+        (or an archive that was compressed again) needs more.
 
     Returns:
-      The checkpoint; tensors that shared memory in torch still do.
+      The checkpoint. Tensors that shared memory in torch share memory here.
 
     Raises:
       CheckpointMismatch: A file is damaged, cut short or of another kind, or files disagree.
-      UnsafeCheckpoint: A file asks for a global that is not on the allow-list; it is named.
+      UnsafeCheckpoint: A file asks for a global that is not on the allow-list; the message names
+        it.
       OSError: A file cannot be opened.
-      TypeError: `paths` or `max_bytes` is something else.
+      TypeError: `paths` or `max_bytes` has another type.
       ValueError: `max_bytes` is not positive.
 
     Example:
@@ -132,7 +133,7 @@ def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
             f"{file} takes more memory than there is ({error!s:.100}). Read it on a larger machine."
         ) from error
     except (CheckpointMismatch, *_UNFORESEEN) as error:
-        # NumPy and Python say what they could not do, which says nothing about the file.
+        # The messages of NumPy and Python say nothing about the file.
         cause = "an entry of another kind than torch writes"
         if isinstance(error, CheckpointMismatch):
             cause = f"{error!s:.400}"
@@ -143,8 +144,8 @@ def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
 
 
 def _fields(value: dict[Any, Any]) -> dict[str, Any]:
-    """Finds the fields of a `Checkpoint` among the entries at the root of a file."""
-    kind = value.get("format")  # a parameter may have this name
+    """Returns the fields of a `Checkpoint`, from the entries at the root of a file."""
+    kind = value.get("format")  # may be a tensor, since a parameter may have this name
     if isinstance(kind, str) and kind == FORMAT:
         return read_document(value)
     fields: dict[str, Any] = dict.fromkeys(("model", "layout", "extra", "world_size"))
@@ -152,7 +153,7 @@ def _fields(value: dict[Any, Any]) -> dict[str, Any]:
         return fields | {"model": {}, "optimizer": value}
     rest = {"comm_hook_state": value} if is_slots(value) else dict(value)
     hook = _take(rest, ("comm_hook",), Global)
-    # No tensors: a flat state_dict may have parameters of these names.
+    # Tensors are not taken, because a flat state_dict may have parameters with these names.
     model = _take(rest, _MODEL_KEYS, dict)
     state = _take(rest, _HOOK_KEYS, dict | list | tuple)
     fields["optimizer"] = _take(rest, _OPTIMIZER_KEYS, dict)  # a list of them stays in `extra`
@@ -165,14 +166,14 @@ def _fields(value: dict[Any, Any]) -> dict[str, Any]:
         fields["powersgd"] = (record_from_slots(state),)
     elif state is not None:
         raise Malformed("a `comm_hook_state` that is no PowerSGDState")
-    elif model is None:  # a flat state_dict, in which loops put numbers such as the epoch
+    elif model is None:  # a flat state_dict, to which some loops add numbers such as the epoch
         _, others = _divided(rest)
         return fields | {"model": rest, "extra": others}
     return fields | {"model": model or {}, "extra": rest, "world_size": rest.get("world_size")}
 
 
 def _take(mapping: dict[Any, Any], names: Sequence[str], kind: Any) -> Any:
-    """Takes out the first of these entries that is of that kind; None where none is."""
+    """Removes and returns the first of these entries that has the type `kind`; else None."""
     for name in names:
         if isinstance(mapping.get(name), kind):
             return mapping.pop(name)
@@ -180,10 +181,10 @@ def _take(mapping: dict[Any, Any], names: Sequence[str], kind: Any) -> Any:
 
 
 def _model(model: Any) -> dict[str, np.ndarray]:
-    """Takes the tensors of a state_dict, by names without the prefixes of wrappers."""
+    """Returns the tensors of a state_dict, by names without the prefixes of wrappers."""
     tensors = {}
     if isinstance(model, dict):
-        tensors, _ = _divided(model)  # get_extra_state() may put anything beside the tensors
+        tensors, _ = _divided(model)  # get_extra_state() may add values that are not tensors
     if model != {} and not tensors:
         raise Malformed("no state_dict (name -> tensor) and no `comm_hook_state`")
     arrays = _text_keys(tensors, "the state_dict")
@@ -206,7 +207,7 @@ def _divided(entries: Mapping[Any, Any]) -> tuple[dict[Any, np.ndarray], dict[An
 
 
 def _text_keys(mapping: Mapping[Any, Any], what: str) -> dict[str, Any]:
-    """Makes numbers as keys into text, as long as that loses nothing."""
+    """Converts integer keys to text; refuses other keys, and keys that become equal."""
     plain = {str(key): entry for key, entry in mapping.items() if isinstance(key, str | int)}
     if len(plain) < len(mapping):
         raise Malformed(f"keys of {what} that are no text, or equal as text (1 and '1')")
@@ -214,7 +215,7 @@ def _text_keys(mapping: Mapping[Any, Any], what: str) -> dict[str, Any]:
 
 
 def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkpoint:
-    """Makes one checkpoint out of one file per rank, after checking that they belong together."""
+    """Merges one checkpoint per rank into one; refuses files that do not belong together."""
     first = next((part for part in parts if part.model), parts[0])
     wrong = []
     for file, count in collections.Counter(file.resolve() for file in files).items():
@@ -248,7 +249,7 @@ def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkp
 
 
 def _shared(part: Checkpoint) -> dict[str, Any]:
-    """Collects what the files of all ranks of a run have in common."""
+    """Returns the values that must be equal in the files of all ranks, by a name for messages."""
     shared = {}
     if part.model:
         shared["model"] = jax.tree.map(np.shape, part.model)
