@@ -1,1 +1,1 @@
-"""Leaves as matrices, products with thin factors, orthonormal bases."""
+"""Views leaves as matrices, multiplies them with thin factors, and makes orthonormal bases."""

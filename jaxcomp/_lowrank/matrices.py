@@ -1,7 +1,7 @@
-"""Leaves as matrices: which are compressed, how, and their products with thin factors.
+"""Decides which leaves are compressed, views them as matrices, and multiplies them with factors.
 
-A leaf is never transposed when a reshape will do: `MatrixView` remembers whether rows or columns
-come first in memory, and the products contract the right axis. ``M`` is ``(rows, cols)``, ``P`` is
+A leaf is not transposed if a reshape suffices: `MatrixView` remembers whether rows or columns come
+first in memory, and the products contract the right axis. ``M`` is ``(rows, cols)``, ``P`` is
 ``(rows, r)`` and ``Q`` is ``(cols, r)``, each with the leading batch axes of the view.
 """
 
@@ -23,18 +23,19 @@ from jaxcomp._base.leaves import is_floating, key_names, leaf_dtype, leaf_name
 from jaxcomp._base.typing import Array, KeyPath, MatrixDims, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._mesh.collectives import other_axes, typed_like
 
-# A residual that is exact in float32 needs products that are.
+# A residual that is exact in float32 needs products that are exact in float32.
 _EXACT = lax.Precision.HIGHEST
-# On NVIDIA GPUs that precision keeps products of float32 off the tensor cores. There each factor is
-# a sum of three parts in bfloat16, and six products of parts are added up in float32.
+# On NVIDIA GPUs that precision does not use the tensor cores. This algorithm does: it writes each
+# array as a sum of three bfloat16 parts, and adds six products of parts in float32.
 _EXACT_ON_TENSOR_CORES = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
-# Up to this rank a sum of outer products, which XLA fuses with the arithmetic around it, replaces a
-# matrix product, whose dense result would be written out and read again. It has the shape of the
-# leaf, not of the matrix: a reshape in between would keep XLA from updating the residual in place.
+# Up to this rank, P Q^T is computed as a sum of outer products. XLA fuses the sum with the
+# arithmetic around it, where a matrix product would write its dense result and read it again. The
+# sum has the shape of the leaf, because a reshape would prevent updating the residual in place.
 _FUSED_RANK = 8
-# Above, a product is taken in blocks of so many bytes, of which two stay in a core's cache.
+# Above that rank, the product is computed in blocks of this number of bytes; a core's cache holds
+# two of them.
 _BLOCK_BYTES = 1 << 20
-# Key-path entries under which flax.nnx keeps the array of a variable; they name no parameter.
+# Last key-path entries of a flax.nnx variable's array; they are not names of a parameter.
 _ANONYMOUS = ("value", "raw_value")
 
 T = TypeVar("T")
@@ -42,15 +43,16 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class MatrixView:
-    """One leaf seen as a batch of ``(n_rows, n_cols)`` matrices.
+    """One leaf viewed as a batch of ``(n_rows, n_cols)`` matrices.
 
     The array that `matricize` returns has shape ``(*batch, n_cols, n_rows)`` if `cols_first`, else
-    ``(*batch, n_rows, n_cols)``: whichever is a plain reshape of the leaf, where one is.
+    ``(*batch, n_rows, n_cols)``. `cols_first` chooses the order that is a plain reshape of the
+    leaf, if one is.
     """
 
     shape: tuple[int, ...]
     dims: MatrixDims
-    # Whether it is many leaves as one, which are cut out of what is made of it.
+    # True for a stack of several leaves, which are later cut out of the result.
     is_group: bool = False
 
     @property
@@ -76,18 +78,18 @@ class MatrixView:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Returns the axes of the leaf as `matricize` has them."""
+        """Returns the axes of the leaf in the order of `matricize`."""
         batch, rows, cols = self.dims
         first, second = self.in_order(rows, cols)
         return batch + first + second
 
     @property
     def is_reshape(self) -> bool:
-        """Tells whether `matricize` moves nothing in memory, as by the default rule."""
+        """Tells whether `matricize` is a plain reshape, as with the default rule."""
         return self.order == tuple(range(len(self.shape)))
 
     def in_order(self, of_rows: T, of_cols: T) -> tuple[T, T]:
-        """Returns what belongs to rows and columns in the order of `cols_first`; and back."""
+        """Orders a value for rows and one for columns as `cols_first` says; its own inverse."""
         if self.cols_first:
             return of_cols, of_rows
         return of_rows, of_cols
@@ -97,16 +99,16 @@ class MatrixView:
         return tuple(self.shape[axis] for axis in axes)
 
     def matricize(self, leaf: Array) -> Array:
-        """Makes a leaf a batch of matrices, in the memory order that `cols_first` tells."""
+        """Converts a leaf to a batch of matrices, in the order of `cols_first`."""
         pair = self.in_order(self.n_rows, self.n_cols)
         return leaf.transpose(self.order).reshape(*self.batch, *pair)
 
     def unmatricize(self, matrix: Array) -> Array:
-        """Makes a batch of matrices a leaf: the inverse of `matricize`."""
+        """Converts a batch of matrices to a leaf: the inverse of `matricize`."""
         return matrix.reshape(self.sizes(self.order)).transpose(_inverse(self.order))
 
     def along(self, axes: tuple[int, ...], values: Array) -> Array:
-        """Lays ``(*batch, n)``, of rows or of columns, along axes of the leaf; 1 along others."""
+        """Reshapes ``(*batch, n)`` so that it lies along `axes` of the leaf, with 1 elsewhere."""
         values = values.reshape(self.sizes(axes)).transpose(_inverse(axes))
         sizes = [1] * len(self.shape)
         for axis in axes:
@@ -115,12 +117,12 @@ class MatrixView:
 
 
 def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns where each axis is in an order of axes, or in a part of one."""
+    """Returns the position of each axis in an order of axes."""
     return tuple(np.argsort(order).tolist())
 
 
 def exact_einsum(subscripts: str, first: Array, second: Array) -> Array:
-    """Multiplies two arrays with the rounding of float32, whatever the platform.
+    """Multiplies two arrays with float32 precision on every platform.
 
     Args:
       subscripts: As in `jnp.einsum`.
@@ -137,7 +139,7 @@ def exact_einsum(subscripts: str, first: Array, second: Array) -> Array:
 def _multiplies_parts() -> bool:
     """Returns whether every NVIDIA GPU that JAX sees has tensor cores for bfloat16.
 
-    XLA refuses the algorithm for those older than Ampere, such as T4 and V100.
+    XLA refuses the algorithm for GPUs older than Ampere, such as T4 and V100.
     """
     for device in jax.devices():
         capability = str(getattr(device, "compute_capability", ""))
@@ -154,7 +156,8 @@ def product(view: MatrixView, leaf: Array, factor: Array, *, transposed: bool = 
     """
     einsum = exact_einsum
     if factor.shape[-1] == 1:
-        # A sum along rows or columns, which XLA fuses with the one that made the leaf.
+        # This is a sum along rows or columns, which XLA fuses with the operation that made the
+        # leaf.
         einsum = functools.partial(jnp.einsum, precision=_EXACT)
     else:
         leaf = _held(leaf)
@@ -163,15 +166,15 @@ def product(view: MatrixView, leaf: Array, factor: Array, *, transposed: bool = 
     if view.cols_first == transposed:
         return einsum("...ij,...jr->...ir", matrix, factor)
     flipped = einsum("...ir,...ij->...rj", factor, matrix)
-    # XLA would fold the transpose into the product, and its CPU backend is 10 to 50 times slower at
-    # the form that this gives (contraction over the first axis of both).
+    # Without the barrier XLA folds the transpose into the product (contraction over the first axis
+    # of both arrays), which is 10 to 50 times slower on CPU.
     return lax.optimization_barrier(flipped).mT
 
 
 def _held(x: Array) -> Array:
-    """Keeps XLA from fusing what made an array into the products with it, on GPUs.
+    """Prevents XLA on GPUs from fusing earlier operations into the products with an array.
 
-    Its Triton products of parts cannot be compiled with everything that it fuses into them, such as
+    XLA's Triton kernels for products of parts do not compile with some fused operations, such as
     slices of a larger array.
     """
     return lax.platform_dependent(x, cpu=lambda x: x, default=lax.optimization_barrier)
@@ -179,7 +182,7 @@ def _held(x: Array) -> Array:
 
 def outer(view: MatrixView, p: Array, q: Array) -> Array:
     """Rebuilds ``P Q^T`` in the shape of the leaf."""
-    # What is fused with the arithmetic around it would be computed anew for each leaf of a stack.
+    # In a group the fused sum would be computed again for each leaf of the stack.
     if p.shape[-1] > _FUSED_RANK or view.is_group:
         return view.unmatricize(_dense(*view.in_order(p, q)))
     as_they_lie = functools.partial(_sum_of_outer_products, view)
@@ -188,16 +191,16 @@ def outer(view: MatrixView, p: Array, q: Array) -> Array:
 
 
 def _sum_by_columns(view: MatrixView, p: Array, q: Array) -> Array:
-    """Computes `_sum_of_outer_products` from factors that lie in memory as a GPU reads them.
+    """Computes `_sum_of_outer_products` from factors in a memory layout that suits GPUs.
 
-    Threads that are neighbours read one column of the factor along the last axis, whose values are
-    `r` apart: up to three times the time of the whole kernel at rank 8. So its columns come behind
-    each other first. Only an array of one axis has no other layout that XLA could choose.
+    Neighbouring threads read one column of the factor along the last axis. Its values are `r` apart
+    in memory, which makes the kernel up to three times slower at rank 8. So the columns are first
+    stored one after the other, as an array of one axis: XLA cannot choose another layout for that.
     """
     first, last = view.in_order(p, q)
     columns = jnp.moveaxis(last, -1, 0)
-    # Held together, the factors of an output and of a residual are not the same to XLA. It would
-    # make one kernel of both, which cannot write the output in the place of the sum.
+    # The barrier keeps the factors of output and residual different for XLA. Else it would make one
+    # kernel of both, which cannot write the output in the place of the sum.
     flat, first = lax.optimization_barrier((columns.reshape(-1), first))
     last = jnp.moveaxis(flat.reshape(columns.shape), 0, -1)
     return _sum_of_outer_products(view, *view.in_order(first, last))
@@ -223,16 +226,15 @@ def unsent(
     old: Array,
     commit: Array,
 ) -> Array:
-    """Makes the new residual: what is left of `total`, or `old` where not `commit`, in its place.
+    """Returns the new residual: ``total - P Q_w^T`` if `commit`, else `old`; updated in place.
 
-    This replica has sent ``P Q_w^T``, with its own factor. The mean ``P Q^T`` may be beyond the
-    range of float16 even if the gradients are not. Then an output in that `dtype` cannot hold all
-    of it: the rest was sent but reached nobody, so it stays, and goes out in later steps.
+    This replica has sent ``P Q_w^T``, with its own right factor. The mean ``P Q^T`` may exceed the
+    range of float16 even if the gradients do not. The part that a float16 output cannot hold was
+    sent but not applied, so it is added to the residual and sent in later steps.
 
-    A product that XLA does not fuse is not written out as a whole: on CPU the blocks of a leaf
-    follow each other, and take the place of `old` one by one. On GPU, where each block would be
-    several kernels to launch, and beside automatic axes, along which a leaf may be sharded, it is
-    one block.
+    On CPU a product that XLA does not fuse is computed in blocks, each of which replaces its part
+    of `old`. The leaf is one block on GPU, where each block would launch several kernels, and on a
+    mesh with unmapped axes, along which the leaf may be sharded.
     """
     if dtype == jnp.float16:
         mean = outer(view, p, q)
@@ -243,8 +245,8 @@ def unsent(
         return jnp.where(commit, (total - product).astype(old.dtype), old)
 
     def whole() -> Array:
-        # With a leading axis of 1, as the state has that `jax.shard_map` hands over: a reshape in
-        # between would keep XLA from writing the result in the place of the old one.
+        # With a leading axis of 1, like the state that `jax.shard_map` passes: else a reshape would
+        # prevent XLA from writing the new residual in the place of the old one.
         product = outer(view, p, q_sent)
         return less(product[None], total[None], old[None]).reshape(old.shape)
 
@@ -264,7 +266,7 @@ def _in_blocks(
     old: Array,
     function: Callable[[Array, Array, Array], Array],
 ) -> Array:
-    """``function(P Q^T, total, old)``, elementwise, in blocks of the first axis of the matrix."""
+    """Computes ``function(P Q^T, total, old)`` elementwise, in blocks of the first matrix axis."""
     first, second = view.in_order(p, q)
     matrix = view.matricize(total)
     new = view.matricize(old)
@@ -276,14 +278,14 @@ def _in_blocks(
             return lax.dynamic_slice_in_dim(x, start, size)
 
         columns = second
-        if view.batch:  # the first axis of both factors; else the second has all the columns
+        if view.batch:  # cut both factors along the batch axis; else keep all columns
             columns = cut(second)
         product = _dense(cut(first), columns)
         value = function(product, cut(matrix), cut(new))
         return lax.dynamic_update_slice_in_dim(new, value, start, axis=0)
 
-    # The rest comes first. After the loop, XLA would run it after the loops of other leaves and
-    # hold all that it needs till then.
+    # The remainder comes first. After the loop, XLA would run it after the loops of other leaves
+    # and keep its inputs in memory until then.
     if rest:
         new = block(number * size, rest, new)
     new = lax.fori_loop(0, number, lambda i, new: block(i * size, size, new), new)
@@ -296,7 +298,7 @@ def _dense(first: Array, second: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """What happens to one leaf. `view` is None and `rank` 0 for a leaf that is not compressed."""
+    """The plan of one leaf: its matrix view and rank, or None and 0 for an uncompressed leaf."""
 
     path: str
     shape: tuple[int, ...]
@@ -323,7 +325,7 @@ class LeafPlan:
 
     @property
     def wire_size(self) -> int:
-        """Values that this leaf puts on the wire in one step."""
+        """Number of values that this leaf puts on the wire in one step."""
         if self.view is None:
             return self.size
         return math.prod(self.p_shape) + math.prod(self.q_shape)
@@ -335,18 +337,19 @@ def plan_leaves(
     min_compression_rate: float,
     matrix_dims: MatrixDimsFn | None = None,
 ) -> list[LeafPlan]:
-    """Decides for every leaf of `tree`, in flattening order, whether and how it is compressed.
+    """Decides for every leaf of `tree`, in flattening order, whether it is compressed and how.
 
     Args:
-      tree: Arrays, or anything else with ``shape`` and ``dtype``.
-      rank: The rank, or a function of (key path, leaf) that gives it; None leaves the leaf alone.
+      tree: Arrays, or other objects with ``shape`` and ``dtype``.
+      rank: The rank, or a function of (key path, leaf) that returns it, or None for an uncompressed
+        leaf.
       min_compression_rate: A leaf is compressed iff
         ``(rows + cols) * r * min_compression_rate < rows * cols``, ``r = min(rows, cols, rank)``.
-      matrix_dims: A function of (key path, leaf); where it is None, `default_matrix_dims` decides.
-        A leaf for which the function returns None is not compressed.
+      matrix_dims: A function of (key path, leaf) that returns `MatrixDims`, or None for an
+        uncompressed leaf. None uses `default_matrix_dims`.
 
     Returns:
-      One plan per leaf.
+      One plan for each leaf.
 
     Raises:
       ValueError: If `rank` or `matrix_dims` returns something unusable; the message names the leaf.
@@ -360,7 +363,7 @@ def plan_leaves(
       (True, (64, 4), (288, 4))
     """
     leaves = jax.tree.leaves_with_path(tree)
-    # `jaxcomp.stacked` knows names that the tree must have: a misspelt one would be silent.
+    # `jaxcomp.stacked` checks here that the tree has its names: a misspelt name would do nothing.
     check_leaves = getattr(matrix_dims, "check_leaves", None)
     if check_leaves is not None:
         check_leaves(leaves)
@@ -372,7 +375,7 @@ def plan_leaves(
 
 
 def is_compressed(rows: int, cols: int, rank: int, min_compression_rate: float) -> bool:
-    """Returns whether two factors of a ``(rows, cols)`` matrix are small beside it, as in torch.
+    """Tells whether two factors are enough smaller than their ``(rows, cols)`` matrix, as in torch.
 
     Example:
       >>> from jaxcomp import extend
@@ -385,7 +388,7 @@ def is_compressed(rows: int, cols: int, rank: int, min_compression_rate: float) 
 def _plan(
     path: KeyPath, leaf: Any, rank: int | RankFn, rate: float, matrix_dims: MatrixDimsFn
 ) -> LeafPlan:
-    """Decides about one leaf."""
+    """Makes the plan of one leaf."""
     name = leaf_name(path)
     try:
         plain = LeafPlan(name, tuple(np.shape(leaf)), leaf_dtype(leaf))
@@ -418,7 +421,7 @@ def _plan(
 
 
 def _checked_dims(dims: MatrixDims, shape: tuple[int, ...], name: str) -> MatrixDims:
-    """Returns dims with axes counted from the front; refuses what is not each axis once."""
+    """Returns dims with non-negative axes; refuses dims that do not contain each axis once."""
     axes = np.arange(len(shape))
     try:
         batch, rows, cols = (tuple(axes[list(part)].tolist()) for part in dims)
@@ -445,8 +448,8 @@ def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
       leaf: The leaf, or anything else with a shape.
 
     Returns:
-      Which axes are rows and which are columns. A `matrix_dims` function returns this for every
-      leaf that shall be split as by default.
+      The axes of rows and columns. A `matrix_dims` function can return this for leaves that it does
+      not split in its own way.
 
     Example:
       >>> import jax

@@ -1,20 +1,21 @@
-"""Orthonormal bases of the columns of many factors at once.
+"""Orthogonalises the columns of many factors at once.
 
-Whatever goes in (zeros, repeated columns, values near either end of the float range), the columns
-that come out are orthonormal, with ``eps=0`` and all `ROUNDS`. A column without a direction of its
-own is replaced by a fixed dense one: were it left at zero, the power iteration could never pick
-that direction up again.
+With ``eps=0`` and all `ROUNDS`, the resulting columns are orthonormal for any finite input: zeros,
+repeated columns, values near either end of the float range. A column that is (almost) in the span
+of the columns before it is called lost. It is replaced by a fixed dense column, because the power
+iteration could never recover the direction from a column of zeros.
 
-On CPU: Gram-Schmidt for few columns, Householder QR for more. On GPU both are many small kernels,
-one matrix after the other. So all matrices of one rank take rounds of Cholesky QR together: Gram
-matrices of blocks of rows, their sums over the blocks of a matrix, the inverse Cholesky factors of
-all matrices at once, and the matrices times these.
+CPU: Gram-Schmidt for one or two columns, Householder QR for more. On GPU both would be many small
+kernels, one matrix after the other. So all matrices of one rank take rounds of Cholesky QR
+together. A round computes the Gram matrix of each block of rows, sums them over the blocks of a
+matrix, inverts the Cholesky factors of all matrices at once, and multiplies the matrices with
+these.
 
-One such round in float32 resolves directions down to some thousandth of a column's length, since a
-Gram matrix holds squares. So correlations are taken for a little smaller than they are ("shifted
-CholeskyQR", Fukaya et al. 2020): what lies below is only made larger by that factor, and the next
-round resolves it. A column that is close to the span of others even after two rounds had no
-direction of its own.
+A Gram matrix holds squares, so one round in float32 resolves directions down to about a thousandth
+of a column's length. To keep the factorisation stable, correlations are made a little smaller
+("shifted CholeskyQR", Fukaya et al. 2020). A smaller direction is then not resolved but enlarged,
+and the next round resolves it. A column that is close to the span of others even after two rounds
+is lost.
 """
 
 from __future__ import annotations
@@ -34,37 +35,39 @@ from jaxcomp._lowrank.matrices import exact_einsum
 
 # torch's hook uses Gram-Schmidt up to rank 2 and QR above.
 _GRAM_SCHMIDT_RANK = 2
-# A column of which less than this share is left after projection has no direction of its own.
+# A column is lost if projection leaves less than this fraction of its length.
 _COLLINEAR = 1e-6
-# Rounds until columns of float32 are orthonormal to rounding whatever they were; and until ordinary
-# ones are, and no others are close to each other, which is enough for what only spans a space.
+# Rounds after which any float32 columns are orthonormal to rounding; and rounds after which
+# ordinary columns are orthonormal and no columns are close to each other, which suffices to span a
+# space.
 ROUNDS = 6
 ROUNDS_TO_SPAN = 2
-# By so much correlations are shrunk, up to this rank and in proportion above it: some ten times the
-# rounding of a Gram matrix, and the least pivot that there can be.
+# Correlations are divided by 1 + this shift up to this rank; above it the shift grows with the
+# rank. It is about ten times the rounding of a Gram matrix, and the smallest possible pivot.
 _SHIFT, _SHIFT_RANK = 1e-5, 64
 _LARGE_SHIFT = 1e-2
-# The third round looks for columns without a direction of their own: this is the least pivot of
-# those that have one. Each round before makes what tells a column from the others some two hundred
-# times larger; those after it orthogonalise what takes the place of the rest.
+# The third round finds lost columns: their pivot is below this. Each of the two rounds before makes
+# the difference of a column from the span of the others about two hundred times larger. The rounds
+# after it orthogonalise the columns that replace lost ones.
 _LEAST_PIVOT = 1e-2
-# As far from the identity, in the Frobenius norm, may the Gram matrix be that the second round
-# begins with. What shrinks correlations then leaves at most `_SHIFT` of that, which is rounding.
+# Largest distance (Frobenius norm) of the second round's Gram matrix from the identity for which no
+# further round is needed. The shift then leaves an error of `_SHIFT` times this, which is rounding.
 _FAR = 5e-2
-# Columns come in with entries up to 1; nothing but zeros gets a squared length of this.
+# Columns are scaled to a largest entry of 1, so only a column of zeros has a smaller squared
+# length.
 _ZERO = 1e-30
-# Rows in a block, of which the largest is taken whose padding costs less than an eighth.
+# Possible numbers of rows in a block; the largest is used whose padding costs less than an eighth.
 _BLOCK_ROWS = (512, 256, 128, 64, 32, 16, 8)
 _PADDING = 1.125
 
 
 def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
-    """Makes an orthonormal basis of the columns (Vogels et al. 2019, Algorithm 1, line 4).
+    """Returns an orthonormal basis of the columns (Vogels et al. 2019, Algorithm 1, line 4).
 
     Args:
       matrix: ``(*batch, n, r)`` with ``r <= n``, float32 or wider, finite.
-      eps: Added to the norm of each column that Gram-Schmidt divides by, as torch's
-        ``orthogonalization_epsilon``; like torch, it has no part in QR.
+      eps: Added to the norm of a column before Gram-Schmidt divides by it, as torch's
+        ``orthogonalization_epsilon``. Like torch, QR does not use it.
 
     Returns:
       ``(*batch, n, r)`` with ``P^T P = I`` to rounding (for ``eps=0``).
@@ -83,16 +86,16 @@ def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
 def orthonormal_bases(
     factors: Sequence[Array], eps: float | Array = 0.0, rounds: int = ROUNDS
 ) -> list[Array]:
-    """Orthogonalises every factor: those of one shape together on CPU, of one rank elsewhere.
+    """Orthogonalises every factor: factors of one shape together on CPU, of one rank elsewhere.
 
     Args:
       factors: Arrays ``(*batch, n, r)`` with ``r <= n``, float32 or wider, finite.
-      eps: As in `orthogonalize`.
-      rounds: Of Cholesky QR, where that is what runs: `ROUNDS`, or `ROUNDS_TO_SPAN`.
+      eps: Added to norms in Gram-Schmidt, as in `orthogonalize`.
+      rounds: The number of rounds of Cholesky QR, if it is used: `ROUNDS` or `ROUNDS_TO_SPAN`.
     """
     if not factors:
         return []
-    # XLA's form for eps = 0 is another one: a number that is traced may be anything.
+    # eps = 0 takes another path; a traced eps may have any value, so it takes torch's path.
     torchs_eps: Any = eps
     if isinstance(eps, (int, float)) and eps == 0:
         torchs_eps = None
@@ -107,8 +110,8 @@ def orthonormal_bases(
             if torchs_eps is None or of_rank[0].shape[-1] > _GRAM_SCHMIDT_RANK:
                 of_rank = cholesky_bases(of_rank, rounds)
             else:
-                # torch's eps is defined by columns that are taken one after the other. Without the
-                # barrier jaxlib 0.10 fails for GPUs: "'scf.if' op along control flow edge".
+                # torch's eps needs Gram-Schmidt, one column after the other. Without the barrier
+                # jaxlib 0.10 fails on GPUs: "'scf.if' op along control flow edge".
                 of_rank = on_cpu(lax.optimization_barrier(of_rank))
             put_at(bases, positions, of_rank)
         return bases
@@ -125,30 +128,30 @@ def orthonormal_bases(
 
 
 def _column_by_column(matrix: Array, eps: float | Array | None) -> Array:
-    """Makes a basis of the columns of each matrix of a batch: Gram-Schmidt, or Householder QR."""
+    """Returns a basis of the columns of each matrix in a batch: Gram-Schmidt or Householder QR."""
     n, rank = matrix.shape[-2:]
     scale = jnp.abs(matrix).max(axis=-2, keepdims=True)
     zero = scale == 0
-    # Dividing by the largest entry keeps squares inside the float range; a sum of the quotient's
-    # squares lies between 1 and n.
+    # Dividing by the largest entry keeps squares inside the float range: the sum of squares of a
+    # column is then between 1 and n.
     scaled = matrix / jnp.where(zero, 1, scale)
     spare = jnp.broadcast_to(spare_directions(n, rank, matrix.dtype), matrix.shape)
     if rank <= _GRAM_SCHMIDT_RANK:
         if eps is not None:
-            eps = jnp.asarray(eps, matrix.dtype) / scale  # infinite for zeros, which are lost
+            eps = jnp.asarray(eps, matrix.dtype) / scale  # infinite for columns of zeros (lost)
         return _gram_schmidt(scaled, spare, eps)
-    # jaxlib's CPU kernel splits a batch over the very threads that it runs on, and waits for them:
-    # with several devices in one process, all of them can wait for ever (seen with jaxlib 0.10.2).
-    # A single matrix it does on the spot, and one after the other takes no longer.
+    # jaxlib's CPU kernel splits a batch over the threads that it runs on, and waits for them: with
+    # several devices in one process, this can deadlock (seen with jaxlib 0.10.2). A single matrix
+    # is not split, and one matrix after the other takes no longer.
     flat = jnp.where(zero, spare, scaled).reshape(-1, n, rank)
     return lax.map(lambda m: jnp.linalg.qr(m)[0], flat).reshape(matrix.shape)
 
 
 def _gram_schmidt(matrix: Array, spare: Array, eps: Array | None) -> Array:
-    """Takes columns one after the other, each projected twice (Giraud et al. 2005).
+    """Orthogonalises one column after the other, each projected twice (Giraud et al. 2005).
 
-    With `eps`, ``(*batch, 1, r)``, it is torch's: one projection, onto columns that are a little
-    shorter than 1, except for a column that takes a spare direction.
+    With `eps`, ``(*batch, 1, r)``, it does what torch does: one projection, onto columns that are a
+    little shorter than 1. Only a column that is replaced by a spare one is projected twice.
     """
     columns: list[Array] = []
     for j in range(matrix.shape[-1]):
@@ -177,11 +180,11 @@ def _norm(column: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnames="rounds")
 def cholesky_bases(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array]:
-    """Computes `orthonormal_bases` of factors of one rank and dtype together, traced once for each.
+    """Orthogonalises factors of one rank and dtype by Cholesky QR, traced once for given shapes.
 
-    Two rounds are taken of all columns. The others, where `rounds` asks for them, only follow if
-    the first left columns of any matrix far from orthonormal. Replicas have the same factors, so
-    all of them decide alike.
+    All factors take two rounds. If `rounds` is larger, the further rounds follow only if the first
+    round left the columns of any matrix far from orthonormal. Replicas have equal factors, so they
+    all take the same branch.
     """
     stacks = []
     spares = []
@@ -193,24 +196,24 @@ def cholesky_bases(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array
     stacks, gram, _ = _round(stacks)
     if rounds > ROUNDS_TO_SPAN:
         identity = jnp.eye(gram.shape[-1], dtype=gram.dtype)
-        deviation = gram - identity[None]  # of every matrix, without a rank being promoted
+        deviation = gram - identity[None]  # JAX may refuse to promote ranks
         far = jnp.max(jnp.sum(deviation * deviation, axis=(-2, -1)))
         further = functools.partial(_further_rounds, spares=spares, rounds=rounds)
         stacks = lax.cond(far <= _FAR**2, lambda x: x, further, stacks)
     bases = []
     for x, blocks in zip(factors, stacks, strict=True):
-        # With an axis of matrices where there is one, too: else XLA copies a large leaf on GPUs.
+        # Keep the batch axis, even of length 1: else XLA copies a large leaf on GPUs.
         matrices = blocks.reshape(*x.shape[:-2], -1, x.shape[-1])
         bases.append(matrices[..., : x.shape[-2], :])
     return bases
 
 
 def _scaled_blocks(factors: Array) -> tuple[Array, Array]:
-    """Cuts ``(*batch, n, r)`` into blocks of rows, with columns whose largest entry is 1.
+    """Cuts ``(*batch, n, r)`` into blocks of rows, and scales each column to a largest entry of 1.
 
     Returns:
-      Blocks ``(matrices, blocks, size, r)``, and for one matrix spare directions, which have taken
-      the place of columns of zeros.
+      Blocks ``(matrices, blocks, size, r)``, in which spare columns replace columns of zeros; and
+      the spare columns of one matrix.
     """
     n, rank = factors.shape[-2:]
     size = _rows_of_a_block(n)
@@ -221,8 +224,8 @@ def _scaled_blocks(factors: Array) -> tuple[Array, Array]:
 
     spare = cut(spare_directions(n, rank, factors.dtype))
     x = cut(factors)
-    # Dividing by the largest entry keeps squares inside the float range; in two steps, because
-    # XLA may multiply by the reciprocal, and that of a number near the end of the range is 0.
+    # Dividing by the largest entry keeps squares inside the float range. It takes two steps,
+    # because XLA may multiply by the reciprocal, and the reciprocal of a very large number is 0.
     largest = jnp.abs(x).max(axis=(1, 2), keepdims=True)
     step = jnp.where(largest > 1, jnp.asarray(1 / 16, x.dtype), jnp.ones([], x.dtype))
     x = (x * step) / jnp.where(largest == 0, 1, largest * step)
@@ -230,7 +233,7 @@ def _scaled_blocks(factors: Array) -> tuple[Array, Array]:
 
 
 def _rows_of_a_block(n: int) -> int:
-    """Returns the largest number of rows in a block whose padding is cheap, else the smallest."""
+    """Returns the largest block size with little padding for `n` rows, else the smallest size."""
     for size in _BLOCK_ROWS:  # the largest first
         if n + -n % size <= _PADDING * n:
             return size
@@ -243,12 +246,12 @@ def _round(
     """Takes one round of Cholesky QR.
 
     Returns:
-      The new columns; the Gram matrices of the old ones, ``(matrices, r, r)``; and which columns
-      have no direction of their own, bool ``(matrices, r)`` of each stack.
+      The new columns; the Gram matrices of the old columns, ``(matrices, r, r)``; and for each
+      stack which columns are lost, bool ``(matrices, r)``.
     """
     grams = []
     for x in stacks:
-        # In a fixed order, as every replica must find the same.
+        # Summed in a fixed order, so that every replica gets the same bits.
         grams.append(jnp.sum(exact_einsum("mbni,mbnj->mbij", x, x), axis=1))
     gram = jnp.concatenate(grams)
     inverse, lost = inverse_factors(gram, jnp.asarray(lost_below, gram.dtype))
@@ -262,7 +265,7 @@ def _round(
 def _further_rounds(
     stacks: Sequence[Array], *, spares: Sequence[Array], rounds: int
 ) -> list[Array]:
-    """Takes the rounds after the first two, the first of which replaces columns that are lost."""
+    """Takes the rounds after the first two; the first of these replaces lost columns."""
     columns, _, lost = _round(stacks, _LEAST_PIVOT)
     for i, spare in enumerate(spares):
         columns[i] = jnp.where(lost[i][:, None, None], spare, columns[i])
@@ -273,31 +276,32 @@ def _further_rounds(
 
 @jax.jit
 def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
-    """Finds what makes columns with these Gram matrices orthonormal, as far as that can be told.
+    """Returns triangular matrices that orthogonalise columns with these Gram matrices.
 
-    One batched factorisation and one batched solve, whatever the rank: two library calls on a GPU.
+    This is one batched factorisation and one batched solve: two library calls on a GPU, at any
+    rank.
 
     Args:
       gram: ``(number, r, r)``, symmetric.
-      lost_below: Columns of which at most this share of the squared length lies outside of the span
-        of those before them have no direction of their own.
+      lost_below: A column is lost if at most this fraction of its squared length lies outside of
+        the span of the columns before it.
 
     Returns:
-      Upper triangular matrices ``(number, r, r)`` to multiply with from the right, zero in the
-      columns that are lost; and which those are, bool ``(number, r)``.
+      Upper triangular matrices ``(number, r, r)`` to multiply from the right, with zeros for lost
+      columns; and which columns are lost, bool ``(number, r)``.
     """
     rank = gram.shape[-1]
     unit = jnp.eye(rank, dtype=bool)
     diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1)
     positive = diagonal > _ZERO
     norm = jnp.where(positive, lax.rsqrt(jnp.where(positive, diagonal, 1)), 0)
-    # As if of columns of length 1, and a little smaller than they were, so that a column that is a
-    # sum of others is told from them by what rounding could have hidden.
+    # Correlations of columns scaled to length 1, divided by 1 + shift. So the pivot of a column in
+    # the span of others is positive, and larger than the rounding.
     correlations = gram * norm[..., :, None] * norm[..., None, :]
     shift = _SHIFT * max(1, rank / _SHIFT_RANK)
     correlations = jnp.where(unit, 1, correlations * (1 / (1 + shift)))
-    # Where rounding is more than the shift, as between columns that are all multiples of one, the
-    # factorisation fails: a larger shift takes its place, and tells less apart.
+    # If the rounding exceeds the shift, for example if all columns are multiples of one column, the
+    # factorisation fails. Then a larger shift is used, which resolves fewer directions.
     shrunk = jnp.where(unit, 1, correlations * (1 / (1 + _LARGE_SHIFT)))
     factors = lax.linalg.cholesky(jnp.stack([correlations, shrunk]), symmetrize_input=False)
     failed = ~jnp.isfinite(factors[0]).all(axis=(-2, -1), keepdims=True)
@@ -312,9 +316,9 @@ def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
 
 
 def spare_directions(n: int, rank: int, dtype: Any) -> Array:
-    """Hashes positions: dense columns ``(n, rank)`` whose structure no gradient shares.
+    """Hashes positions to dense columns ``(n, rank)``, with a structure that no gradient has.
 
-    In [-0.5, 0.5); of fewer rows the first of these.
+    Values lie in [-0.5, 0.5). Columns with fewer rows are the beginning of longer ones.
     """
     rows, cols = jnp.arange(n, dtype=jnp.uint32), jnp.arange(1, rank + 1, dtype=jnp.uint32)
     # Two rounds of multiply and xor-shift (Knuth's and Murmur3's multipliers).

@@ -1,4 +1,4 @@
-"""Scanned layers, whose leaves have an axis that counts them, as matrices of one layer each."""
+"""Views scanned layers, which are stacked along the first axis of a leaf, as one matrix each."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from jaxcomp._base.leaves import key_names, leaf_dtype, leaf_name
 from jaxcomp._base.typing import KeyPath, MatrixDims, MatrixDimsFn
 from jaxcomp._lowrank.matrices import default_matrix_dims, plan_leaves
 
-_LEAST_AXES = 3  # of a stacked matrix
-_SHOWN = 4  # leaves in a message
+_LEAST_AXES = 3  # axes of a stacked matrix
+_SHOWN = 4  # number of leaves that a message lists
 _LEAST_RATE = 2  # the default `min_compression_rate`
 
 
 def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsFn:
-    """Makes a ``matrix_dims=`` function for scanned layers, which an axis of their leaves counts.
+    """Makes a ``matrix_dims=`` function for layers that are stacked along the first axis of leaves.
 
     Args:
-      *names: Parts of the tree that hold stacked layers, as ``nn.scan`` and `jax.lax.scan` over
-        blocks make them: ``stacked("blocks")``. The leading axis of every leaf in them counts
-        layers, which are compressed one by one.
-      matrix_dims: The rule for one layer, and for leaves elsewhere; None for the default one.
+      *names: Names of parts of the tree that hold stacked layers, as ``nn.scan`` and `jax.lax.scan`
+        make them: ``stacked("blocks")``. The leading axis of every leaf in them counts layers, and
+        each layer is compressed separately.
+      matrix_dims: The rule for the leaves of one layer, and for leaves elsewhere; None for the
+        default rule.
 
     Returns:
       A function of (key path, leaf) for `powersgd`.
 
     Raises:
-      ValueError: If no name is given; when it is used, if a name is none of the tree's, a leaf in
-        such a part has no axis of layers, or nothing in it could be compressed layer by layer.
+      ValueError: If no name is given; when the function is used, if the tree has no such name, a
+        leaf in the named part has no axis of layers, or no leaf in it has a matrix for each layer.
 
     Example:
       >>> import jax.numpy as jnp, jaxcomp
@@ -55,16 +56,16 @@ def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsF
         layer_dims: Any = rule(path, layer)
         try:
             return MatrixDims(*layer_dims).behind_an_axis()
-        except (TypeError, ValueError):  # no dims, which are refused with the name of the leaf
+        except (TypeError, ValueError):  # `plan_leaves` refuses them by leaf name
             return layer_dims
 
-    # Called with all leaves of a tree before any of them is planned.
+    # `plan_leaves` calls it with all leaves of a tree before it plans the first one.
     dims.check_leaves = functools.partial(_check_leaves, names)  # pyright: ignore[reportFunctionMemberAccess]
     return dims
 
 
 def _check_leaves(names: Sequence[str], leaves: Sequence[tuple[KeyPath, Any]]) -> None:
-    """Refuses names that are none of the tree's, and parts of it that are not stacked layers."""
+    """Refuses names that the tree does not have, and named parts that are not stacked layers."""
     known = set()
     parts: dict[str, dict[str, tuple[int, ...]]] = {}
     for path, leaf in leaves:
@@ -85,9 +86,9 @@ def _check_leaves(names: Sequence[str], leaves: Sequence[tuple[KeyPath, Any]]) -
 
 
 def _check_part(part: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses leaves that do not count the same layers, or of which none has two axes more.
+    """Refuses a part whose leading axes differ, or without a leaf of three or more axes.
 
-    A bias of each layer is a matrix too, so one leaf alone cannot tell.
+    A stack of biases has two axes, so a leaf of two axes does not show stacked layers.
     """
     lengths = {shape[:1] for shape in shapes.values()}
     if len(lengths) > 1 or () in lengths:
@@ -118,6 +119,6 @@ def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _too_thin(layer: tuple[int, ...]) -> bool:
-    """Tells whether the matrix of one layer is not compressed, even at rank 1, by the default."""
+    """Tells whether the matrix of one layer is too small to be compressed, even at rank 1."""
     (plan,) = plan_leaves(jax.ShapeDtypeStruct(layer, np.float32), 1, _LEAST_RATE)
     return len(layer) > 1 and plan.view is None
