@@ -113,13 +113,15 @@ def _collective(
     """
     seconds = []
     sent = []
+    replicas = len(devices)
     for values in (_FEW, _MANY):
         vectors = 2 * [jax.ShapeDtypeStruct((values,), jnp.float32)]
         difference = _step_time(reducer, vectors, devices) - _step_time(reducer, vectors, [local])
         seconds.append(max(difference, _SHORTEST))
-        payload = reducer.bytes(vectors, replicas=len(devices)).bytes_after
-        sent.append(2 * (len(devices) - 1) / len(devices) * payload)
-    return seconds[0], (sent[1] - sent[0]) / max(seconds[1] - seconds[0], _SHORTEST)
+        payload = reducer.bytes(vectors, replicas=replicas).bytes_after
+        sent.append(2 * (replicas - 1) / replicas * payload)
+    longer = max(seconds[1] - seconds[0], _SHORTEST)
+    return seconds[0], (sent[1] - sent[0]) / longer
 
 
 def _step_time(reducer: Any, tree: Sequence[Any], devices: Sequence[_Device]) -> float:

@@ -44,10 +44,10 @@ def shapes_of(params: PyTree) -> tuple[PyTree, str]:
         width += 4
     layers = _layers(width)
     rows = min(_VOCABULARY, (count - _values(width)) // width)
-    sizes = [(1, 3), (1, 1), (1, 4), (4, 1)]  # qkv, out, up, down
-    shapes: list[tuple[int, ...]] = [(a * width, b * width) for a, b in sizes]
-    shapes += [(13 * width,)]  # biases and norms
-    layer = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    layer = []
+    for inputs, outputs in ((1, 3), (1, 1), (1, 4), (4, 1)):  # qkv, out, up, down
+        layer.append(jax.ShapeDtypeStruct((inputs * width, outputs * width), jnp.float32))
+    layer.append(jax.ShapeDtypeStruct((13 * width,), jnp.float32))  # biases and norms
     embedding = jax.ShapeDtypeStruct((rows, width), jnp.float32)
     return {"embedding": embedding, "layers": layers * [layer]}, (
         f"shapes assumed: a transformer of {layers} layers of width {width:,} and an embedding of "

@@ -27,6 +27,11 @@ def check_axis_name(axis_name: Any) -> Any:
     return axis_name
 
 
+def is_traced(value: Any) -> bool:
+    """Tells a value of which a trace knows the type alone."""
+    return isinstance(value, jax.core.Tracer)
+
+
 def is_integer(value: Any) -> bool:
     """Tells an integer of Python or NumPy from a truth value, and from what is traced."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
@@ -67,7 +72,7 @@ def check_number(name: str, value: Any, minimum: float, maximum: float = math.in
     Raises:
       ValueError: Otherwise.
     """
-    if isinstance(value, jax.core.Tracer):
+    if is_traced(value):
         return value
     is_array = isinstance(value, jax.Array) and value.ndim == 0
     if is_array:

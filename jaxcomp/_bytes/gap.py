@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import numpy as np
 
-from jaxcomp._base.checks import check_function, check_static_number
+from jaxcomp._base.checks import check_function, check_static_number, is_traced
 from jaxcomp._base.leaves import is_masked, leaf_name
 from jaxcomp._base.typing import MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank.matrices import plan_leaves
@@ -230,7 +229,8 @@ def _squared_singular_values(matrices: np.ndarray) -> np.ndarray:
         matrices = np.swapaxes(matrices, -1, -2)
     # Use the smaller Gram matrix: the cost depends on the features, not on 50 000 rows of a
     # vocabulary.
-    values = np.linalg.eigvalsh(np.swapaxes(matrices, -1, -2) @ matrices)[..., ::-1]
+    gram = np.swapaxes(matrices, -1, -2) @ matrices
+    values = np.linalg.eigvalsh(gram)[..., ::-1]
     # Rounding can make the smallest values negative.
     return np.maximum(values, 0).reshape(-1, matrices.shape[-1]).sum(axis=0)
 
@@ -242,7 +242,7 @@ def _check_on_host(opt_state: PyTree) -> None:
       ValueError: If it finds such an array; the message names the leaf.
     """
     for path, leaf in jax.tree.leaves_with_path(opt_state):
-        if isinstance(leaf, jax.core.Tracer):
+        if is_traced(leaf):
             raise ValueError(
                 f"`opt_state` is traced at {leaf_name(path)}: read it outside of jax.jit, between "
                 "two steps."
@@ -275,7 +275,8 @@ def _step(mu: Any, nu: Any) -> np.ndarray:
 def _direction(mu: Any) -> np.ndarray:
     """Divides Muon's momentum by its root mean square, so that leaves can be compared."""
     mu = np.asarray(mu, np.float64)
-    return mu / (np.sqrt(np.mean(mu**2)) + np.finfo(np.float64).tiny)
+    size = np.sqrt(np.mean(mu**2))
+    return mu / (size + np.finfo(np.float64).tiny)
 
 
 USUAL_TOKENS = 1024  # tokens in a step of all replicas together, in most runs
@@ -320,7 +321,8 @@ class Law:
 
     def rank(self, budget: float, width: float, tokens: float) -> int:
         """Returns the smallest multiple of 8 whose expected gap, as a rank, is within `budget`."""
-        return 8 * math.ceil(1 / (budget / self._slope(tokens) + self.k / width) / 8)
+        least = 1 / (budget / self._slope(tokens) + self.k / width)
+        return 8 * math.ceil(least / 8)
 
     def covers(self, width: float, tokens: float) -> bool:
         """Tells whether the width and the tokens lie within the range of the fitted runs."""

@@ -207,8 +207,8 @@ def _offers(
     rank = 1
     last = False
     while not last:
-        last = rank + 1 >= min(rows, cols) or not is_compressed(rows, cols, rank + 1, rate)
         after: int | None = rank + 1
+        last = after >= min(rows, cols) or not is_compressed(rows, cols, after, rate)
         cost = column
         sent = energy[rank]
         if last:

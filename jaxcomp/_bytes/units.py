@@ -65,4 +65,5 @@ def with_unit(value: float, unit: str) -> str:
     # The prefix is chosen after rounding: 999.6 ms is 1 s and not 1e+03 ms.
     power = math.floor(math.log10(float(f"{value:.2e}"))) // 3
     power = min(max(power, -2), 4)
-    return f"{value / 1000**power:.3g} {'um kMGT'[power + 2].strip()}{unit}"
+    prefix = "um kMGT"[power + 2].strip()
+    return f"{value / 1000**power:.3g} {prefix}{unit}"

@@ -42,7 +42,8 @@ class Streaming(NamedTuple):
 
         def mixed(shared: Array, local: Array) -> Array:
             wide = compute_dtype(shared.dtype)
-            both = (1 - self.alpha) * shared.astype(wide) + self.alpha * local.astype(wide)
+            kept = self.alpha * local.astype(wide)
+            both = (1 - self.alpha) * shared.astype(wide) + kept
             return jnp.where(jnp.isfinite(local), both.astype(shared.dtype), shared)
 
         return jax.tree.map(mixed, shared, local)

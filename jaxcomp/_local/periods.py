@@ -100,9 +100,11 @@ def _check_hierarchy(sync_every: Mapping[AxisName, int], axis_name: AxisName) ->
         levels.append(Level(axes, check_int(f"sync_every[{key!r}]", period, 1)))
     # With equal periods the wider level comes later and wins.
     levels.sort(key=lambda level: (level.period, len(level.axes)))
-    fits = bool(levels) and set(levels[-1].axes) == set(axis_tuple(axis_name))
+    everywhere = set(axis_tuple(axis_name))
+    fits = bool(levels) and set(levels[-1].axes) == everywhere
     for narrow, wide in itertools.pairwise(levels):
-        fits &= set(narrow.axes) <= set(wide.axes) and wide.period % narrow.period == 0
+        within = set(narrow.axes) <= set(wide.axes)
+        fits &= within and wide.period % narrow.period == 0
     if not fits:
         raise ValueError(
             f"`sync_every` is {dict(sync_every)!r}. Give levels of which each has the axes of the "

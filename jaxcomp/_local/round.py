@@ -133,7 +133,8 @@ class LocalSGDRound:
         params, state, batches, weight = jax.tree.map(jnp.asarray, (params, state, batches, weight))
         boundary = Boundary(mesh, axes)
         # A step sees one replica's row of the state, and one batch.
-        of_a_step = jax.tree.map(lambda spec: P(*spec[1:]), typed_specs((state.inner, batches)))
+        rows = typed_specs((state.inner, batches))
+        of_a_step = jax.tree.map(lambda spec: P(*spec[1:]), rows)
         step_specs = (typed_specs(params), *of_a_step)
 
         def batch_spec(path: KeyPath, leaf: Any) -> P:
@@ -317,4 +318,5 @@ class LocalSGDRound:
 
 
 def _types_of(tree: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
-    return jax.tree.structure(tree), list(map(np.shape, jax.tree.leaves(tree)))
+    shapes = list(map(np.shape, jax.tree.leaves(tree)))
+    return jax.tree.structure(tree), shapes

@@ -212,7 +212,8 @@ def _sum_of_outer_products(view: MatrixView, p: Array, q: Array) -> Array:
     products = []
     for k in range(p.shape[-1]):
         left = view.along(batch + rows, p[..., k])
-        products.append(left * view.along(batch + cols, q[..., k]))
+        right = view.along(batch + cols, q[..., k])
+        products.append(left * right)
     return sum(products[1:], start=products[0])
 
 
@@ -466,6 +467,10 @@ def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
         names.pop()
     if ndim == 2 and names[-1:] == ["embedding"]:
         return MatrixDims(rows=(0,), cols=(1,))
-    cuts = range(ndim - 1, 0, -1)  # later cuts first: min() keeps the first of equals
-    cut = min(cuts, key=lambda k: math.prod(shape[:k]) + math.prod(shape[k:]))
+
+    def rows_and_cols(cut: int) -> int:
+        return math.prod(shape[:cut]) + math.prod(shape[cut:])
+
+    # Later cuts first: min() keeps the first of equals.
+    cut = min(range(ndim - 1, 0, -1), key=rows_and_cols)
     return MatrixDims(rows=tuple(range(cut, ndim)), cols=tuple(range(cut)))

@@ -144,7 +144,8 @@ def _column_by_column(matrix: Array, eps: float | Array | None) -> Array:
     # several devices in one process, this can deadlock (seen with jaxlib 0.10.2). A single matrix
     # is not split, and one matrix after the other takes no longer.
     flat = jnp.where(zero, spare, scaled).reshape(-1, n, rank)
-    return lax.map(lambda m: jnp.linalg.qr(m)[0], flat).reshape(matrix.shape)
+    bases = lax.map(lambda m: jnp.linalg.qr(m)[0], flat)
+    return bases.reshape(matrix.shape)
 
 
 def _gram_schmidt(matrix: Array, spare: Array, eps: Array | None) -> Array:
@@ -163,7 +164,8 @@ def _gram_schmidt(matrix: Array, spare: Array, eps: Array | None) -> Array:
         again = _project_out(column, columns)
         unit = again / _norm(again)
         if eps is not None:
-            unit = jnp.where(lost, unit, column / (length + eps[..., 0, j, None]))
+            shorter = column / (length + eps[..., 0, j, None])
+            unit = jnp.where(lost, unit, shorter)
         columns.append(unit)
     return jnp.stack(columns, axis=-1)
 
@@ -219,7 +221,8 @@ def _scaled_blocks(factors: Array) -> tuple[Array, Array]:
     size = _rows_of_a_block(n)
 
     def cut(x: Array) -> Array:
-        padded = jnp.pad(x.reshape(-1, n, rank), ((0, 0), (0, -n % size), (0, 0)))
+        matrices = x.reshape(-1, n, rank)
+        padded = jnp.pad(matrices, ((0, 0), (0, -n % size), (0, 0)))
         return padded.reshape(len(padded), -1, size, rank)
 
     spare = cut(spare_directions(n, rank, factors.dtype))
@@ -227,7 +230,8 @@ def _scaled_blocks(factors: Array) -> tuple[Array, Array]:
     # Dividing by the largest entry keeps squares inside the float range. It takes two steps,
     # because XLA may multiply by the reciprocal, and the reciprocal of a very large number is 0.
     largest = jnp.abs(x).max(axis=(1, 2), keepdims=True)
-    step = jnp.where(largest > 1, jnp.asarray(1 / 16, x.dtype), jnp.ones([], x.dtype))
+    sixteenth = jnp.asarray(1 / 16, x.dtype)
+    step = jnp.where(largest > 1, sixteenth, jnp.ones([], x.dtype))
     x = (x * step) / jnp.where(largest == 0, 1, largest * step)
     return jnp.where(largest == 0, spare, x), spare
 
@@ -304,7 +308,8 @@ def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
     # factorisation fails. Then a larger shift is used, which resolves fewer directions.
     shrunk = jnp.where(unit, 1, correlations * (1 / (1 + _LARGE_SHIFT)))
     factors = lax.linalg.cholesky(jnp.stack([correlations, shrunk]), symmetrize_input=False)
-    failed = ~jnp.isfinite(factors[0]).all(axis=(-2, -1), keepdims=True)
+    finite = jnp.isfinite(factors[0])
+    failed = ~finite.all(axis=(-2, -1), keepdims=True)
     factor = jnp.where(failed, factors[1], factors[0])
     identity = jnp.where(unit, jnp.ones_like(factor), jnp.zeros_like(factor))
     inverse = lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
@@ -312,7 +317,8 @@ def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
     # A column that is a multiple of another has a pivot of twice the shift.
     pivots -= jnp.where(failed[..., 0], 2 * _LARGE_SHIFT, 0)
     lost = (pivots <= lost_below) | (norm == 0)
-    return norm[..., None] * jnp.where(lost[..., None], 0, inverse).mT, lost
+    inverse = jnp.where(lost[..., None], 0, inverse)
+    return norm[..., None] * inverse.mT, lost
 
 
 def spare_directions(n: int, rank: int, dtype: Any) -> Array:
@@ -320,9 +326,10 @@ def spare_directions(n: int, rank: int, dtype: Any) -> Array:
 
     Values lie in [-0.5, 0.5). Columns with fewer rows are the beginning of longer ones.
     """
-    rows, cols = jnp.arange(n, dtype=jnp.uint32), jnp.arange(1, rank + 1, dtype=jnp.uint32)
     # Two rounds of multiply and xor-shift (Knuth's and Murmur3's multipliers).
-    bits = rows[:, None] * jnp.uint32(2654435761) + cols[None] * jnp.uint32(0x9E3779B9)
+    rows = jnp.arange(n, dtype=jnp.uint32) * jnp.uint32(2654435761)
+    cols = jnp.arange(1, rank + 1, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    bits = rows[:, None] + cols[None]
     for multiplier in (0x85EBCA6B, 0xC2B2AE35):
         bits = (bits ^ (bits >> 15)) * jnp.uint32(multiplier)
     return (bits >> 8).astype(dtype) / (1 << 24) - 0.5

@@ -19,7 +19,7 @@ import jax.flatten_util
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
 
 from jaxcomp._base.leaves import alike, clipped, put_at, widest
 from jaxcomp._base.typing import Array, AxisName, PyTree
@@ -43,7 +43,7 @@ def mesh_axes(kind: AxisType, mesh: Any = None) -> tuple[str, ...]:
     `jax.shard_map` maps over Manual ones, `jax.vmap` over none.
     """
     if mesh is None:
-        mesh = jax.sharding.get_abstract_mesh()
+        mesh = get_abstract_mesh()
     names = []
     for name, other in zip(mesh.axis_names, mesh.axis_types, strict=True):
         if other == kind:
@@ -57,7 +57,7 @@ def other_axes(*kinds: AxisType) -> tuple[str, ...]:
     An array may be sharded along them, and in automatic ones JAX does not say which arrays are. One
     flat vector of them all could not keep their shardings: the compiler would gather each first.
     """
-    shape = jax.sharding.get_abstract_mesh().shape
+    shape = get_abstract_mesh().shape
     names = []
     for kind in kinds or (AxisType.Auto, AxisType.Explicit):
         for name in mesh_axes(kind):
@@ -107,9 +107,7 @@ def unbound_axis(error: BaseException) -> str | None:
     """Returns the axis that an error of JAX, or of `axis_size`, says is not bound; else None."""
     cause = error.__cause__ or error
     named = re.search(r"unbound axis name: (.+?)(\. |$)", str(cause))
-    if named is None or not isinstance(cause, NameError):
-        return None
-    return named[1]
+    return named and named[1]
 
 
 def is_bound(axis_name: AxisName) -> bool:
@@ -135,7 +133,11 @@ def varying(x: Any) -> frozenset[str]:
 def vma_axes(axis_name: AxisName) -> tuple[str, ...]:
     """Returns the axes whose replication JAX tracks here: all under `check_vma=True`, else none."""
     axis_size(axis_name)
-    return tuple(name for name in axis_tuple(axis_name) if name in varying(lax.axis_index(name)))
+    names = []
+    for name in axis_tuple(axis_name):
+        if name in varying(lax.axis_index(name)):
+            names.append(name)
+    return tuple(names)
 
 
 def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
@@ -384,7 +386,7 @@ def _laid_out(x: Array) -> Array:
     all of it.
     """
     axes = other_axes(AxisType.Auto)
-    shape = jax.sharding.get_abstract_mesh().shape
+    shape = get_abstract_mesh().shape
     devices = math.prod(shape[name] for name in axes)
     divisible = []
     for axis, length in enumerate(x.shape):
@@ -432,7 +434,7 @@ def _collective_axes(axis_name: AxisName) -> list[AxisName]:
 def exchange(x: Array, axis_name: AxisName) -> Array:
     """Sends row ``k`` of `x` to replica ``k``: row ``w`` of the result came from replica ``w``."""
     axes = _collective_axes(axis_name)
-    sizes = [axis_size(names) for names in axes]
+    sizes = list(map(axis_size, axes))
     rows = x.reshape(*sizes, *x.shape[1:])
     for i, names in enumerate(axes):
         # Nothing is sent by a single replica, whose shape `jax.vmap` gets wrong where the operand

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.core
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
 
+from jaxcomp._base.checks import is_traced
 from jaxcomp._base.leaves import arrays_only, with_arrays
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_tuple, mesh_axes
@@ -22,7 +22,7 @@ from jaxcomp._mesh.collectives import axis_tuple, mesh_axes
 
 def context_mesh() -> Any:
     """Returns the mesh of `jax.set_mesh`, inside `jax.jit` without its devices; or None."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = get_abstract_mesh()
     if mesh.empty:
         return None
     try:
@@ -57,10 +57,7 @@ def over_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
     """Returns a specification that says nothing of any but these axes."""
     parts: list[Any] = []
     for part in spec:
-        names: Any = tuple(name for name in axis_tuple(part) if name in axes)
-        if len(names) == 1:
-            (names,) = names
-        parts.append(names or None)
+        parts.append(tuple(name for name in axis_tuple(part) if name in axes))
     return PartitionSpec(*parts)
 
 
@@ -83,7 +80,7 @@ def resharded(x: Any, mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> 
     others = tuple(name for name in mesh.axis_names if name not in axes)
     parts = []
     for part, kept in itertools.zip_longest(over_axes(spec, axes), over_axes(before, others)):
-        parts.append(axis_tuple(part) + axis_tuple(kept) or None)
+        parts.append(axis_tuple(part) + axis_tuple(kept))
     after = PartitionSpec(*parts)
     if after == before:
         return x
@@ -92,7 +89,7 @@ def resharded(x: Any, mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> 
 
 def known_sharding(leaf: Any) -> Any:
     """Returns how a leaf is known to lie: of a tracer only what its type says, of NumPy nothing."""
-    if isinstance(leaf, jax.core.Tracer):
+    if is_traced(leaf):
         return jax.typeof(leaf).sharding
     return getattr(leaf, "sharding", None)
 

@@ -251,8 +251,9 @@ def _decoded(layouts: Sequence[Layout], rows: Array, like: Sequence[Array]) -> l
     shares = []
     start = 0
     for layout, x in zip(layouts, like, strict=True):
-        end = start + x.shape[1] * layout.row_bytes
-        encoded = rows[:, start:end].reshape(len(rows), x.shape[1], layout.row_bytes)
+        arrays = x.shape[1]
+        end = start + arrays * layout.row_bytes
+        encoded = rows[:, start:end].reshape(len(rows), arrays, layout.row_bytes)
         shares.append(layout.decode(encoded, x.dtype))
         start = end
     return shares
@@ -277,10 +278,12 @@ def _quantize(x: Array, levels: int) -> tuple[Array, Array]:
     scale = (jnp.abs(x).max(axis=-1) / levels).astype(jnp.float32)
     # A maximum need not show a NaN: XLA's CPU backend drops it at some shapes (jaxlib 0.10.2). A
     # sum does; that of x - x is 0 or NaN.
-    finite = jnp.isfinite(scale) & (jnp.sum(x - x, axis=-1) == 0)
+    zero_or_nan = jnp.sum(x - x, axis=-1)
+    finite = jnp.isfinite(scale) & (zero_or_nan == 0)
     scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, 0)
     divisor = jnp.where(scale > 0, scale, jnp.inf).astype(x.dtype)
-    integers = jnp.clip(jnp.round(x / divisor[..., None]), -levels, levels).astype(jnp.int8)
+    rounded = jnp.round(x / divisor[..., None])
+    integers = jnp.clip(rounded, -levels, levels).astype(jnp.int8)
     return integers, jnp.where(finite, scale, jnp.nan)
 
 
@@ -289,7 +292,8 @@ def _packed(integers: Array) -> Array:
     count = integers.shape[-1]
     whole = _padded(integers, 4 * _quotient_up(count, 4))
     bits = lax.bitcast_convert_type(whole, jnp.uint8).astype(jnp.uint32) & 63
-    a, b, c, d = jnp.moveaxis(bits.reshape(*integers.shape[:-1], -1, 4), -1, 0)
+    fours = bits.reshape(*integers.shape[:-1], -1, 4)
+    a, b, c, d = jnp.moveaxis(fours, -1, 0)
     words = a | (b << 6) | (c << 12) | (d << 18)
     three = lax.bitcast_convert_type(words, jnp.int8)[..., :3]
     return three.reshape(*integers.shape[:-1], -1)
@@ -307,12 +311,14 @@ def _unpacked(packed: Array) -> Array:
 
 def _as_bytes(x: Array) -> Array:
     """Writes values ``(..., count)`` as int8 ``(..., count * itemsize)``."""
-    return lax.bitcast_convert_type(x, jnp.int8).reshape(*x.shape[:-1], -1)
+    each = lax.bitcast_convert_type(x, jnp.int8)
+    return each.reshape(*x.shape[:-1], -1)
 
 
 def _from_bytes(row: Array, dtype: Any) -> Array:
     """Inverts `_as_bytes`."""
-    values = row.reshape(*row.shape[:-1], -1, jnp.dtype(dtype).itemsize)
+    size = jnp.dtype(dtype).itemsize
+    values = row.reshape(*row.shape[:-1], -1, size)
     return lax.bitcast_convert_type(values, dtype)
 
 

@@ -89,7 +89,8 @@ def weighted(tree: PyTree, share: Array) -> PyTree:
         if not is_floating(leaf):
             return leaf
         wide = leaf.astype(compute_dtype(leaf.dtype))
-        return jnp.where(share == 0, jnp.zeros_like(wide), wide * share.astype(wide.dtype))
+        product = wide * share.astype(wide.dtype)
+        return jnp.where(share == 0, jnp.zeros_like(wide), product)
 
     return jax.tree.map(times, tree)
 

@@ -308,7 +308,10 @@ def grouped(plans: Sequence[LeafPlan]) -> Groups:
         for start in range(0, len(equal), most):
             groups.append(tuple(equal[start : start + most]))
     groups.sort(key=lambda group: (plans[group[0]].view is None, group))
-    return Groups(groups, [_of_group(plans[group[0]], len(group)) for group in groups])
+    of_groups = []
+    for group in groups:
+        of_groups.append(_of_group(plans[group[0]], len(group)))
+    return Groups(groups, of_groups)
 
 
 def _of_group(plan: LeafPlan, number: int) -> LeafPlan:

@@ -146,4 +146,5 @@ def _resized(old: Array, new: Array) -> Array | None:
     old = old.astype(new.dtype)
     candidates = jnp.concatenate([old, new[..., rank:]], axis=-1)
     fresh = orthogonalize(candidates)[..., rank:]
-    return jnp.concatenate([old, fresh], axis=-1)[..., : new.shape[-1]]
+    columns = jnp.concatenate([old, fresh], axis=-1)
+    return columns[..., : new.shape[-1]]

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
-from jaxcomp._base.checks import check_axis_name
+from jaxcomp._base.checks import check_axis_name, is_traced
 from jaxcomp._base.leaves import compute_dtype, in_words, is_floating, is_key
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_size, maximum, mesh_axes, owner_id
@@ -104,7 +104,7 @@ def layout_of(state: PyTree) -> Layout:
     local = leaves_marked(state, LOCAL, OWNER)
     for name, owner in owners.items():
         common = _owner_of_all(jnp.asarray(owner))
-        if not isinstance(common, jax.core.Tracer) and float(common) != 0:
+        if not is_traced(common) and float(common) != 0:
             raise ValueError(_one_replica(name, owner))
     lengths = _lengths(owners or local)
     if lengths == {()} or (not owners and len(lengths) != 1):
@@ -128,7 +128,7 @@ def _lengths(values: dict[str, Any]) -> set[tuple[int, ...]]:
 
 def _check_equal_rows(name: str, leaf: Any) -> None:
     """Refuses a replicated leaf whose rows differ; a traced leaf passes."""
-    if isinstance(leaf, jax.core.Tracer):
+    if is_traced(leaf):
         return
     leaf = in_words(leaf)
     both_nan = (leaf != leaf) & (leaf[:1] != leaf[:1])
@@ -172,7 +172,8 @@ def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
             return None
         if mark == OWNER:
             # On every replica (1, 0) if each has its own residual, or (0, 1) if all share one.
-            return jnp.stack([leaf == owner_id(axis_name), leaf == 0]).astype(jnp.float32)
+            flags = [leaf == owner_id(axis_name), leaf == 0]
+            return jnp.stack(flags).astype(jnp.float32)
         if is_floating(leaf):
             return leaf
         return _largest(leaf, functools.partial(maximum, axis_name=axis_name))
@@ -193,7 +194,8 @@ def _owner_of_all(owners: Array) -> Array:
     """Returns 0 if every replica owns a row, in any order, or all rows are shared; else NaN."""
     all_of_them = jnp.arange(owners.size, dtype=jnp.float32) - owners.size
     # Compared and not sorted: JAX cannot sort along an axis that an Explicit mesh axis shards.
-    present = (jnp.atleast_1d(owners)[:, None] == all_of_them[None]).any(axis=0)
+    rows = jnp.atleast_1d(owners)[:, None]
+    present = (rows == all_of_them[None]).any(axis=0)
     each = bool(owners.ndim) & present.all()
     everybody = (owners == 0).all()
     return jnp.where(each | everybody, 0.0, jnp.nan).astype(jnp.float32)
@@ -201,9 +203,9 @@ def _owner_of_all(owners: Array) -> Array:
 
 def _check_not_mapped(state: PyTree) -> None:
     """Refuses a call without an axis name inside of a mapped function."""
-    inside = bool(mesh_axes(jax.sharding.AxisType.Manual))
+    inside = bool(mesh_axes(AxisType.Manual))
     for owner in leaves_marked(state, OWNER).values():
-        if isinstance(owner, jax.core.Tracer) and (inside or not owner.ndim):
+        if is_traced(owner) and (inside or not owner.ndim):
             raise ValueError(
                 "Inside a mapped function consolidate needs the axis of the replicas: "
                 "consolidate(state, axis_name). A state that is consolidated already needs none."

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxcomp._base.checks import is_traced
 from jaxcomp._base.leaves import compute_dtype, is_masked, leaf_name, widest
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 from jaxcomp._mesh.collectives import varying
@@ -46,7 +46,7 @@ class Diagnostics(NamedTuple):
     leaves: dict[str, LeafDiagnostics]
 
     def __str__(self) -> str:
-        if isinstance(self.share, jax.core.Tracer):
+        if is_traced(self.share):
             return repr(self)
         values: Diagnostics = jax.device_get(self)
         width = max(len("leaf"), *map(len, values.leaves))
@@ -55,7 +55,8 @@ class Diagnostics(NamedTuple):
             line = f"{name:<{width}}  {row.share:>6.1%}  "
             line += f"{row.output_norm:>9.1e}  {row.residual_norm:>9.1e}"
             if isinstance(row, LeafDiagnostics):
-                line += f"  {row.singular_values.shape[-1]:>4}  {_remark(row)}"
+                rank = row.singular_values.shape[-1]
+                line += f"  {rank:>4}  {_remark(row)}"
             lines.append(line.rstrip())
         return "\n".join(lines)
 
@@ -166,7 +167,7 @@ def _check_not_local(node: Any) -> None:
       ValueError: If it is.
     """
     owners = leaves_marked(node, OWNER).values()
-    traced = [x for x in owners if isinstance(x, jax.core.Tracer)]
+    traced = list(filter(is_traced, owners))
     if any(map(varying, traced)):
         raise ValueError(
             "Inside a mapped function a state is that of one replica. Call "
@@ -227,7 +228,8 @@ def _norm_of_norms(norms: Sequence[Array]) -> Array:
 def _share(output_norm: Array, residual_norm: Array) -> Array:
     """Computes the output's share of the energy; 1 if there was nothing to send."""
     norm = _norm_of_norms([output_norm, residual_norm])
-    return jnp.where(norm == 0, 1, (output_norm / jnp.where(norm == 0, 1, norm)) ** 2)
+    divisor = jnp.where(norm == 0, 1, norm)
+    return jnp.where(norm == 0, 1, (output_norm / divisor) ** 2)
 
 
 def _remark(leaf: LeafDiagnostics) -> str:

@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxcomp._base.checks import check_axis_name, check_int
+from jaxcomp._base.checks import check_axis_name, check_int, is_traced
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
@@ -259,7 +258,7 @@ def known_spec(leaf: Any, mesh: Any) -> PartitionSpec:
 
 def _repeated(leaf: Any, times: int, sharding: NamedSharding) -> Array:
     """Makes `times` copies of a leaf along a new axis 0, each on its own device."""
-    concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    concrete = isinstance(leaf, jax.Array) and not is_traced(leaf)
     if concrete and leaf.sharding.device_set != sharding.device_set:
         leaf = jax.device_put(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
     copies = partial(jnp.broadcast_to, shape=(times, *np.shape(leaf)))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from jaxcomp._base.leaves import is_array, leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
@@ -26,7 +26,7 @@ from jaxcomp._states.place import known_spec
 def on_replica(tree: PyTree) -> PyTree:
     """Returns arguments as one replica takes them: shardings among them lose mapped axes."""
     mapped = mesh_axes(AxisType.Manual)
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = get_abstract_mesh()
     others = tuple(name for name in mesh.axis_names if name not in mapped)
 
     def without_mapped(leaf: Any) -> Any:

@@ -200,7 +200,8 @@ class DataParallel:
         shares = np.ones(2)
         if weight is not None:
             spec = weight_spec(weight, call.examples, self.axis_name, 2)
-            halves = np.split(np.asarray(weight, np.float32), 2, split_axis(spec) or 0)
+            axis = split_axis(spec) or 0
+            halves = np.split(np.asarray(weight, np.float32), 2, axis)
             shares = np.array([half.sum() for half in halves])
 
         def outputs_of(arrays: PyTree) -> PyTree:
@@ -279,7 +280,8 @@ class DataParallel:
         if weight is not None:
             counts = jnp.asarray(weight).astype(jnp.float32)
             # A negative one is refused as a step that is not finite, also beside larger ones.
-            weight = jnp.where(jnp.all(counts >= 0), jnp.sum(counts), jnp.nan)
+            usable = jnp.all(counts >= 0)
+            weight = jnp.where(usable, jnp.sum(counts), jnp.nan)
         params = self._params(arrays[0])
         if isinstance(self.reducer, Reducer):
             means, state = self.reducer.update(gradients, state, params, weight=weight)

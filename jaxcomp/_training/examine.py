@@ -136,7 +136,8 @@ def _verdict(
     precision = _ROUNDING
     if floating:
         precision = max(precision, 2 * float(jnp.finfo(whole.dtype).eps))
-    whole, swapped = whole[0].astype(np.float64), swapped[0].astype(np.float64)
+    whole = whole[0].astype(np.float64)
+    swapped = swapped[0].astype(np.float64)
     first, second = halves.astype(np.float64)
     scale = max(map(_largest, (whole, first, second)))
     rounding = precision * scale

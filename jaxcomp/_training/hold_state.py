@@ -116,7 +116,9 @@ def state_in(
     if not fresh.num_leaves:
         # Without a state of its own a reducer takes any, but for what can only be the parameters.
         leaves = jax.tree.leaves(tree)
-        like_params = bool(leaves) and all(is_array(x) and is_floating(x) for x in leaves)
+        like_params = bool(leaves)
+        for leaf in leaves:
+            like_params &= is_array(leaf) and is_floating(leaf)
         if states or not like_params:
             return fresh_state, lambda state: tree
     if len(states) != 1:

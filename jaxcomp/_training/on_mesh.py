@@ -197,7 +197,8 @@ def only_replica(function: Callable[..., Any], axes: Sequence[str]) -> Callable[
         mapped = jax.vmap(mapped, in_axes=None, axis_name=name, axis_size=1)
 
     def run(*inputs: Any) -> Any:
-        return jax.tree.map(lambda x: x.reshape(x.shape[len(axes) :]), mapped(*inputs))
+        results = mapped(*inputs)
+        return jax.tree.map(lambda x: x.reshape(x.shape[len(axes) :]), results)
 
     return run
 

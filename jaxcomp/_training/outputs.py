@@ -207,9 +207,11 @@ def _all_equal(leaves: Sequence[Array], axis_name: AxisName) -> Array:
         if leaf.dtype == jnp.bool_:
             numbers = leaf.astype(jnp.uint8)
         # By bytes, so that one array holds all types and nothing is rounded.
-        words.append(jax.lax.bitcast_convert_type(numbers, jnp.uint8).astype(jnp.int32).ravel())
+        in_bytes = jax.lax.bitcast_convert_type(numbers, jnp.uint8)
+        words.append(in_bytes.astype(jnp.int32).ravel())
     each = jnp.concatenate(words)
-    largest, least = jnp.split(maximum(jnp.concatenate([each, -each]), axis_name), 2)
+    both = jnp.concatenate([each, -each])
+    largest, least = jnp.split(maximum(both, axis_name), 2)
     return jnp.all(largest == -least)
 
 

@@ -208,4 +208,5 @@ def _alone(network: _Network, mesh: Any) -> Any:
     rows = jax.NamedSharding(mesh, jax.P(reducer.axis_name))  # names the devices
     examples = jax.ShapeDtypeStruct((replicas,), jnp.float32, sharding=rows)
     run = data_parallel(gradients, reducer, mesh=mesh)
-    return jax.jit(run).lower(jax.eval_shape(run.init, params), params, examples).compile()
+    state = jax.eval_shape(run.init, params)
+    return jax.jit(run).lower(state, params, examples).compile()

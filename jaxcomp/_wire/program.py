@@ -257,7 +257,8 @@ def _groups_along_axes(along: _Message) -> np.ndarray:
     cut = devices.reshape(np.ravel(cuts))
     joined_axes = range(1, cut.ndim, 3)
     last = range(-len(cuts), 0)
-    return np.moveaxis(cut, joined_axes, last).reshape(-1, math.prod(part[1] for part in cuts))
+    devices_of_a_group = math.prod(joined for _, joined, _ in cuts)
+    return np.moveaxis(cut, joined_axes, last).reshape(-1, devices_of_a_group)
 
 
 def _in_order(counted: _Message, field: int) -> np.ndarray:
