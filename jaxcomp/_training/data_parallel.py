@@ -152,7 +152,8 @@ class DataParallel:
         state, put_back = state_in(state, self.reducer, params)
         if is_bound(self.axis_name):
             call = self._call((args, kwargs))
-            whole, rows, means, state = self._step(call, state, call.arrays, weight)
+            compute = functools.partial(self._gradients, call)
+            whole, rows, means, state = self._step(compute, state, call.arrays, weight)
         else:
             whole, rows, means, state = self._on_mesh(state, (args, kwargs), params, weight)
         return (put_together(whole, rows), means), put_back(state)
@@ -242,11 +243,12 @@ class DataParallel:
             weight = jnp.asarray(weight)
         states = state_specs(state, state_axis)
         boundary = Boundary(mesh, axes)
-        explicit = functools.partial(boundary.explicit, specs=typed_specs(call.arrays))
+        compute = functools.partial(self._gradients, call)
+        compute = boundary.explicit(compute, typed_specs(call.arrays))
         shared = PartitionSpec()
         rows = PartitionSpec(self.axis_name)
         return call_on_replicas(
-            functools.partial(self._step, call, explicit=explicit),
+            functools.partial(self._step, compute),
             (state, call.arrays, weight),
             in_specs=(states, call.specs, weights),
             out_specs=(shared, rows, shared, states),
@@ -257,26 +259,23 @@ class DataParallel:
 
     def _step(
         self,
-        call: Call,
+        compute: Callable[[PyTree], tuple[Outputs, PyTree]],
         state: PyTree,
         arrays: PyTree,
         weight: Any,
-        *,
-        explicit: Callable[..., Any] = lambda function: function,
     ) -> tuple[Outputs, list[Array], PyTree, PyTree]:
         """Makes the step of one replica.
 
         Args:
-          call: What was called, of which all but the arrays are used.
+          compute: From this replica's arrays to outputs and gradients, both its own.
           state: The reducer's, with the row that shard_map leaves or without.
           arrays: This replica's.
           weight: How much this replica counts, or each of its examples; None if all count the same.
-          explicit: Wraps a function of arrays so that they are typed as outside.
 
         Returns:
           Outputs that are equal on all replicas, rows, averaged gradients and the new state.
         """
-        outputs, gradients = explicit(functools.partial(self._gradients, call))(arrays)
+        outputs, gradients = compute(arrays)
         if weight is not None:
             counts = jnp.asarray(weight).astype(jnp.float32)
             # A negative one is refused as a step that is not finite, also beside larger ones.
