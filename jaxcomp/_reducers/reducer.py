@@ -137,6 +137,9 @@ class Reducer(Transformation):
           weight: This replica's weight, or None.
           **extra_args: Passed to the reducer's function.
 
+        Returns:
+          A `Reduction`; updates and sent are trees like `updates`, in the dtypes of its leaves.
+
         Raises:
           ValueError: If gradients or state do not fit this reducer.
         """
