@@ -1,1 +1,1 @@
-"""Which torch tensor is which Flax leaf."""
+"""Finds for each torch tensor its Flax leaf."""

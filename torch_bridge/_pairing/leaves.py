@@ -1,7 +1,7 @@
-"""The leaves of a Flax tree: linen dicts, ``nnx.State`` and nnx modules through one door.
+"""The leaves of a Flax tree: of linen dicts, ``nnx.State`` and nnx modules.
 
-JAX's own key paths name the leaves, so no Flax import is needed. For `jaxcomp.powersgd`, every leaf
-is a matrix as torch's ``view(shape[0], -1)`` cuts it.
+JAX's key paths name the leaves, so no Flax import is needed. For `jaxcomp.powersgd`, the functions
+of this file give every leaf the matrix of torch's ``view(shape[0], -1)``.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ MatrixDimsFn: TypeAlias = Callable[[Any, Any], MatrixDims | None]
 _TRANSPOSED_WORDS = frozenset({"convtranspose", "transpose", "transposed", "deconv", "tconv"})
 # DenseGeneral layers of attention with several output axes, (embed, heads, head_dim) and the like.
 _SPLIT_OUTPUTS = frozenset({"query", "key", "value", "qkv", "in_proj"})
-# The collections of linen variables that hold what a torch state dict holds.
+# The collections of linen variables that correspond to a torch state dict.
 COLLECTIONS = ("params", "batch_stats")
-_DIGITS = 20  # of the largest number in a name
-_SMALL = 1024  # values; what is smaller may be a step count or a seed
+_DIGITS = 20  # digits of the largest number in a name
+_SMALL = 1024  # values; a smaller array may be a step count or a seed, and keeps its values
 # Decoding caches of attention: floating point, but not parameters.
 _CACHES = frozenset({"cached_key", "cached_value", "cache_index"})
 
 
 def plain_path(path: tuple[Any, ...]) -> Path:
-    """Writes a JAX key path as strings, without what is not a module.
+    """Returns a JAX key path as strings, with the names of modules and of the leaf only.
 
-    That is the collection of linen variables, and the entry under which nnx keeps an array.
+    Drops the collection of linen variables, and the entry ``value`` of an nnx variable.
     """
     if len(path) > 1:
         last = path[-1]
@@ -46,7 +46,7 @@ def plain_path(path: tuple[Any, ...]) -> Path:
 
 
 def without_collection(path: Path) -> Path:
-    """Returns the path of a leaf as it is where the tree has no collections."""
+    """Returns the path of a leaf without its collection, if it has one."""
     if len(path) > 1 and path[0] in COLLECTIONS:
         return path[1:]
     return path
@@ -54,7 +54,7 @@ def without_collection(path: Path) -> Path:
 
 @functools.lru_cache(maxsize=2**16)
 def words_of(segments: Path) -> tuple[Path, Shape]:
-    """Splits a name into its words, with # for each number, and its numbers."""
+    """Splits a name into words and numbers; among the words ``#`` stands for each number."""
     words = []
     numbers = []
     for segment in segments:
@@ -67,7 +67,7 @@ def words_of(segments: Path) -> tuple[Path, Shape]:
 
 
 def leaves_by_path(tree: Any) -> dict[Path, Any]:
-    """Collects every leaf of a tree by its path."""
+    """Returns all leaves of a tree, by path."""
     return {plain_path(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
@@ -76,11 +76,11 @@ class Tree:
     """A flattened Flax tree.
 
     Attributes:
-      shapes: Path, without the collection -> shape of every leaf that corresponds to a torch
+      shapes: Path, without the collection -> shape, of every leaf that corresponds to a torch
         parameter or buffer, in natural order: ``Dense_10`` after ``Dense_9``.
-      leaves: Path -> leaf, in JAX's order, those included that correspond to nothing in torch.
-      treedef: Their structure.
-      collections: Whether it is of linen variables, ``{'params': ..., ...}``.
+      leaves: Path -> leaf, of all leaves, in JAX's order.
+      treedef: JAX's structure of the tree.
+      collections: True for linen variables, ``{'params': ..., ...}``.
     """
 
     shapes: Mapping[Path, Shape]
@@ -90,12 +90,12 @@ class Tree:
 
     @property
     def has_statistics(self) -> bool:
-        """Tells whether running statistics have a place in the tree."""
+        """True if the tree has a place for running statistics."""
         names = {path[-1] for path in self.shapes if path}
         return bool(names & {"mean", "var"})
 
     def with_leaves(self, leaves: Mapping[Path, Any]) -> Any:
-        """Returns the tree with some leaves exchanged and all others as they are."""
+        """Returns the tree with these leaves replaced, and all others unchanged."""
         values = dict(self.leaves)
         for path in values.keys() & leaves.keys():
             values[path] = leaves[path]
@@ -103,7 +103,7 @@ class Tree:
 
 
 def trained(tree: Any) -> Any:
-    """Selects what an optimizer gets of a Flax tree: parameters without running statistics."""
+    """Returns the part of a Flax tree that an optimizer gets: parameters without statistics."""
     if any(kind.__module__.startswith("flax.nnx") for kind in type(tree).__mro__):
         from flax import nnx
 
@@ -119,15 +119,15 @@ def flatten(tree: Any) -> Tree:
 
     Args:
       tree: A linen parameter dict, linen variables ``{'params': ..., 'batch_stats': ...}``, an
-        ``nnx.State`` or an nnx module; arrays or anything with ``shape`` and ``dtype``.
+        ``nnx.State`` or an nnx module, of arrays or objects with ``shape`` and ``dtype``.
 
     Returns:
-      The flattened tree. Random-number state, caches and other collections are kept in `leaves`
-      and have no shape in `shapes`.
+      The flattened tree. Random-number state, caches and other collections are in `leaves`, but not
+      in `shapes`.
 
     Raises:
-      CheckpointMismatch: Leaves have one name, as those of the keys 1 and "1", or those of one
-        name in several collections.
+      CheckpointMismatch: Two leaves have one path, as with the keys 1 and "1", or with one name in
+        two collections.
     """
     flat, treedef = jax.tree.flatten_with_path(tree)
     of_variables = isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)
@@ -153,13 +153,13 @@ def flatten(tree: Any) -> Tree:
 
 
 def with_values(tree: Any, leaves: Mapping[Path, Any]) -> Any:
-    """Puts leaves into a tree, in the dtypes that it has."""
+    """Returns a tree with these leaves replaced, cast to the dtypes of the old leaves."""
     exchanged = flatten(tree).with_leaves(leaves)
     return jax.tree.map(lambda old, new: jnp.asarray(new, old.dtype), tree, exchanged)
 
 
 def hollow(tree: Any) -> Any:
-    """Replaces shapes and large arrays of a tree by arrays of the same that take no memory."""
+    """Replaces shapes and large arrays of a tree by zeros of equal shape that take no memory."""
 
     def emptied(leaf: Any) -> Any:
         small = hasattr(leaf, "__array__") and np.size(leaf) <= _SMALL
@@ -171,7 +171,7 @@ def hollow(tree: Any) -> Any:
 
 
 def _natural_key(path: Path) -> list[str]:
-    """Returns what sorts names as people do: ``Dense_10`` after ``Dense_9``."""
+    """Returns a sort key with which ``Dense_10`` comes after ``Dense_9``."""
     return [re.sub(r"\d+", lambda number: number[0].zfill(_DIGITS), name) for name in path]
 
 
@@ -183,22 +183,23 @@ def _is_parameter(path: Path, value: Any) -> bool:
 
 
 def torch_matrix_dims(path: Any, leaf: Any) -> MatrixDims | None:
-    """Cuts a leaf as torch's PowerSGD does: a ``matrix_dims`` for `jaxcomp.powersgd`.
+    """Gives a leaf the matrix of torch's PowerSGD: a ``matrix_dims`` for `jaxcomp.powersgd`.
 
-    Rows are the leaf axes that torch's first axis becomes: the output axis of a kernel (the input
-    axis of a ConvTranspose), the heads of an attention projection, the vocabulary of an embedding.
-    jaxcomp's own rule gives the same matrix for all but unusual shapes: it makes ``(64, 36)`` of a
-    ``(3, 3, 4, 64)`` kernel as torch does, and ``(1536, 49)`` of a ``(7, 7, 512, 3)`` one, of which
-    torch makes ``(3, 25088)``. Columns stay in the leaf's order, which changes nothing but the
-    order of the rows of Q, so a state made for one rule fits the other wherever both cut alike.
+    The rows are the leaf axes that come from torch's first axis: the output axis of a kernel (the
+    input axis of a ConvTranspose), the heads of an attention projection, the vocabulary of an
+    embedding. jaxcomp's default rule gives the same matrix except for unusual shapes. For a
+    ``(3, 3, 4, 64)`` kernel both give ``(64, 36)``. For a ``(7, 7, 512, 3)`` kernel the default
+    gives ``(1536, 49)`` and torch ``(3, 25088)``. The columns stay in the leaf's order, which only
+    changes the order of the rows of Q. So a state of one rule fits the other rule if both give the
+    same matrices.
 
-    The path alone tells a ConvTranspose (a module named ``ConvTranspose_0``, ``deconv1``, ...) and
-    the projections of attention (``query``, ``key``, ``value``, ``qkv``). For other names use
-    `matrix_dims_of`.
+    This function recognises a ConvTranspose (a module named ``ConvTranspose_0``, ``deconv1``, ...)
+    and the projections of attention (``query``, ``key``, ``value``, ``qkv``) by their names. For
+    other names use `matrix_dims_of`.
 
     Args:
       path: A JAX key path, or the path as strings.
-      leaf: An array or anything with a ``shape``.
+      leaf: An array or any object with a ``shape``.
 
     Returns:
       The axes, or None (not compressed) for fewer than two axes.
@@ -226,14 +227,14 @@ def torch_matrix_dims(path: Any, leaf: Any) -> MatrixDims | None:
 
 
 def matrix_dims_of(pairs: Sequence[Pair]) -> MatrixDimsFn:
-    """Makes a `torch_matrix_dims` for the leaves of one model, whatever they are called.
+    """Makes a `torch_matrix_dims` for one model, which does not depend on the leaves' names.
 
     Args:
-      pairs: As `pair` found them.
+      pairs: The pairs that `pair` returned.
 
     Returns:
-      A function for the ``matrix_dims`` argument of `jaxcomp.powersgd`. Leaves without a pair
-      are left to `torch_matrix_dims`.
+      A function for the ``matrix_dims`` argument of `jaxcomp.powersgd`. For leaves without a pair
+      it calls `torch_matrix_dims`.
 
     Example:
         >>> from torch_bridge import pair

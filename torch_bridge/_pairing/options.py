@@ -1,4 +1,4 @@
-"""The options of `pair`: what the user says of two models."""
+"""The options of `pair`, in which the user describes the two models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_bridge._pairing.kinds import Form
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.pairs import Maps, Shape
 
-# What is flattened, as users say it: shapes (C, H, W), and numbers of values that are no map.
+# The parts of a flattened array: (C, H, W) of a map, and (n,) of n values that are not a map.
 Flattened: TypeAlias = tuple[Shape, ...]
 Rules: TypeAlias = Mapping[str, str] | Sequence[tuple[str, str]]
 Flatten: TypeAlias = Mapping[str, Sequence[Any] | None]
@@ -52,14 +52,14 @@ class PairOptions(TypedDict, total=False):
 
 @dataclasses.dataclass
 class Options:
-    """The options of `pair`, see there; those that map patterns are kept as pairs of both.
+    """The options of `pair`; mappings become tuples of (pattern, value).
 
     Raises:
-      ValueError: One of them has another form, or is not a regular expression.
+      ValueError: An option has another form, or is not a regular expression.
     """
 
     rules: Any = ()
-    flatten: Any = None  # to a `Flattened`, empty for None
+    flatten: Any = None  # the value is a `Flattened`, empty for the user's None
     unflatten: Any = None
     conv_transpose: str | None = None
     conv1d: str | None = None
@@ -81,7 +81,7 @@ class Options:
                 ) from error
 
     def patterns(self) -> Iterator[tuple[str, str]]:
-        """Lists every regular expression, with the option that it is of."""
+        """Yields every regular expression, after the name of its option."""
         for name, value in vars(self).items():
             if isinstance(value, tuple):
                 for pattern, _ in value:
@@ -90,7 +90,7 @@ class Options:
                 yield name, value
 
     def kept(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Selects the tensors that shall not be left out."""
+        """Returns the tensors that `ignore` does not leave out."""
         kept = dict(tensors)
         for name, clean in clean_names(list(tensors)).items():
             if self.ignore and re.fullmatch(self.ignore, clean):
@@ -98,7 +98,7 @@ class Options:
         return kept
 
     def map_of(self, option: str, layer: Layer) -> tuple[str | None, Flattened]:
-        """Returns the last pattern that names a layer, if any, and the map that it says, if any."""
+        """Returns the last pattern of `option` that matches a layer (or None), and its map."""
         answer: tuple[str | None, Flattened] = (None, ())
         for pattern, parts in getattr(self, option) or ():
             if re.fullmatch(pattern, layer.name):
@@ -106,11 +106,11 @@ class Options:
         return answer
 
     def form_of(self, option: str, layer: Layer) -> Form | None:
-        """Returns the form that an option says a weight has, "" for the usual one; None if open."""
+        """Returns the form of a weight by `option`, "" for the usual form; None if it is open."""
         patterns = getattr(self, option)
         if patterns is None and not self.plain:
             return None
-        if not patterns:  # "" names none, not the layer without a name
+        if not patterns:  # "" means no layer, though it would match the root's empty name
             return ""
         if isinstance(patterns, str):
             patterns = ((patterns, option),)
@@ -123,15 +123,15 @@ class Options:
 def refuse_idle_patterns(
     options: Options, tensors: Collection[str], layers: Collection[str]
 ) -> None:
-    """Refuses patterns that match nothing: what is misspelled would be ignored without a word.
+    """Refuses patterns that match nothing, because they are probably misspelled.
 
     Args:
       options: The options.
-      tensors: The names of all tensors of the model.
-      layers: The names of all its layers.
+      tensors: The names of the model's tensors.
+      layers: The names of the model's layers.
 
     Raises:
-      CheckpointMismatch: With all of them.
+      CheckpointMismatch: Patterns match nothing; the error lists all.
     """
     modules = {name.rpartition(".")[0] for name in tensors}.union(layers)
     idle = []
@@ -144,7 +144,7 @@ def refuse_idle_patterns(
             idle.append(f"{option}: {pattern}")
     if idle:
         raise CheckpointMismatch(
-            "Some patterns match no layer of the torch model, and they have to match a whole name. "
+            "Some patterns match no layer of the torch model; a pattern must match a whole name. "
             "Correct them or leave them out.",
             unexpected=idle,
             parameters=sorted({line.partition(":")[0] for line in idle}),
@@ -152,7 +152,7 @@ def refuse_idle_patterns(
 
 
 def maps_of(parts: Flattened) -> Maps:
-    """Turns what a user says is flattened into maps."""
+    """Returns the maps among the parts of a flattened array."""
     maps = []
     start = 0
     for shape in parts:
@@ -163,12 +163,12 @@ def maps_of(parts: Flattened) -> Maps:
 
 
 def size_of(parts: Flattened) -> int:
-    """Returns how many values there are in what a user says is flattened."""
+    """Returns the number of values in all parts of a flattened array."""
     return sum(map(math.prod, parts))
 
 
 def _pairs(name: str, value: Any, read: Callable[[Any], Any]) -> tuple[tuple[str, Any], ...] | None:
-    """Reads what an option maps regular expressions to."""
+    """Reads an option that maps regular expressions to values, each value with `read`."""
     if value is None:
         return None
     with contextlib.suppress(TypeError, ValueError):
@@ -180,7 +180,7 @@ def _pairs(name: str, value: Any, read: Callable[[Any], Any]) -> tuple[tuple[str
 
 
 def _order(value: Any) -> Form:
-    """Reads an order of axes."""
+    """Reads an order of axes; raises ValueError or TypeError if it is not a permutation."""
     axes = tuple(map(operator.index, value))
     if sorted(axes) != list(range(len(axes))):
         raise ValueError
@@ -188,7 +188,7 @@ def _order(value: Any) -> Form:
 
 
 def _parts(value: Any) -> Flattened:
-    """Reads (C, H, W), or [(C, H, W), 10] where other values stand beside the map."""
+    """Reads the shape (C, H, W), or [(C, H, W), 10] if other values stand beside the map."""
     if value is None:
         return ()
     if not any(isinstance(part, list | tuple) for part in value):

@@ -1,4 +1,4 @@
-"""`pair`: every torch tensor of a model with its Flax leaf, or one error that says why not."""
+"""`pair`: pairs every torch tensor of a model with its Flax leaf, or lists what is wrong."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch_bridge._pairing.pairs import Pair
 
 
 class HasStateDict(Protocol):
-    """A torch module, as far as it matters here."""
+    """A torch module, of which only ``state_dict`` is used."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns tensors by name."""
+        """Returns the tensors by name."""
         ...
 
 
@@ -42,61 +42,64 @@ def pair(
 ) -> tuple[Pair, ...]:
     r"""Finds for every torch tensor its Flax leaf.
 
-    With an example the Flax model is run: what names and shapes leave open is tried, the likeliest
-    first, in at most 500 runs, and what does not give torch's outputs is refused. Then no other
-    argument is needed but for what the example cannot tell.
+    With `apply` and `example` the Flax model is run. Pairs that names and shapes leave open are
+    tried, the likeliest first, in at most 500 runs, and a model that never gives torch's outputs is
+    refused. Then you need other arguments only for questions that the example does not answer.
 
-    Without one, layers of equal names belong together (``layers.0.conv1.weight`` and
-    ``layers_0/conv1/kernel``). Else a layer goes to its place if there is one only that leaves the
-    others theirs. Whatever is left open is asked in one error: which of several layers, how a
-    weight is stored, what is a flattened map. ``plain=True`` says that nothing is unusual, and each
-    other argument answers one question.
+    Without an example, layers of equal names belong together (``layers.0.conv1.weight`` and
+    ``layers_0/conv1/kernel``). Any other layer is paired if its shapes leave only one choice with
+    which all layers have a partner. One error asks all other questions: which of several layers is
+    which, how a weight is stored, and what is a flattened map. ``plain=True`` answers that nothing
+    is unusual, and each other argument answers one kind of question.
 
-    A rule comes before all this, and prefixes of DDP, FSDP and ``torch.compile`` are skipped.
+    Rules come first. The prefixes of DDP, FSDP and ``torch.compile`` are ignored.
 
     Args:
-      model: Torch state dict (or module): name -> tensor, array or anything with a ``shape``. A
-        module also says which of its matrices are Linear or Conv1D.
-      like: Linen parameters, linen variables, ``nnx.State`` or an nnx module. Where it has no place
+      model: Torch state dict (or module): name -> tensor, array or any object with a ``shape``. A
+        module also shows which of its matrices are of a Linear and which of a Conv1D.
+      like: Linen parameters, linen variables, ``nnx.State`` or an nnx module. If it has no place
         for running statistics, those of `model` are left out.
-      rules: Regular expression -> path, tried in order. The expression has to match a whole tensor
-        or module name; the path is a leaf or a module, with groups as in ``r"block_\1/kernel"``.
-        If tensor and leaf belong to different kinds of layers (``norm.gamma`` and ``norm/scale``),
-        the two still become one pair; a matrix is transposed if its shape says so. A Linear that
-        packs several goes to several modules, in the order of its rows:
-        ``{r"h\.(\d+)\.c_attn": r"h_\1/query|h_\1/key|h_\1/value"}``.
+      rules: Regular expression -> path, tried in order. The expression must match the whole name of
+        a tensor or module. The path is that of a leaf or a module, with groups as in
+        ``r"block_\1/kernel"``. If tensor and leaf belong to different kinds of layers
+        (``norm.gamma`` and ``norm/scale``), the two still become one pair; a matrix is transposed
+        if its shape requires it. A Linear that packs several layers goes to several modules, in the
+        order of its rows: ``{r"h\.(\d+)\.c_attn": r"h_\1/query|h_\1/key|h_\1/value"}``.
       flatten: Regular expression of the module name of a Linear (or of a recurrent layer with its
-        suffix, as in ``lstm.l0``) -> the channels-first shape ``(C, H, W)`` of what is flattened
-        before it. All such layers are named, ``{}`` if there is none; None leaves one out. With an
-        example it settles the layers that it names, and others are tried. Flax flattens
-        ``(H, W, C)``, so that the inputs of such a layer have to move. Where other values stand
-        beside the map, all in order: ``[(3, 32, 32), 10]``.
-        A norm of as many values directly before the layer follows it; one elsewhere can be named.
-      unflatten: The same for the outputs of a Linear that are seen as ``(C, H, W)``, as before the
-        convolutions of a decoder, with the norm directly behind it.
-      conv_transpose: Regular expression of the module names of those ConvTranspose layers that have
-        as many inputs as outputs, which no shape tells from a Conv; ``""`` for none.
+        suffix, as in ``lstm.l0``) -> the channels-first shape ``(C, H, W)`` of the map that is
+        flattened before the layer. Flax flattens ``(H, W, C)``, so the layer's inputs must be
+        reordered. Name all such layers; ``{}`` means that there is none, and None as the shape
+        excludes a layer. With an example, layers that you do not name are tried. If other values
+        stand beside the map, list all in order: ``[(3, 32, 32), 10]``. A norm of the same width
+        directly before the layer is reordered, too; name a norm at any other place.
+      unflatten: The same for the outputs of a Linear that are reshaped to ``(C, H, W)``, as before
+        the convolutions of a decoder, with the norm directly behind the layer.
+      conv_transpose: Regular expression of the module names of the ConvTranspose layers with as
+        many inputs as outputs, whose shapes do not differ from a Conv's; ``""`` for none.
       conv1d: Regular expression of the module names of square matrices that are stored ``(in,
-        out)``, as by transformers' ``Conv1D``; ``""`` for none. All that are not square show it.
+        out)``, as in transformers' ``Conv1D``; ``""`` for none. Other matrices show it by their
+        shapes.
       turned: Regular expression of a bare parameter (or of a Bilinear) -> the order of its axes in
-        Flax, as for ``numpy.transpose``; ``{}`` where all are as they are.
-      plain: Whether everything left open is as usual: square weights are ``(out, in)`` and no
-        ConvTranspose's, bare parameters are as they are, and no map is flattened. Alike layers go
-        in the order of their numbers, which both sides have to count in the same order; linen
-        counts nested calls from the outside. Other arguments say what is not.
-      ignore: Regular expression of tensor names that shall be left out.
+        Flax, as for ``numpy.transpose``; ``{}`` if all have torch's order.
+      plain: Answers all open questions with the usual case: square weights are ``(out, in)`` and
+        not of a ConvTranspose, bare parameters have torch's order of axes, and no map is flattened.
+        Layers that differ only in their numbers are paired in the order of the numbers. Torch and
+        Flax must number them in the same order; linen numbers nested calls from the outside. With
+        the other arguments you name exceptions.
+      ignore: Regular expression of the names of tensors to leave out.
       apply: ``apply(params, *inputs) -> outputs``, the Flax model in evaluation mode; `params` is a
-        tree of the structure of `like`. Inputs are arrays, of which those with floating-point
-        values and three or more axes are tried as they are and with their second axis last.
+        tree of the structure of `like`. The inputs are arrays. Floating-point inputs with three or
+        more axes are tried as they are, and with their second axis moved to the end.
       example: Inputs of the torch module (a tuple of arrays) and its outputs in evaluation mode.
 
     Returns:
       The pairs, in the natural order of the leaves. Every conversion takes them as `pairs`.
 
     Raises:
-      CheckpointMismatch: With every missing, unexpected, mis-shaped and ambiguous leaf, every
-        question, and those patterns of `rules`, `flatten`, `unflatten`, `turned` and `conv1d` that
-        match nothing, or name a shape where it moves nothing. Or the Flax outputs are not torch's.
+      CheckpointMismatch: Leaves are missing, unexpected, mis-shaped or ambiguous, or questions are
+        open. Or a pattern of `rules`, `flatten`, `unflatten`, `turned` or `conv1d` matches nothing,
+        or names a shape for a layer that has nothing to reorder. The error lists all. Or the Flax
+        model does not give torch's outputs.
       ValueError: An argument has another form, or `apply` does not run on the example.
 
     Warns:
@@ -121,22 +124,22 @@ def paired_for(
     apply: Apply | None = None,
     example: Example | None = None,
 ) -> Paired:
-    """Returns the pairs of a conversion: those that it was given, or what `pair` finds.
+    """Returns the pairs of a conversion: the user's, or those that `pair` finds.
 
     Args:
       model: The torch model.
       like: The Flax tree.
-      pairs: What `pair` gave, or None.
-      options: Of `pair`, for a whole model, which must not leave running statistics behind; None
-        for a part of one.
+      pairs: The pairs that the user passed, or None.
+      options: The options of `pair` for a whole model, whose running statistics must have a place;
+        None for a part of a model.
       apply: As for `pair`.
       example: As for `pair`.
 
     Raises:
-      ValueError: Both `pairs` and `options` are given.
-      TypeError: There is no such option.
-      CheckpointMismatch: As for `pair` and `pairs_of`, or running statistics would be lost on the
-        way to JAX, and stale on the way back.
+      ValueError: Both `pairs` and `options` are passed.
+      TypeError: An option does not exist.
+      CheckpointMismatch: As for `pair` and `pairs_of`. Or running statistics have no place: they
+        would be lost in JAX, and old on the way back.
     """
     unknown = sorted((options or {}).keys() - PairOptions.__optional_keys__)
     if unknown:
@@ -148,22 +151,22 @@ def paired_for(
     twice = [name for name, value in (options or {}).items() if value]
     if twice:
         raise ValueError(
-            f"`pairs` says already what belongs together. Leave out {', '.join(twice)}, or give "
-            "these to torch_bridge.pair."
+            f"`pairs` says already what belongs together. Leave out {', '.join(twice)}, or pass "
+            "these arguments to torch_bridge.pair."
         )
     return Paired(pairs_of(like, pairs))
 
 
 def pairs_of(like: Any, pairs: Pairs) -> tuple[Pair, ...]:
-    """Selects the pairs whose leaves are in a tree.
+    """Returns the pairs whose leaves are in a tree.
 
     Args:
-      like: The tree that `pairs` were made for, or a part of it: the parameters of linen variables,
-        or the trainable ones.
-      pairs: What `pair` gave.
+      like: The tree that `pairs` were made for, or a part of it, such as the parameters of linen
+        variables, or the trained parameters.
+      pairs: The pairs that `pair` returned.
 
     Raises:
-      CheckpointMismatch: The tree has other leaves, or some of another shape; all are listed.
+      CheckpointMismatch: The tree has other leaves, or leaves of other shapes; the error lists all.
     """
     shapes = flatten_tree(like).shapes
     selected = tuple(one for one in pairs if one.path in shapes)
@@ -195,10 +198,10 @@ def _paired(
     *,
     whole: bool,
 ) -> Paired:
-    """Pairs two models, with an example if there is one.
+    """Pairs two models, with an example if the user passed one.
 
     Raises:
-      ValueError: One of `apply` and `example` is missing, which leaves the other without use.
+      ValueError: Only one of `apply` and `example` is passed.
     """
     tensors = named(model)
     tree = flatten_tree(like)
@@ -210,18 +213,18 @@ def _paired(
     elif apply is not None or example is not None:
         missing = "apply" if apply is None else "example"
         raise ValueError(
-            f"`apply` and `example` belong together, and `{missing}` is missing. An example is in "
-            "files of save_checkpoint(..., example=inputs); of other files it is the inputs of the "
-            "torch module, a tuple, and its outputs: example=(inputs, outputs)."
+            f"`apply` and `example` belong together, and `{missing}` is missing. Files of "
+            "save_checkpoint(..., example=inputs) have an example; for other files pass "
+            "example=(inputs, outputs) of the torch module, the inputs as a tuple."
         )
     return decide(tensors, tree, options, known_forms(model), evidence)
 
 
 def named(model: Model) -> Mapping[str, Any]:
-    """Returns the state dict of a torch module, or the mapping itself.
+    """Returns the state dict of a torch module, or `model` itself if it is a mapping.
 
     Raises:
-      TypeError: It is neither.
+      TypeError: `model` is neither a mapping nor a module.
     """
     if isinstance(model, Mapping):
         return model

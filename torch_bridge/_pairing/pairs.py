@@ -1,8 +1,8 @@
-"""One torch tensor and its Flax leaf: the exact map between them, in both directions.
+"""`Pair`: a torch tensor and its Flax leaf, with the exact conversion in both directions.
 
-A `Pair` is data: which rows of the tensor, in which order, seen in which shape, with which axes
-moved and which reversed, fill the leaf. Everything else follows from it: the values, their inverse,
-and the order in which the rows and columns of torch's matrix ``view(shape[0], -1)`` appear.
+A `Pair` is data. It says which rows of the tensor fill the leaf, in which order and shape, and
+which axes are moved and reversed. From this follow the leaf's values, the way back, and the order
+of the rows and columns of torch's matrix ``view(shape[0], -1)``.
 """
 
 from __future__ import annotations
@@ -19,36 +19,38 @@ from torch_bridge._base.tensors import STATISTICS, to_numpy
 
 Path: TypeAlias = tuple[str, ...]
 Shape: TypeAlias = tuple[int, ...]
-# Parts of a row of values that are a flattened map: (first value, channels, places of a channel).
-# torch has the channels of such a part first, and Flax the places. H and W stay as they are to each
-# other, so that places need no shape.
+# Flattened maps in an array: (first position, channels, places of a channel). torch has the order
+# (channels, places) and Flax (places, channels). H and W keep their order, so the places need no
+# shape.
 Maps: TypeAlias = tuple[tuple[int, int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """How one torch tensor (or some of its rows) becomes one Flax leaf.
+    """The conversion of one torch tensor, or some of its rows, to one Flax leaf.
 
-    Most tensors have one pair. A packed tensor (the ``in_proj_weight`` of attention, the gates
-    of an LSTM) has one per leaf, with the same `torch_name` and different `rows`; a leaf that is
-    the sum of several tensors (an LSTM's two biases) has one per tensor, with the same `path`.
+    Most tensors have one pair. A packed tensor (the ``in_proj_weight`` of attention, the gates of
+    an LSTM) has one pair for each leaf, with the same `torch_name` and different `rows`. A leaf
+    that is the sum of several tensors (an LSTM's two biases) has one pair for each tensor, with the
+    same `path`.
 
     Attributes:
-      torch_name: Name in the torch state dict, as given.
-      torch_shape: Shape of the whole torch tensor.
-      path: Path of the Flax leaf, as strings, without the collection.
-      shape: Shape of the whole Flax leaf.
-      split: The shape in which the selected rows are seen before the axes move.
-      row_axes: How many leading axes of `split` come from torch's first axis.
+      torch_name: The tensor's name in the torch state dict.
+      torch_shape: The shape of the whole torch tensor.
+      path: The path of the Flax leaf, as strings, without the collection.
+      shape: The shape of the whole Flax leaf.
+      split: The shape to which the selected rows are reshaped before the axes move.
+      row_axes: The number of leading axes of `split` that come from torch's first axis.
       axes: The order of the axes of `split` in the leaf.
-      flip: Axes, after the move, that are reversed (ConvTranspose).
-      rows: The range of torch's first axis that goes to this leaf; None for all of it.
-      terms: How many torch tensors are summed in the leaf. On the way to torch the first one gets
-        the values, and the others get zeros.
-      must_be_zero: The range of torch's first axis in which the leaf has no place for values.
+      flip: The axes of the leaf that are reversed (ConvTranspose).
+      rows: The range of torch's first axis that goes to this leaf; None for the whole axis.
+      terms: The number of torch tensors whose sum is the leaf. On the way to torch the first tensor
+        gets the values, and the others get zeros.
+      must_be_zero: The range of torch's first axis whose values must be zero, because the leaf has
+        no place for them.
       aliases: Further torch names of the same (tied) tensor, which may have leaves of their own.
-      row_maps: Parts of the selected rows that are a flattened map, each ``(first row, channels,
-        places)``: torch has ``(channels, places)``, Flax ``(places, channels)``.
+      row_maps: Flattened maps in the selected rows, each ``(first row, channels, places)``. torch
+        has the order ``(channels, places)``, Flax ``(places, channels)``.
       column_maps: The same for the columns of ``view(shape[0], -1)``.
 
     Example:
@@ -77,17 +79,17 @@ class Pair:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name of the tensor."""
+        """All names of the tensor."""
         return (self.torch_name, *self.aliases)
 
     @property
     def is_buffer(self) -> bool:
-        """Tells a running statistic, which has no gradient."""
+        """True for a running statistic, which has no gradient."""
         return self.torch_name.endswith(STATISTICS)
 
     @property
     def row_range(self) -> tuple[int, int]:
-        """Gives the range of torch's first axis that this pair covers."""
+        """The range of torch's first axis that this pair covers."""
         if self.rows is not None:
             return self.rows
         if not self.torch_shape:
@@ -95,16 +97,17 @@ class Pair:
         return (0, self.torch_shape[0])
 
     def to_flax(self, array: Any) -> np.ndarray:
-        """Makes the leaf, of `shape`, out of the whole torch tensor.
+        """Makes the leaf from the whole torch tensor.
 
         Args:
-          array: The torch tensor or a NumPy array of shape `torch_shape`.
+          array: The torch tensor or a NumPy array, of shape `torch_shape`.
 
         Returns:
-          An array of the same dtype. It owns its memory: torch changes tensors in place.
+          An array of the same dtype and of shape `shape`. It has its own memory, because torch
+          changes tensors in place.
 
         Raises:
-          CheckpointMismatch: If the shape is not `torch_shape`.
+          CheckpointMismatch: The array has another shape.
         """
         values = self._checked(to_numpy(array), self.torch_shape)
         if self.rows is not None:
@@ -118,16 +121,16 @@ class Pair:
         return np.array(moved, order="C").reshape(self.shape)
 
     def to_torch(self, array: Any) -> np.ndarray:
-        """Inverts `to_flax`: makes the rows `row_range` of the torch tensor.
+        """Makes the rows `row_range` of the torch tensor from the leaf: the inverse of `to_flax`.
 
         Args:
-          array: The leaf.
+          array: The leaf, of shape `shape`.
 
         Returns:
           An array of the same dtype and shape ``(rows, *torch_shape[1:])``.
 
         Raises:
-          CheckpointMismatch: If the shape is not `shape`.
+          CheckpointMismatch: The array has another shape.
         """
         values = self._checked(to_numpy(array), self.shape)
         moved = values.reshape([self.split[axis] for axis in self.axes])
@@ -144,7 +147,7 @@ class Pair:
         return np.array(matrix, order="C").reshape(shape)
 
     def matrix_axes(self) -> tuple[Shape, Shape]:
-        """Returns the leaf axes that torch's first axis becomes (the rows), and the others."""
+        """Returns the leaf axes that come from torch's first axis (the rows), and the others."""
         rows = []
         cols = []
         for axis, source in enumerate(self.axes):
@@ -153,15 +156,16 @@ class Pair:
         return tuple(rows), tuple(cols)
 
     def column_order(self, cols: Sequence[int]) -> np.ndarray:
-        """Returns where each column of the leaf's matrix stands in torch's ``view(shape[0], -1)``.
+        """Returns torch's column for each column of the leaf's matrix.
 
-        So a torch Q of shape ``(columns, r)`` becomes ``Q[column_order(cols)]``.
+        The torch matrix is ``view(shape[0], -1)``. The leaf's Q factor is ``Q[column_order(cols)]``
+        of torch's factor Q, shape ``(columns, r)``.
 
         Args:
           cols: The leaf axes that form the columns, as in ``MatrixDims``.
 
         Raises:
-          CheckpointMismatch: If these are not the columns of torch's own cut of this leaf.
+          CheckpointMismatch: These axes are not the columns of torch's matrix.
         """
         torch_rows, torch_cols = self.matrix_axes()
         wide = {axis for axis, size in enumerate(self.shape) if size > 1}
@@ -187,7 +191,7 @@ class Pair:
 
 
 def _order(maps: Maps, size: int) -> np.ndarray:
-    """Returns which of torch's values stands at each place of a row in Flax."""
+    """Returns torch's position for each of Flax's `size` positions, with flattened maps."""
     order = np.arange(size)
     for start, channels, places in maps:
         stop = start + channels * places
@@ -196,7 +200,7 @@ def _order(maps: Maps, size: int) -> np.ndarray:
 
 
 def unpaired(names: Iterable[str], pairs: Iterable[Pair]) -> list[str]:
-    """Lists those of the tensors that go to no leaf under any of their names."""
+    """Lists the tensors that no pair names."""
     paired = set()
     for pair in pairs:
         paired.update(pair.names)
@@ -204,7 +208,10 @@ def unpaired(names: Iterable[str], pairs: Iterable[Pair]) -> list[str]:
 
 
 def names_in(pairs: Iterable[Pair], known: Collection[str]) -> dict[str, str]:
-    """Finds the names that a bucket layout has for torch tensors; none for what is frozen."""
+    """Maps each pair's torch name to the name that `known` has for the tensor, perhaps an alias.
+
+    A tensor without a name in `known`, the names of a bucket layout, is frozen and left out.
+    """
     names = {}
     for pair in pairs:
         for name in pair.names:
@@ -217,20 +224,23 @@ def names_in(pairs: Iterable[Pair], known: Collection[str]) -> dict[str, str]:
 def leaves_from_torch(
     pairs: Sequence[Pair], tensors: Mapping[str, Any], *, mean: bool = False
 ) -> dict[Path, np.ndarray]:
-    """Makes the Flax leaves that a set of torch tensors gives, by path.
+    """Makes the Flax leaves of a set of torch tensors.
 
     Args:
-      pairs: As `pair` made them.
-      tensors: Name -> tensor, of the shapes of the pairs.
-      mean: Where several tensors are one leaf (the two biases of an LSTM), take their mean, as is
-        right for gradients and what is made of them, instead of their sum.
+      pairs: The pairs that `pair` returned.
+      tensors: Name -> tensor, with the shapes of the pairs.
+      mean: Whether a leaf of several tensors (the two biases of an LSTM) gets their mean, which is
+        right for gradients and moments, instead of their sum.
+
+    Returns:
+      Path -> leaf.
 
     Raises:
-      CheckpointMismatch: If a tensor is missing, or holds values that Flax has no place for.
+      CheckpointMismatch: A tensor is missing, or has values without a place in Flax.
     """
     missing = sorted({pair.torch_name for pair in pairs} - tensors.keys())
     if missing:
-        raise CheckpointMismatch("Tensors of the torch model are not there.", missing=missing)
+        raise CheckpointMismatch("Tensors of the torch model are missing.", missing=missing)
     leaves = {}
     for pair in pairs:
         part = pair.to_flax(tensors[pair.torch_name])
@@ -250,13 +260,13 @@ def leaves_from_torch(
 def tensors_from_flax(
     pairs: Sequence[Pair], leaves: Mapping[Path, Any], *, mean: bool = False
 ) -> dict[str, np.ndarray]:
-    """Makes the torch tensors that a set of Flax leaves gives, by name, aliases included.
+    """Makes the torch tensors of a set of Flax leaves, by name and by all aliases.
 
     Args:
-      pairs: As `pair` made them.
+      pairs: The pairs that `pair` returned.
       leaves: Path -> leaf.
-      mean: Every tensor of a sum gets the leaf, the inverse of `leaves_from_torch` with
-        ``mean=True``. Without it the first one gets the values and the others get zeros.
+      mean: Whether every tensor of a sum gets the leaf, which is the inverse of `leaves_from_torch`
+        with ``mean=True``. Otherwise the first tensor gets the leaf and the others get zeros.
     """
     tensors = {}
     used = set()
@@ -272,6 +282,6 @@ def tensors_from_flax(
             tensors[pair.torch_name] = np.zeros(pair.torch_shape, part.dtype)
         tensors[pair.torch_name][slice(*pair.rows)] = part
     for pair in pairs:
-        for alias in pair.aliases:  # one that is not tied in Flax has the values of its own leaf
+        for alias in pair.aliases:  # an alias with its own leaf in Flax keeps that leaf's values
             tensors.setdefault(alias, tensors[pair.torch_name])
     return tensors
