@@ -1,7 +1,7 @@
-"""A model as a list of layers, on the torch and on the Flax side.
+"""Divides a torch model and a Flax model into layers, which `match` pairs.
 
-A layer holds the weight and bias of a Linear, everything of a MultiheadAttention, or one level and
-direction of an LSTM. Layers are what `match` brings together.
+A layer has the weight and bias of a Linear, all tensors of a MultiheadAttention, or one level and
+direction of an LSTM.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _RECURRENT = re.compile(
     r"(weight_ih|weight_hh|bias_ih|bias_hh|weight_hr)(?:_(l\d+))?(?:_(reverse))?"
 )
 _PACKED = re.compile(r"\b(in_proj_weight|q_proj_weight)$")
-# What torch's weight_norm keeps, in its old form and as a parametrization: length and direction.
+# The tensors of torch's weight_norm (length and direction), in its old form and as a
+# parametrization.
 _WEIGHT_NORM = {
     "weight_g": r"\.parametrizations\.weight\.original0$",
     "weight": r"\.(weight_v|parametrizations\.weight\.original1)$",
@@ -45,16 +46,16 @@ class Layer:
     """One layer of either model.
 
     Attributes:
-      segments: Its module name (without the prefixes of wrappers), or its path without the
-        collection.
-      sort: What its parts are called: a torch ``weight`` may be of a Linear, a Conv or an
-        Embedding, a Flax ``kernel`` of a Dense or a Conv.
-      parts: What it holds: ``weight`` or ``query.kernel`` -> (tensor name or leaf path, shape).
-      sep: What joins `segments`: a dot in torch, a slash in Flax.
-      share: (k, n) for the k-th of the n equal parts of a packed Linear that is taken apart.
+      segments: The module's name in torch (without the prefixes of wrappers), or its path in Flax
+        (without the collection), as strings.
+      sort: The kind of layer as far as the names of its parts show it. A torch ``weight`` may be of
+        a Linear, a Conv or an Embedding, a Flax ``kernel`` of a Dense or a Conv.
+      parts: Name of a part, ``weight`` or ``query.kernel`` -> (tensor name or leaf path, shape).
+      sep: The separator between `segments`: a dot in torch, a slash in Flax.
+      share: (k, n) for the k-th of n equal parts of a packed Linear; None for a whole layer.
       name: The name as users write it.
-      words: The name without its numbers: ``layers.3.fc1`` is (layers, #, fc, #).
-      numbers: The numbers of the name: (3, 1).
+      words: The name without its numbers: (layers, #, fc, #) for ``layers.3.fc1``.
+      numbers: The numbers in the name: (3, 1).
     """
 
     segments: Path
@@ -72,13 +73,13 @@ class Layer:
 
     @functools.cached_property
     def signature(self) -> tuple[Any, ...]:
-        """Sort, shapes and share: equal for layers that can stand for each other."""
+        """Sort, shapes and number of shares, which are equal for layers that can be exchanged."""
         shapes = frozenset((part, shape) for part, (_, shape) in self.parts.items())
         return self.sort, shapes, self.share and self.share[1]
 
     @property
     def is_vector(self) -> bool:
-        """Tells whether it is a norm, or a bare parameter that may be one."""
+        """True for a norm, and for a bare vector, which may be of a norm."""
         return self.sort == "norm" or len(self.shape("")) == 1
 
     def shape(self, part: str) -> Shape:
@@ -88,24 +89,24 @@ class Layer:
         return self.parts[part][1]
 
     def tensors(self) -> list[Any]:
-        """Lists the names of its tensors, or the paths of its leaves."""
+        """Lists the names of the layer's tensors, or the paths of its leaves."""
         return [name for name, _ in self.parts.values()]
 
     def line(self, part: str) -> str:
-        """Shows one part as errors do."""
+        """Returns the name and shape of one part, as errors show it."""
         name, shape = self.parts[part]
         if not isinstance(name, str):
             name = "/".join(name)
         return f"{name} {shape}"
 
     def shares(self, count: int) -> list[Layer]:
-        """Takes the layer apart into equal parts of its rows; into one, it stays as it is."""
+        """Divides the layer into `count` equal shares of its rows; one share is the layer."""
         if count == 1:
             return [self]
         return [dataclasses.replace(self, share=(place, count)) for place in range(count)]
 
     def single(self, part: str) -> Layer:
-        """Makes a layer of one part: a weight alone, or a bare parameter."""
+        """Returns one part as a layer by itself: a weight alone, or a bare parameter."""
         segments = self.segments
         if part not in ("", "weight", "kernel"):
             segments = (*segments, part)
@@ -119,13 +120,13 @@ class Layer:
 
 
 def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], list[Layer]]:
-    """Lists the layers of both models: in the order of the state dict, and in the tree's.
+    """Lists the torch layers, in the order of the state dict, and the Flax layers.
 
-    Where one side alone packs attention, it is taken as linear layers on both.
+    If only one side packs attention, both sides have linear layers instead of attention.
 
     Args:
       shapes: Tensor name -> shape of the torch model.
-      tree: The flattened Flax tree; if it has no place for running statistics, they take no part.
+      tree: The flattened Flax tree. If it has no running statistics, torch's are left out.
     """
     children = {}  # path of a module -> names of the modules in it
     for path in tree.shapes:
@@ -157,7 +158,7 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
     flax = []
     for module, parts in groups.items():
         sort, known = _flax_sort(parts)
-        if sort in ("embedding", "norm"):  # one written by hand in torch is not a module here, too
+        if sort in ("embedding", "norm"):  # if torch has bare parameters of these names, Flax, too
             alone = {(*words_of((*module, key)), shape) for key, (_, shape) in parts.items()}
             if alone <= bare:
                 known = ()
@@ -166,7 +167,7 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
 
 
 def _torch_place(clean: str, heads: Collection[str]) -> tuple[Any, str]:
-    """Finds the layer that a tensor belongs to, and what it is called there."""
+    """Returns the segments of a tensor's layer, and the name of the tensor in the layer."""
     for local, pattern in _WEIGHT_NORM.items():
         clean = re.sub(pattern, f".{local}", clean)
     module, _, local = clean.rpartition(".")
@@ -184,7 +185,7 @@ def _torch_place(clean: str, heads: Collection[str]) -> tuple[Any, str]:
 
 
 def _flax_place(path: Path, children: Mapping[Path, set[str]], attention: bool) -> tuple[Path, str]:
-    """Finds the layer that a leaf belongs to, and what it is called there."""
+    """Returns the path of a leaf's layer, and the name of the leaf in the layer."""
     siblings = children[path[:-2]]
     child = "".join(path[-2:-1]).rstrip("_")
     is_head = attention and siblings >= _ATTENTION and child in _ATTENTION
@@ -194,7 +195,7 @@ def _flax_place(path: Path, children: Mapping[Path, set[str]], attention: bool) 
 
 
 def _torch_sort(parts: Parts) -> tuple[Sort, Collection[str]]:
-    """Finds the sort of the layer in a torch module, and which of the parts belong to it."""
+    """Returns the sort of the layer in a torch module, and the names of the layer's parts."""
     _, weight = parts.get("weight", ("", ()))
     if any(map(_PACKED.fullmatch, parts)):
         return "attention", [key for key in parts if "proj" in key]
@@ -208,7 +209,7 @@ def _torch_sort(parts: Parts) -> tuple[Sort, Collection[str]]:
 
 
 def _flax_sort(parts: Parts) -> tuple[Sort, Collection[str]]:
-    """Finds the sort of the layer in a Flax module, and which of the parts belong to it."""
+    """Returns the sort of the layer in a Flax module, and the names of the layer's parts."""
     inner = [key for key in parts if key.rpartition(".")[0] in _INNER]
     if inner:
         if inner[0].rpartition(".")[0] in _ATTENTION:
@@ -226,7 +227,7 @@ def _flax_sort(parts: Parts) -> tuple[Sort, Collection[str]]:
 def _divided(
     segments: Path, sort: Sort, known: Collection[str], parts: Parts, sep: str
 ) -> Iterator[Layer]:
-    """Makes the layer of the known parts, and a bare parameter of each other one."""
+    """Yields one layer of the parts in `known`, and a bare parameter for each other part."""
     together = {}
     alone = {}
     for key, part in parts.items():

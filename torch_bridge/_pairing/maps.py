@@ -1,7 +1,7 @@
-"""A reading of two models, and its flattened maps: which layers may read or give one.
+"""A reading of two models, and the layers in it that may read or give a flattened map.
 
-torch flattens (C, H, W) and Flax (H, W, C), and no shape shows it. H and W stay as they are to each
-other, so that of a map only its channels and its places matter.
+torch flattens a map as (C, H, W) and Flax as (H, W, C), and no shape shows the difference. H and W
+keep their order, so only the number of channels and the number of places (H * W) matter.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch_bridge._pairing.pairs import Pair, Shape
 Answers: TypeAlias = dict[Layer, Answer]
 VERBS = {"flatten": "reads", "unflatten": "gives"}
 _COLOURS = 3
-_LEAST_SIDE = 4  # of a picture that no convolution reads
-_LARGE_SIDE = 8  # of one that is given, where no layer reads as many values
+_LEAST_SIDE = 4  # the least height of a picture in a model without convolutions
+_LARGE_SIDE = 8  # the same if no layer reads as many values
 
 
 class Reading(NamedTuple):
-    """One way to read two models.
+    """A hypothesis about two models: pairs of layers, and answers to the questions about them.
 
     Attributes:
       partners: Torch layer -> Flax layer, in the order of the state dict.
-      answers: What else is assumed of a torch layer; nothing of those that are not in it.
+      answers: Torch layer -> answer; other layers have the usual answer.
     """
 
     partners: Partners
     answers: Answers
 
     def pairs(self) -> list[Pair]:
-        """Makes the pairs of all layers; norms follow the maps of their neighbours."""
+        """Makes the pairs of all layers; norms get the maps of their neighbours."""
         following = Flow(self).with_norms()
         pairs = []
         for layer, target in self.partners.items():
@@ -44,11 +44,11 @@ class Reading(NamedTuple):
         return pairs
 
     def answer(self, layer: Layer) -> Answer:
-        """Returns what is assumed of a layer."""
+        """Returns the answer for a layer."""
         return self.answers.get(layer, USUAL)
 
     def forms(self) -> dict[Layer, list[Form]]:
-        """Lists the forms of every weight that fits in several."""
+        """Returns the possible forms of every weight that has more than one."""
         forms = {}
         for layer, target in self.partners.items():
             several = join(layer, target).forms
@@ -57,7 +57,7 @@ class Reading(NamedTuple):
         return forms
 
     def key(self) -> Any:
-        """Returns what is equal for equal readings."""
+        """Returns a hashable key, equal for equal readings."""
         return frozenset(self.partners.items()), frozenset(self.answers.items())
 
 
@@ -65,9 +65,10 @@ class Conv(NamedTuple):
     """A convolution.
 
     Attributes:
-      place: Its place among the layers.
-      channels: How many a map has that is flattened behind it, or comes out of a row before it.
-      space: Its axes of space.
+      place: The convolution's position among the layers.
+      channels: ``flatten``: the channels of a map that is flattened behind the convolution;
+        ``unflatten``: those of a map that a Linear before the convolution gives.
+      space: The number of spatial axes.
     """
 
     place: int
@@ -76,12 +77,13 @@ class Conv(NamedTuple):
 
 
 class Flow:
-    """The layers of a reading in their order, with what each reads and gives.
+    """The layers of a reading in their order, with the widths of their inputs and outputs.
 
     Attributes:
       layers: The torch layers that have a partner, in the order of the state dict.
-      sizes: Layer -> how many values `flatten` and `unflatten` speak of; a norm has the first.
-      convs: The convolutions in the same order.
+      sizes: Layer -> ``flatten``: the number of input values; ``unflatten``: the number of output
+        values. A norm has its width as ``flatten``.
+      convs: The convolutions, in the same order.
     """
 
     def __init__(self, reading: Reading) -> None:
@@ -102,15 +104,15 @@ class Flow:
                 gives, reads, *space = shape
                 if views[0].flip:
                     gives, reads = reads, gives
-                if reads == 1:  # a convolution of each channel by itself
+                if reads == 1:  # a depthwise convolution
                     reads = gives
                 channels = {"flatten": gives, "unflatten": reads}
                 self.convs.append(Conv(place, channels, len(space)))
 
     def movable(self, option: str) -> list[tuple[list[Layer], int]]:
-        """Lists the layers whose inputs or outputs may be a map, with the number of these.
+        """Lists the layers whose inputs (or outputs) may be a map, and the number of values.
 
-        Those that differ in the numbers of their names only are together.
+        Layers of one sort and width whose names differ only in numbers are one entry.
         """
         alike = {}
         for layer in self.layers:
@@ -120,14 +122,14 @@ class Flow:
         return [(layers, values) for (_, _, values), layers in alike.items()]
 
     def is_table(self, layer: Layer) -> bool:
-        """Tells whether a layer is a table of rows."""
+        """Returns True for a table of rows, such as an embedding."""
         return self.sizes[layer].keys() == {"", "unflatten"}
 
     def proposal(self, option: str, layer: Layer) -> Flattened | None:
-        """Proposes the map that a layer may read or give; None if it can be none.
+        """Proposes the map that a layer may read (or give); None if it cannot be a map.
 
-        It may be of any number of channels that a convolution gives, if it is read, or reads, if it
-        is given. A model without convolutions may have pictures at its ends.
+        A map that is read has as many channels as a convolution gives, and a map that is given has
+        as many as a convolution reads. A model without convolutions may read or give pictures.
         """
         values = self.sizes[layer][option]
         place = self.layers.index(layer)
@@ -146,8 +148,8 @@ class Flow:
             return None
         for other in self.layers[:place]:
             if self.sizes[other].get("unflatten") == values:
-                return None  # an earlier layer gives as many
-        beside = [0]  # numbers of values that may stand behind a picture: rows of a table
+                return None  # the values come from an earlier layer
+        beside = [0]  # numbers of values that may stand behind a picture, such as a table's rows
         least = _LARGE_SIDE
         for other, sizes in self.sizes.items():
             if sizes.get("flatten") == values:
@@ -164,15 +166,16 @@ class Flow:
         return None
 
     def following(self, layer: Layer) -> Layer | None:
-        """Finds the next layer that is not a vector."""
+        """Returns the next layer that is not a vector, or None."""
         place = self.layers.index(layer)
         others = itertools.filterfalse(lambda other: other.is_vector, self.layers[place + 1 :])
         return next(others, None)
 
     def with_norms(self) -> Answers:
-        """Adds the norms that follow a map: one directly before what reads it, or behind its giver.
+        """Returns the answers, with those of norms beside a map added.
 
-        A norm of which something is known stays as it is.
+        A norm is reordered like the map if it stands directly before the layer that reads the map,
+        or directly behind the layer that gives it. A norm that has an answer keeps it.
         """
         following = dict(self._answers)
         for layer, answer in self._answers.items():
@@ -192,7 +195,7 @@ class Flow:
 
 
 def _shape(channels: int, values: int, space: int) -> Shape:
-    """Returns channels and places, these as a square if they can be one; () if there is no map."""
+    """Returns the shape of a map, square in space if possible; () if it cannot be a map."""
     places, rest = divmod(values, channels)
     if channels < 2 or rest or places < 2:
         return ()

@@ -1,8 +1,9 @@
-"""Which torch layer is which Flax layer: by a rule, by name, by shape, or not at all.
+"""Pairs torch layers with Flax layers: by a rule, by name, or by shape.
 
-A rule of the user's comes first. Then layers of equal names belong together (``layers.0.conv1`` and
-``layers_0/conv1``), and what is in modules of equal names stays in them. Then a layer goes where it
-has to, if every layer shall have a place. What is left open lies in groups of alike layers.
+The user's rules come first. Then layers of equal names are paired (``layers.0.conv1`` and
+``layers_0/conv1``); from then on the layers in two modules of equal names can only be paired with
+each other. Then a layer is paired if its shapes leave only one choice with which all layers have a
+partner. The other layers stay open, in groups of layers that fit each other.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from torch_bridge._pairing.pairs import Path
 
 Partners: TypeAlias = dict[Layer, Layer]
 _T = TypeVar("_T")
-_PACKED = (3, 2, 4)  # parts of a packed Linear: query, key and value; key and value; gates
+_PACKED = (3, 2, 4)  # numbers of parts of a packed Linear: (query, key, value), (key, value), gates
 UNUSUAL = 1
 FITS = 2
 
 
 class Group(NamedTuple):
-    """Layers of both sides, of which nothing tells which is which."""
+    """Torch layers and Flax layers that fit each other and are not paired yet."""
 
     torch: list[Layer]
     flax: list[Layer]
 
     def without(self, partners: Mapping[Layer, Layer]) -> Group:
-        """Returns the layers that are not paired."""
+        """Returns the layers that `partners` does not pair."""
         taken = set(partners.values())
         torch = [layer for layer in self.torch if layer not in partners]
         flax = [target for target in self.flax if target not in taken]
@@ -46,18 +47,18 @@ class Group(NamedTuple):
 
 
 class Match:
-    """The layers of two models brought together.
+    """The layers of two models and the pairs of layers that are decided.
 
     Attributes:
-      torch: The layers of the one; rules may have taken some apart.
-      flax: The layers of the other.
-      partners: Torch layer -> Flax layer, of what is decided.
+      torch: The torch layers; rules may have divided some into parts.
+      flax: The Flax layers.
+      partners: Torch layer -> Flax layer, for the decided pairs.
       by_rule: The torch layers whose partner a rule names.
       by_name: The torch layers whose partner has an equal name.
-      problems: A line for each rule that cannot be followed.
-      options: What the user says. With `plain` a layer that fits in its usual form does not go
-        elsewhere in another.
-      known: Module name -> how its weight is stored, of torch's own classes.
+      problems: A line of text for each rule that cannot be followed.
+      options: The user's options. With `plain` a layer that fits somewhere in its usual form is not
+        paired in another form.
+      known: Module name -> the form of its weight, for torch's own classes.
     """
 
     def __init__(
@@ -80,9 +81,9 @@ class Match:
         self.by_rule = set(self.partners)
 
     def fits(self, layer: Layer, target: Layer) -> int:
-        """Tells whether two layers fit; `UNUSUAL` if only as a matrix stored (in, out).
+        """Returns `FITS`, `UNUSUAL` (the layers fit only as a matrix stored (in, out)), or 0.
 
-        It is remembered by their shapes: a large model has few different ones.
+        The results are cached by shapes, because a large model has few different shapes.
         """
         key = (layer.signature, target.signature)
         if key not in self._fits:
@@ -95,7 +96,7 @@ class Match:
     # --- by a rule ------------------------------------------------------------------------------
 
     def _follow(self, rules: Sequence[tuple[str, str]]) -> None:
-        """Pairs the layers that rules name, and tensors and leaves that their layers keep apart."""
+        """Pairs the layers that rules name, or single tensors and leaves of two other layers."""
         tensors = itertools.chain.from_iterable(map(Layer.tensors, self.torch))
         names = clean_names(list(tensors))
         owners = {}
@@ -125,22 +126,22 @@ class Match:
         _exchange(self.torch, shares)
 
     def _alone(self, layer: Layer, part: str, target: Layer, leaf: str) -> Layer:
-        """Pairs a tensor and a leaf as layers by themselves, and returns the Flax layer."""
+        """Pairs a tensor with a leaf, each as a layer by itself, and returns the Flax layer."""
         one = layer.single(part)
         other = target.single(leaf)
         del layer.parts[part]
         del target.parts[leaf]
-        join.cache_clear()  # which has what these two were
+        join.cache_clear()  # its entries for these two layers are out of date
         _exchange(self.torch, {layer: [one, layer]})
         _exchange(self.flax, {target: [other, target]})
         self.partners[one] = other
         return other
 
     def _send(self, layer: Layer, sent: Mapping[Any, tuple[str, list[str]]]) -> list[Layer]:
-        """Pairs a layer with the one that a rule names, or its equal shares with several.
+        """Pairs a layer with the layer that a rule names, or its equal shares with several layers.
 
         Returns:
-          The shares, or the layer.
+          The shares, or the layer alone.
         """
         (targets, (pattern, paths)), *others = sent.items()
         text = f"the rule {pattern!r} sends {layer} to"
@@ -151,7 +152,7 @@ class Match:
                     f"{text} {path}, which is neither a leaf nor a module of the Flax tree"
                 )
             elif target in self.partners.values():
-                self.problems.append(f"{text} {path}, where an earlier rule sends another")
+                self.problems.append(f"{text} {path}, where an earlier rule sends another layer")
             else:
                 self.partners[share] = target
         for _, (other, elsewhere) in others:
@@ -162,7 +163,7 @@ class Match:
         return shares
 
     def take_apart(self, layers: Group) -> None:
-        """Takes layers apart into their parts."""
+        """Divides layers into one layer for each of their parts."""
         for parted, side in zip(layers, (self.torch, self.flax), strict=True):
             parts = {}
             for layer in parted:
@@ -171,7 +172,7 @@ class Match:
             _exchange(side, parts)
 
     def take_shares(self, layers: Group) -> None:
-        """Takes packed Linears apart, of which not the whole but so many parts have a place."""
+        """Divides packed Linears into equal shares, if enough Flax layers fit the shares."""
         packed = {}
         kinds = grouped(layers.flax, lambda target: target.signature).values()
         for layer in layers.torch:
@@ -195,7 +196,7 @@ class Match:
         """Pairs layers of equal names.
 
         Args:
-          misfits: Whether to pair those whose shapes differ, too, so that this is reported.
+          misfits: Whether to pair layers whose shapes differ, too, so that the error lists them.
         """
         innermost = _shared(self.torch, self.flax)
         open_torch, open_flax = self.open()
@@ -211,22 +212,25 @@ class Match:
                 self.by_name.add(layer)
 
     def match_shapes(self) -> None:
-        """Pairs every layer that has one place only, or is the only one for a place."""
+        """Pairs a torch and a Flax layer if one of them fits only the other."""
         ours, theirs, could_be = self._candidates()
         sizes = np.outer(list(map(len, ours)), list(map(len, theirs)))
         forced = could_be
         while forced.any():
-            # Two layers that have the same place only stay open, and so do two such places.
+            # Two layers that fit only the same layer stay open.
             alone = could_be & (could_be.sum(1, keepdims=True) == 1)
             only = could_be & (could_be.sum(0) == 1)
             forced = alone & (alone.sum(0) == 1) | only & (only.sum(1, keepdims=True) == 1)
-            forced &= sizes == 1  # of several alike layers nothing tells which
+            forced &= sizes == 1  # several alike layers cannot be told apart
             for row, column in np.argwhere(forced):
                 self.partners[ours[row][0]] = theirs[column][0]
             could_be &= ~forced.any(0) & ~forced.any(1, keepdims=True)
 
     def groups(self) -> list[Group]:
-        """Lists the layers that are open among each other; a group of one side fits nothing."""
+        """Returns the open layers, in groups that fit each other.
+
+        A layer that fits no other is in a group with one empty side.
+        """
         ours, theirs, could_be = self._candidates()
         total = len(ours) + len(theirs)
         if not total:
@@ -247,7 +251,7 @@ class Match:
         return list(filter(any, groups))
 
     def lonely(self) -> Group:
-        """Returns the layers that fit nothing."""
+        """Returns the open layers that fit no layer of the other side."""
         fitting = set()
         for torch, flax in self.groups():
             if torch and flax:
@@ -259,12 +263,12 @@ class Match:
     def assign(
         self, decided: Mapping[Layer, Layer], torch: list[Layer], flax: list[Layer]
     ) -> Partners:
-        """Pairs as many layers as can be, those at the same place of two orders, where they fit.
+        """Pairs as many fitting layers as possible, with similar places in two orders.
 
         Args:
-          decided: What is paired already.
-          torch: The torch layers in an order.
-          flax: The Flax layers in an order.
+          decided: The pairs that are decided already.
+          torch: The torch layers, in an order.
+          flax: The Flax layers, in an order.
         """
         ones, others = Group(torch, flax).without(decided)
         strengths = np.zeros((len(ones), len(others)), np.int8)
@@ -275,9 +279,9 @@ class Match:
             strengths[np.ix_(alike, fitting)] = strength
         places = np.arange(len(ones)) / len(ones)
         targets = np.arange(len(others)) / len(others)
-        # One layer more in its usual form outweighs all places, and one more at all outweighs that.
+        # One more layer in its usual form outweighs all places; one more pair outweighs both.
         count = 1.0 + len(ones)
-        penalties = np.array([count**2 + 2 * count, count, 0.0])  # for none, UNUSUAL and FITS
+        penalties = np.array([count**2 + 2 * count, count, 0.0])  # for 0, UNUSUAL and FITS
         costs = np.subtract.outer(places, targets) ** 2 + penalties[strengths]
         partners = dict(decided)
         for row, column in zip(*linear_sum_assignment(costs), strict=True):
@@ -294,10 +298,15 @@ class Match:
         return Group(self.torch, self.flax).without(self.partners)
 
     def _candidates(self) -> tuple[list[list[Layer]], list[list[Layer]], np.ndarray]:
-        """Returns the open layers, alike ones together, and which of them could be which.
+        """Returns the open layers, in lists of equal layers, and a table of the lists that fit.
 
-        They lie in the same module, the innermost that both sides have. Blocks may be numbered the
-        other way round, so that numbers count only where layers in such a module have equal names.
+        Two layers can fit only if the innermost module that both sides have is the same for both.
+        Blocks may be numbered in opposite orders. So a number in a module's name counts only if
+        layers in the module have equal names.
+
+        Returns:
+          Lists of torch layers, lists of Flax layers, and a bool array of shape (torch lists, Flax
+          lists).
         """
         named = set()
         for layer in self.by_name:
@@ -309,7 +318,7 @@ class Match:
             return innermost(layer.segments[:-1]), layer.signature
 
         ours, theirs = (grouped(side, kind) for side in self.open())
-        columns = {}  # module -> places of what is in it
+        columns = {}  # module -> positions of its lists of Flax layers
         for column, (module, _) in enumerate(theirs):
             columns.setdefault(module, []).append(column)
         rows = list(ours.values())
@@ -325,7 +334,7 @@ class Match:
 
 
 def grouped(members: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]]:
-    """Groups layers by what a function says of them, in their order."""
+    """Groups members by the value of `key`, in their order."""
     groups = {}
     for member in members:
         groups.setdefault(key(member), []).append(member)
@@ -333,7 +342,7 @@ def grouped(members: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_
 
 
 def _exchange(layers: list[Layer], parts: Mapping[Layer, Sequence[Layer]]) -> None:
-    """Puts parts of layers in the place of those that they were taken from."""
+    """Replaces layers by their parts, in place; drops layers without parts."""
     whole = layers.copy()
     layers.clear()
     for layer in whole:
@@ -347,14 +356,14 @@ def _shared(
 ) -> Callable[[Path], Any]:
     """Returns a function that finds the longest beginning of a name that both sides have.
 
-    A series has equal names only if the numbers of one side are among those of the other.
-    ``fc1``, ``fc2`` beside ``fc0``, ``fc1`` are not equal, nor is what such modules contain.
+    A series of names is equal only if one side has all numbers of the other side. ``fc1``, ``fc2``
+    and ``fc0``, ``fc1`` are not equal, and neither are the layers in such modules.
 
     Args:
-      torch: The layers of the one side.
-      flax: The layers of the other.
-      named: Of names of modules alone, those that count in spite of their numbers; None for names
-        of modules and layers, where all do.
+      torch: The torch layers.
+      flax: The Flax layers.
+      named: The numbered names of modules that count as equal, if only names of modules are
+        compared; None to compare names of modules and layers, where all numbered names count.
     """
     sides = []
     for members in (torch, flax):
@@ -392,9 +401,10 @@ def _shared(
 
 
 def _meet(layer: Layer, part: str, target: Layer, leaf: str, pattern: str) -> bool:
-    """Tells whether a tensor and a leaf that a rule names are paired where their layers are.
+    """Returns True if a rule for a tensor and a leaf can pair their whole layers.
 
-    A pattern that names the module too speaks of the layer, whichever leaf the rule gives.
+    That is so if the pair of layers pairs these two, or if the pattern also matches the module's
+    name and the layers have any pair.
     """
     links = join(layer, target).links
     if any((link.tensor, link.leaf) == (part, leaf) for link in links):
@@ -403,7 +413,10 @@ def _meet(layer: Layer, part: str, target: Layer, leaf: str, pattern: str) -> bo
 
 
 def _first_rule(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[str, list[str]]:
-    """Finds the first rule that matches one of some names, and expands its paths; else none."""
+    """Returns the first rule's pattern that matches one of two names, with its expanded paths.
+
+    Without such a rule the pattern is "" and the list of paths is empty.
+    """
     for pattern, template in rules:
         match = re.fullmatch(pattern, names[0]) or re.fullmatch(pattern, names[1])
         if match is None:

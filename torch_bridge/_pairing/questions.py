@@ -1,6 +1,7 @@
-"""What neither names nor shapes of two models tell, asked about in one error.
+"""Collects the questions about two models that neither names nor shapes answer.
 
-Nothing here decides: a question that the options do not answer stays open, with what to write.
+The options answer some of them. This file decides nothing itself: all other questions stay open,
+and each says which argument to write.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from torch_bridge._pairing.match import Group, Match, Partners, grouped
 from torch_bridge._pairing.options import Flattened, maps_of, size_of
 from torch_bridge._pairing.pairs import Shape
 
-# Matrices of which torch's own modules say that they are (out, in).
+# Matrices of torch's own modules, which always are (out, in).
 _OF_TORCH = re.compile(r"\b(in_proj_weight|weight_[ih]h(_l\d+)?(_reverse)?)$")
-_SHOWN = 4  # layers of which each is named
+_SHOWN = 4  # the most layers that are listed by name
 _OF_FORMS = {
-    "conv1d": "{0}: square, which does not show whether it is stored (out, in) or, as by "
-    "transformers' Conv1D, (in, out). Say conv1d='' if none of these is, else conv1d=<regular "
+    "conv1d": "{0}: a square matrix, which may be stored (out, in) or, as in transformers' Conv1D, "
+    "(in, out). Pass conv1d='' if none of these is (in, out), else conv1d=<regular expression of "
+    "those that are>",
+    "conv_transpose": "{0}: as many inputs as outputs, so it may be a Conv or a ConvTranspose. "
+    "Pass conv_transpose='' if none of these is a ConvTranspose, else conv_transpose=<regular "
     "expression of those that are>",
-    "conv_transpose": "{0}: as many inputs as outputs, which does not show a Conv from a "
-    "ConvTranspose. Say conv_transpose='' if none of these is, else conv_transpose=<regular "
-    "expression of those that are>",
-    "turned": "{0}: of a shape that fits in several orders of its axes. Say turned={{}} if none of "
-    "these is, else turned={{{0!r}: (1, 0)}}, or another order",
+    "turned": "{0}: its shape fits in several orders of its axes. Pass turned={{}} if all have "
+    "torch's order, else turned={{{0!r}: (1, 0)}}, or another order",
 }
 
 
 def asked_orders(match: Match) -> list[str]:
-    """Asks which of several alike layers is which, a line for each group.
+    """Returns a question for each group of layers that cannot be told apart.
 
-    With ``plain=True`` those that differ in numbers only are paired, and not asked about.
+    With ``plain=True`` layers that differ only in their numbers are paired instead.
     """
     lines = []
     for group in match.groups():
@@ -51,20 +52,20 @@ def asked_orders(match: Match) -> list[str]:
         hint = ""
         if by_number:
             hint = (
-                " plain=True takes both in the order of their numbers, which is right only if they "
-                "are called in this order."
+                " plain=True pairs them in the order of their numbers, which is right only if the "
+                "model calls them in this order."
             )
         lines.append(
             f"{_shown(group.torch)} {shapes} could be {_shown(group.flax)}: say which is which, as "
-            f"in rules={{{re.escape(str(first))!r}: {str(group.flax[0])!r}}}.{hint}"
+            f"with rules={{{re.escape(str(first))!r}: {str(group.flax[0])!r}}}.{hint}"
         )
     return lines
 
 
 def _by_number(match: Match, group: Group) -> Partners:
-    """Pairs layers that differ in their numbers only, in the order of these; else none.
+    """Pairs layers that differ only in their numbers, in the order of the numbers; else none.
 
-    The order has to agree with what is decided of the same series.
+    Layers of the same series that are paired already must have the same order.
     """
     ours = {layer.words for layer in group.torch}
     theirs = {target.words for target in group.flax}
@@ -83,19 +84,19 @@ def _by_number(match: Match, group: Group) -> Partners:
 
 
 class Questions:
-    """The answers to what some pairs of layers do not tell, and the questions that have none.
+    """The questions about some pairs of layers, with the options' answers.
 
     Attributes:
-      reading: The pairs, with what is known about each.
-      asked: The questions, each a line with its answers.
-      wrong: Lines for answers that do not fit.
+      reading: The pairs of layers, with the answer for each layer.
+      asked: The open questions, each a line of text that says how to answer.
+      wrong: A line of text for each answer that does not fit.
     """
 
     def __init__(self, match: Match, partners: Partners) -> None:
-        """Answers what the options answer, and asks the rest.
+        """Answers questions with the options, and collects those that stay open.
 
         Args:
-          match: What is known of the layers.
+          match: The layers of both models, with the user's options.
           partners: Torch layer -> Flax layer, in any order.
         """
         self._options = match.options
@@ -110,7 +111,7 @@ class Questions:
                 self._ask_maps(option)
 
     def _ask_forms(self, known: Mapping[str, str]) -> None:
-        """Finds the form of every weight that fits in several; asks about those left open."""
+        """Answers or asks for each weight with several possible forms which form it has."""
         open_layers = {}
         names = set(itertools.chain.from_iterable(map(Layer.tensors, self.reading.partners)))
         for layer, forms in self.reading.forms().items():
@@ -118,7 +119,7 @@ class Questions:
             packed = [name.replace("out_proj.weight", "in_proj_weight") for name in layer.tensors()]
             if any(map(_OF_TORCH.search, names.intersection(packed))):
                 form = OUT_IN
-            elif len(forms) == 2:  # of three axes of outputs a Linear does not tell the order
+            elif len(forms) == 2:  # a Linear with three output axes in Flax has more orders
                 form = known.get(layer.name)
             if form is not None:
                 self.reading.answers[layer] = Answer(form)
@@ -141,10 +142,10 @@ class Questions:
         for option, layers in open_layers.items():
             self.asked.append(_OF_FORMS[option].format(listed(layers)))
 
-    # --- what is a flattened map ----------------------------------------------------------------
+    # --- flattened maps -------------------------------------------------------------------------
 
     def _take_maps(self, option: str) -> None:
-        """Takes what the user says of flattened maps, and of norms that are of one."""
+        """Answers with the user's flattened maps, for layers and for norms."""
         idle = {}
         for layer in self._flow.layers:
             pattern, parts = self._options.map_of(option, layer)
@@ -168,7 +169,7 @@ class Questions:
             if proposal and len(shape) > 1 and shape[-1] == proposal[0][0] != shape[0]:
                 warnings.warn(
                     f"{option}={shape} has the channels last, but {reads} of {proposal[0][0]} "
-                    f"channels: the shape is torch's (C, H, W), here {proposal[0]} perhaps.",
+                    f"channels: pass torch's shape (C, H, W), which here {proposal[0]} may be.",
                     stacklevel=2,
                 )
             known = self.reading.answer(layer)
@@ -178,7 +179,7 @@ class Questions:
                 self.wrong.append(f"{answer}: none of these {VERBS[option]} values in a row")
 
     def _ask_maps(self, option: str) -> None:
-        """Asks where a layer may read or give a map, and names what is of as many values."""
+        """Asks for each layer that may read or give a map, and names norms of the same width."""
         flow = self._flow
         for layers, values in flow.movable(option):
             if layers[0].is_vector or flow.is_table(layers[0]):
@@ -198,16 +199,16 @@ class Questions:
                     others.append(other)
             hint = ""
             if others:
-                hint = f". {listed(others)} may be of the same map; then name it, too"
+                hint = f". {listed(others)} may belong to the same map; then name it, too"
             self.asked.append(
-                f"{names} {VERBS[option]} {values} values: say {option}={{{names!r}: {shown}}} if "
-                f"they are a flattened map of such a shape; {option} names all layers of which "
-                f"that is so, {option}={{}} none{hint}"
+                f"{names} {VERBS[option]} {values} values: pass {option}={{{names!r}: {shown}}} if "
+                f"these are a flattened map of such a shape. Name all layers with a flattened map, "
+                f"or pass {option}={{}} if there is none{hint}"
             )
 
 
 def listed(layers: Iterable[Layer]) -> str:
-    """Writes the names as one regular expression: those that differ in numbers only are one."""
+    """Returns one regular expression for some layers; in a series, any number matches."""
     patterns = []
     for names in grouped(layers, lambda layer: re.sub(r"\d+", "#", str(layer))).values():
         name = str(names[0])
@@ -218,14 +219,14 @@ def listed(layers: Iterable[Layer]) -> str:
 
 
 def _written(parts: Flattened) -> Any:
-    """Returns what is flattened as users write it."""
+    """Returns the parts of a flattened array as users write them."""
     if len(parts) == 1:
         return parts[0]
     return list(parts)
 
 
 def _shown(layers: Sequence[Layer]) -> str:
-    """Names a few layers, or writes the names of many as one regular expression."""
+    """Returns the names of a few layers, or one regular expression for many."""
     if len(layers) > _SHOWN:
         return listed(layers)
     return ", ".join(map(str, layers))
