@@ -1,1 +1,1 @@
-"""What every other wing stands on: types, trees, dtypes, checks of arguments."""
+"""Types, trees, dtypes and checks of arguments, for all other packages."""

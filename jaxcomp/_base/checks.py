@@ -33,12 +33,12 @@ def is_traced(value: Any) -> bool:
 
 
 def is_integer(value: Any) -> bool:
-    """Tells an integer of Python or NumPy from a truth value, and from what is traced."""
+    """Tells whether a value is an integer of Python or NumPy, and not a bool or a tracer."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def check_int(name: str, value: Any, minimum: int) -> int:
-    """Returns `value` as an int of at least `minimum`; refuses the rest, also what is traced."""
+    """Returns `value` as an int of at least `minimum`; refuses other values and tracers."""
     kind = "a non-negative integer"
     if minimum == 1:
         kind = "a positive integer"
@@ -49,14 +49,14 @@ def check_int(name: str, value: Any, minimum: int) -> int:
 
 
 def check_function(name: str, value: Any) -> Any:
-    """Returns `value`, if it is None or can be called; refuses anything else."""
+    """Returns `value` if it is None or callable; refuses anything else."""
     if value is not None and not callable(value):
         raise ValueError(f"`{name}` must be a function of (path, leaf) or None, got {value!r}.")
     return value
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Returns `value` as a bool; refuses anything else, also what is traced."""
+    """Returns `value` as a bool; refuses other values and tracers."""
     if not isinstance(value, (bool, np.bool_)):
         hint = _static_hint(name, value)
         raise ValueError(f"`{name}` must be True or False, got {value!r}.{hint}")
@@ -64,13 +64,13 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_number(name: str, value: Any, minimum: float, maximum: float = math.inf) -> Any:
-    """Returns `value`, if it is a number in the closed interval; traced values pass unchecked.
+    """Returns `value` if it is a number in the closed interval; tracers pass unchecked.
 
-    A number is returned as a Python float, which takes on the dtype of what it meets; an array is
-    returned as it is.
+    A number is returned as a Python float, which does not change the dtype of arrays in arithmetic.
+    An array is returned as it is.
 
     Raises:
-      ValueError: Otherwise.
+      ValueError: If it is no number, or outside the interval.
     """
     if is_traced(value):
         return value
@@ -90,7 +90,7 @@ def check_number(name: str, value: Any, minimum: float, maximum: float = math.in
 
 
 def check_static_number(name: str, value: Any, minimum: float, maximum: float = math.inf) -> float:
-    """Checks a number that shapes the program, and so refuses what is traced too."""
+    """Checks a number that determines shapes in the program; refuses tracers too."""
     if isinstance(value, jax.Array):
         raise ValueError(f"`{name}` must be a Python number.{_static_hint(name, value)}")
     return float(check_number(name, value, minimum, maximum))
@@ -106,7 +106,7 @@ def _static_hint(name: str, value: Any) -> str:
 
 
 def check_transformation(name: str, value: Any, otherwise: str = "") -> None:
-    """Refuses what is not one of Optax's transformations."""
+    """Refuses an object without an Optax transformation's `init` and `update`."""
     if not (hasattr(value, "init") and hasattr(value, "update")):
         raise ValueError(
             f"`{name}` must be an Optax gradient transformation{otherwise}, got {value!r}."

@@ -1,4 +1,4 @@
-"""What a leaf of a tree is: its name, its dtype and rounding to one, the box that it is in."""
+"""Leaves of trees: their names, their dtypes and casts, and the boxes that hold them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from jaxcomp._base.typing import Array, KeyPath, PyTree
 
 WIRE_DTYPES = ("float32", "bfloat16", "float16")
 FACTOR_DTYPES = (*WIRE_DTYPES, "int8", "int6")
-# A residual may exceed what float16 holds, and would then be infinite for ever.
+# Not float16: a residual may exceed its range, and would then stay infinite.
 RESIDUAL_DTYPES = ("float32", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
 class Integers:
-    """Signed integers on the wire, with a scale for each block; of six bits there is no dtype."""
+    """A wire format: signed integers with a scale for each block. NumPy has no six-bit dtype."""
 
     bits: int
 
     @property
     def name(self) -> str:
-        """As users write it."""
+        """Returns the name as users write it."""
         return f"int{self.bits}"
 
 
 def leaf_name(path: KeyPath) -> str:
-    """Writes a key path as users do: ``['layer']['kernel']``, or ``(root)`` for a bare array."""
+    """Returns a key path as text: ``['layer']['kernel']``, or ``(root)`` for a bare array."""
     return jax.tree_util.keystr(path) or "(root)"
 
 
@@ -49,16 +49,16 @@ def leaf_dtype(leaf: Any) -> Any:
 
 
 def widest(dtypes: Iterable[Any], least: Any = jnp.float32) -> Any:
-    """Returns the floating dtype of the most bits among `least` and others, the first of equals.
+    """Returns the floating dtype with the most bits among `least` and others, the first of equals.
 
-    Written out because promotion of mixed dtypes is an error under
+    This is not `jnp.promote_types`, because promotion of mixed dtypes is an error under
     ``jax_numpy_dtype_promotion='strict'``.
     """
     return max((jnp.dtype(least), *dtypes), key=lambda dtype: jnp.finfo(dtype).bits)
 
 
 def alike(kinds: Iterable[Hashable | None]) -> list[list[int]]:
-    """Returns the positions of equal kinds, for every kind in order; None is of no kind."""
+    """Returns lists of the positions of equal kinds, in order; None is left out."""
     positions: dict[Hashable, list[int]] = {}
     for i, kind in enumerate(kinds):
         if kind is not None:
@@ -73,14 +73,14 @@ def put_at(values: list[Any], positions: Iterable[int], new: Iterable[Any]) -> N
 
 
 def wire_dtype(comm_dtype: Any, dtypes: Iterable[Any]) -> Any:
-    """Returns what an all-reduce of gradients of these dtypes has on the wire: never integers."""
+    """Returns the wire dtype of an all-reduce of gradients of these dtypes; never integers."""
     if comm_dtype is None or isinstance(comm_dtype, Integers):
         return widest(dtypes)
     return comm_dtype
 
 
 def compute_dtype(dtype: Any) -> Any:
-    """Returns the dtype in which a leaf is compressed: float32, or its own where that is wider."""
+    """Returns the dtype in which a leaf is compressed: float32, or the leaf's wider dtype."""
     return widest([dtype])
 
 
@@ -108,12 +108,12 @@ def clipped(x: Array, dtype: Any) -> Array:
 
 
 def saturated(x: Array, dtype: Any) -> Array:
-    """Casts what is `clipped` to `dtype`."""
+    """Clips `x` to the range of `dtype`, and casts it."""
     return clipped(x, dtype).astype(dtype)
 
 
 def checked_dtype(name: str, dtype: Any, allowed: tuple[str, ...] = WIRE_DTYPES) -> Any:
-    """Returns `dtype` as NumPy's, as `Integers`, or None; refuses any but the allowed ones."""
+    """Returns `dtype` as a NumPy dtype, `Integers` or None; refuses dtypes that are not allowed."""
     if dtype is None:
         return None
     try:
@@ -148,7 +148,7 @@ def floating_leaves(tree: PyTree) -> list[Array]:
 
 
 def with_leaves(tree: PyTree, arrays: Sequence[Array]) -> PyTree:
-    """Puts arrays in the place of a tree's `floating_leaves`; others as they are.
+    """Replaces a tree's `floating_leaves` by arrays; other leaves stay.
 
     Example:
       >>> import jax.numpy as jnp
@@ -161,17 +161,17 @@ def with_leaves(tree: PyTree, arrays: Sequence[Array]) -> PyTree:
 
 
 def is_array(leaf: Any) -> bool:
-    """Tells an array of JAX or NumPy from a flag, a function, a ConfigDict."""
+    """Tells whether a leaf is an array of JAX or NumPy, and not a Python value or object."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
 
 def arrays_only(tree: PyTree) -> PyTree:
-    """Returns the tree with None in the place of what is not an array."""
+    """Returns the tree with None in place of leaves that are not arrays."""
     return jax.tree.map(lambda x: x if is_array(x) else None, tree)
 
 
 def arrays_or_shapes(tree: PyTree) -> PyTree:
-    """Returns the tree with None in the place of what is neither an array nor the shape of one."""
+    """Returns the tree with None in place of leaves that are neither arrays nor shape structs."""
 
     def kept(leaf: Any) -> Any:
         if is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
@@ -182,17 +182,17 @@ def arrays_or_shapes(tree: PyTree) -> PyTree:
 
 
 def with_arrays(tree: PyTree, arrays: PyTree) -> PyTree:
-    """Returns the tree with other arrays in the places that `arrays_only` left; the rest stays."""
+    """Returns the tree with arrays from `arrays` where it has them, and its other leaves."""
     return jax.tree.map(lambda x, array: x if array is None else array, tree, arrays)
 
 
 def nodes_of(tree: PyTree, is_node: Callable[[Any], bool]) -> list[Any]:
-    """Returns the nodes of a kind in a tree, without those inside of others."""
+    """Returns the outermost nodes of a tree for which `is_node` is true."""
     return list(filter(is_node, jax.tree.leaves(tree, is_leaf=is_node)))
 
 
 def replaced(tree: PyTree, old: Any, new: Any) -> PyTree:
-    """Returns a tree with another node in the place of `old`, itself one of its nodes."""
+    """Returns a tree with the node `old` replaced by `new`."""
 
     def is_old(node: Any) -> bool:
         return node is old
@@ -201,29 +201,29 @@ def replaced(tree: PyTree, old: Any, new: Any) -> PyTree:
 
 
 def is_masked(node: Any) -> bool:
-    """Tells whether a state has nothing for a leaf."""
+    """Tells whether a node is `optax.MaskedNode`, which stands for no leaf."""
     return isinstance(node, optax.MaskedNode)
 
 
 def is_floating(leaf: Any) -> bool:
-    """Tells whether a leaf is one that a reducer averages."""
+    """Tells whether a leaf is floating, so that a reducer averages it."""
     return jnp.issubdtype(leaf_dtype(leaf), jnp.floating)
 
 
 def is_key(leaf: Any) -> bool:
-    """Tells a random key of `jax.random.key` from numbers."""
+    """Tells whether a leaf is a typed random key, as `jax.random.key` makes it."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def in_words(leaf: Any) -> Any:
-    """Returns the words of a random key; numbers as they are."""
+    """Returns the data of a random key; other arrays are returned as they are."""
     if is_key(leaf):
         return jax.random.key_data(leaf)
     return leaf
 
 
 def all_finite(leaves: Sequence[Array]) -> Array:
-    """Tells, in a bool scalar, whether every floating value is finite."""
+    """Returns a bool scalar: True if every floating value is finite."""
     flags = []
     for leaf in leaves:
         if is_floating(leaf):
@@ -234,12 +234,12 @@ def all_finite(leaves: Sequence[Array]) -> Array:
 
 
 def nan_unless(finite: Array, values: Sequence[Array]) -> list[Array]:
-    """Returns the arrays, or NaN throughout."""
+    """Returns the arrays if `finite` is true, else arrays of NaN."""
     return [jnp.where(finite, x, jnp.nan) for x in values]
 
 
 def unboxed(tree: PyTree) -> PyTree:
-    """Takes what is in each of linen's or nnx's boxes out of the box.
+    """Replaces each box of linen or nnx by the value in it.
 
     Example:
       >>> import jax.numpy as jnp
@@ -251,17 +251,16 @@ def unboxed(tree: PyTree) -> PyTree:
 
 
 def boxed_as(tree: PyTree, like: PyTree) -> PyTree:
-    """Inverts `unboxed`: puts the leaves into the boxes of `like`."""
+    """Inverts `unboxed`: puts leaves into the boxes of `like`."""
     return jax.tree.structure(like).unflatten(jax.tree.leaves(tree))
 
 
 def _is_box(node: Any) -> bool:
-    """Tells a node with one array inside and metadata about it.
+    """Tells whether a node is a box: an array with metadata.
 
-    Such are linen's `Partitioned` and `LogicallyPartitioned`, and nnx's `Variable`. They are known
-    by their methods, so that nothing here imports flax. Made with the structure of the parameters,
-    a state would have boxes too, and with them the weight's axis names on a factor of another
-    shape.
+    Boxes are linen's `Partitioned` and `LogicallyPartitioned`, and nnx's `Variable`. They are
+    recognised by their methods, so that flax is not imported. A state must not have them: its
+    factors have other shapes than the weights whose axis names a box holds.
     """
     kind = type(node)
     if hasattr(kind, "unbox") and hasattr(kind, "replace_boxed"):

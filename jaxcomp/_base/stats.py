@@ -1,4 +1,4 @@
-"""Bytes of a step before and after compression, leaf by leaf: what `Reducer.bytes` answers."""
+"""Bytes of a step before and after compression, for each leaf: the result of `Reducer.bytes`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class LeafStats:
     path: str
     shape: tuple[int, ...]
     rank: int  # 0 for a leaf that is not compressed
-    bytes_before: int  # plain all-reduce in the leaf's own dtype
+    bytes_before: int  # plain all-reduce in the leaf's dtype
     bytes_after: int  # payload of the collectives after compression
 
     @property
     def size(self) -> int:
-        """Number of values."""
+        """Number of values in the leaf."""
         return math.prod(self.shape)
 
     @property
@@ -38,13 +38,13 @@ class LeafStats:
 
     @property
     def ratio(self) -> float:
-        """Says how many times fewer bytes it is; 1.0 for an empty leaf."""
+        """Returns bytes before compression / bytes after it; 1.0 for an empty leaf."""
         return _ratio(self.bytes_before, self.bytes_after)
 
 
 @dataclasses.dataclass(frozen=True)
 class CompressionStats:
-    """Payload of the collectives, as each replica passes it to them, of a step or a whole run."""
+    """Bytes that each replica passes to the collectives, in a step or in a whole run."""
 
     leaves: tuple[LeafStats, ...]
 
@@ -59,7 +59,7 @@ class CompressionStats:
         return sum(leaf.bytes_after for leaf in self.leaves)
 
     def scaled(self, after: float, before: int = 1) -> CompressionStats:
-        """Returns so many times the bytes of each leaf, rounded to a byte."""
+        """Multiplies the bytes of each leaf by `after` and `before`, rounded to a byte."""
         leaves = []
         for leaf in self.leaves:
             sent = round(after * leaf.bytes_after)
@@ -68,7 +68,7 @@ class CompressionStats:
         return CompressionStats(tuple(leaves))
 
     def plus(self, other: CompressionStats) -> CompressionStats:
-        """Returns the bytes of both together; a leaf has the rank that it has in `other`."""
+        """Adds the bytes of both; a leaf gets its rank in `other`."""
         leaves = {leaf.path: leaf for leaf in self.leaves}
         for leaf in other.leaves:
             same = leaves.get(leaf.path, dataclasses.replace(leaf, bytes_before=0, bytes_after=0))
@@ -80,18 +80,18 @@ class CompressionStats:
         return CompressionStats(tuple(leaves.values()))
 
     def instead_of(self, tree: PyTree) -> CompressionStats:
-        """Compares the same payload with that of an all-reduce of another tree of these leaves."""
+        """Returns the same payload with `bytes_before` of an all-reduce of `tree`."""
         dense = dense_stats(tree)
         before = {leaf.path: leaf.bytes_before for leaf in dense.leaves}
         leaves = []
-        for leaf in self.leaves:  # or of one leaf, in which all of them are
+        for leaf in self.leaves:  # a leaf of another name stands for all leaves together
             instead = before.get(leaf.path, dense.bytes_before)
             leaves.append(dataclasses.replace(leaf, bytes_before=instead))
         return CompressionStats(tuple(leaves))
 
     @property
     def ratio(self) -> float:
-        """Says how many times fewer bytes there are in total."""
+        """Returns bytes before compression / bytes after it, for all leaves together."""
         return _ratio(self.bytes_before, self.bytes_after)
 
     def __str__(self) -> str:
@@ -113,13 +113,13 @@ class CompressionStats:
 def whole_run(
     count: Callable[[int], CompressionStats], steps: int, *, in_phases: bool
 ) -> CompressionStats:
-    """Adds up what the steps of a run send.
+    """Adds up the bytes of all steps of a run.
 
     Args:
-      count: From a step, counted from 0, to what it sends.
-      steps: How many there are.
-      in_phases: Whether what has once changed never comes back, as exact steps do not. Then only
-        the edges of such phases are looked for, and a million steps take no longer than thousand.
+      count: A function of a step's number, from 0, that returns the step's bytes.
+      steps: The number of steps.
+      in_phases: True if a number of bytes never returns once it has changed, as after exact steps.
+        Then only the steps of change are searched, so a million steps are as fast as a thousand.
     """
     total = CompressionStats(())
     step = 0
@@ -135,7 +135,7 @@ def whole_run(
 
 
 def dense_stats(tree: PyTree, wire: Any = None) -> CompressionStats:
-    """Counts every floating leaf uncompressed, in its own dtype on the wire or in `wire`."""
+    """Counts the bytes of every floating leaf uncompressed, in its dtype or in `wire`."""
     leaves = []
     for path, leaf in jax.tree.leaves_with_path(tree):
         if not is_floating(leaf):
@@ -149,7 +149,7 @@ def dense_stats(tree: PyTree, wire: Any = None) -> CompressionStats:
 
 
 def needed_replicas(replicas: int | None) -> int:
-    """Returns the number of replicas, which arrays are cut into as many shares by; refuses None."""
+    """Returns the number of replicas; refuses None, because shares need the number."""
     if replicas is None:
         raise ValueError(
             "`replicas` is missing: with integers on the wire arrays are cut into one share for "

@@ -17,13 +17,13 @@ AxisName: TypeAlias = str | tuple[str, ...]
 
 
 class MatrixDims(NamedTuple):
-    """How the axes of one leaf form a (batch of) matrices.
+    """The axes of one leaf that form rows, columns and batch of its matrices.
 
-    Every axis of the leaf stands in exactly one of the three fields. The row index of the matrix is
-    the row-major index over `rows`, and likewise for the columns and the batch.
+    Every axis of the leaf is in exactly one of the three fields. The row index of the matrix is the
+    row-major index over `rows`, and likewise for columns and batch.
 
     Example:
-        A scanned stack of dense kernels, shape ``(layers, in, out)``, compressed layer by layer:
+        A stack of dense kernels, shape ``(layers, in, out)``, compressed layer by layer:
 
         >>> MatrixDims(batch=(0,), rows=(2,), cols=(1,))
         MatrixDims(batch=(0,), rows=(2,), cols=(1,))
@@ -34,7 +34,7 @@ class MatrixDims(NamedTuple):
     cols: tuple[int, ...] = ()
 
     def behind_an_axis(self) -> MatrixDims:
-        """Returns the dims of a stack of such leaves, whose first axis joins the batch axes."""
+        """Returns the dims of a stack of such leaves; the new first axis is a batch axis."""
         moved = []
         for axes in self:
             moved.append(tuple(axis + 1 if axis >= 0 else axis for axis in axes))

@@ -1,1 +1,1 @@
-"""Replicas: the mapped axes, what crosses between them, and what each has of its own."""
+"""Replicas: the mapped axes, the collectives over them, and the per-replica parts of states."""

@@ -1,9 +1,9 @@
-"""The mapped axes and all that crosses them: the only file that names `lax.psum` and its relatives.
+"""The mapped axes and all collectives over them: only this file calls `lax.psum` and its relatives.
 
-Values that belong together are packed into one flat vector by hand: XLA merges separate all-reduces
-in the HLO, but on CPU over gloo each operand still travels on its own, one after the other. Only
-large arrays, and all beside mesh axes that are left to the compiler, are operands of their own of
-that one all-reduce.
+The arrays of one all-reduce are packed into one flat vector. XLA would merge separate all-reduces
+in the HLO, but on CPU over gloo it still sends the operands one after the other. Large arrays are
+not packed: each is one more operand of the same all-reduce. On a mesh with unmapped axes no array
+is packed.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
 from jaxcomp._base.leaves import alike, clipped, put_at, widest
 from jaxcomp._base.typing import Array, AxisName, PyTree
 
-# An array of at least so many bytes is an operand of its own. gloo sends one after the other, and a
-# further one costs some 0.2 ms, less than packing and unpacking a megabyte; on GPU the launch of a
-# copy is nothing beside the copy from here on.
+# An array of at least this number of bytes is a separate operand. Over gloo one more operand costs
+# about 0.2 ms, less than packing and unpacking a megabyte. On GPU, launching a copy of this size
+# takes much less time than the copy.
 _OWN_OPERAND_BYTES = 1 << 21
-# With the widening of factors of more columns than these fused into their products, jaxlib 0.12
-# compiles for GPUs for minutes (GPT-2 small at rank 128: 209 s of a processor; at rank 64: 50).
+# For factors with more columns, the cast from the wire dtype is not fused into their products: else
+# jaxlib 0.12 compiles for minutes for GPUs (GPT-2 small at rank 128: 209 s of CPU; at rank 64: 50
+# s).
 _FUSED_COLUMNS = 64
-# XLA merges the operands into all-reduces of at most 256; the largest are worth it the most.
+# XLA puts at most 256 operands into one all-reduce; the largest arrays gain most from not being
+# packed.
 _MOST_OPERANDS = 128
 
 T = TypeVar("T")
 
 
 def mesh_axes(kind: AxisType, mesh: Any = None) -> tuple[str, ...]:
-    """Returns the axes of one kind, of a mesh or of the one in whose context this is called.
+    """Returns the axes of one kind of a mesh; None takes the mesh of the context.
 
-    `jax.shard_map` maps over Manual ones, `jax.vmap` over none.
+    `jax.shard_map` makes its axes Manual; `jax.vmap` does not change the mesh.
     """
     if mesh is None:
         mesh = get_abstract_mesh()
@@ -52,10 +54,10 @@ def mesh_axes(kind: AxisType, mesh: Any = None) -> tuple[str, ...]:
 
 
 def other_axes(*kinds: AxisType) -> tuple[str, ...]:
-    """Returns axes of more than one device that are not mapped here; all, or those of some kinds.
+    """Returns the unmapped mesh axes with more than one device, of all kinds or of some.
 
-    An array may be sharded along them, and in automatic ones JAX does not say which arrays are. One
-    flat vector of them all could not keep their shardings: the compiler would gather each first.
+    Arrays may be sharded over them, and for Auto axes JAX does not tell which ones. A flat vector
+    of several arrays could not keep their shardings: the compiler would gather each array first.
     """
     shape = get_abstract_mesh().shape
     names = []
@@ -67,19 +69,19 @@ def other_axes(*kinds: AxisType) -> tuple[str, ...]:
 
 
 def known_equal(x: Any, axis_name: AxisName) -> bool:
-    """Tells whether JAX knows `x` to be equal on all replicas: only ever under `check_vma=True`."""
+    """Tells whether JAX knows that `x` is equal on all replicas (only under `check_vma=True`)."""
     axes = vma_axes(axis_name)
     return bool(axes) and varying(x).isdisjoint(axes)
 
 
 def axes_known_equal(x: Any, axis_name: AxisName) -> tuple[str, ...]:
-    """Returns those of the axes over which JAX knows `x` to be the same."""
+    """Returns the axes in `axis_name` along which JAX knows that `x` is equal."""
     known = varying(x)
     return tuple(name for name in vma_axes(axis_name) if name not in known)
 
 
 def axis_tuple(axis_name: AxisName | None) -> tuple[str, ...]:
-    """Returns axes as a tuple of names; None, as of a dimension that is not split, is none."""
+    """Returns axis names as a tuple; None, an entry of a PartitionSpec, gives ()."""
     if isinstance(axis_name, tuple):
         return axis_name
     if axis_name is None:
@@ -91,7 +93,7 @@ def axis_size(axis_name: AxisName) -> int:
     """Returns the number of replicas along `axis_name`.
 
     Raises:
-      ValueError: If an axis is not bound where this is called.
+      ValueError: If an axis is not bound.
     """
     try:
         return math.prod(map(lax.axis_size, axis_tuple(axis_name)))
@@ -104,14 +106,14 @@ def axis_size(axis_name: AxisName) -> int:
 
 
 def unbound_axis(error: BaseException) -> str | None:
-    """Returns the axis that an error of JAX, or of `axis_size`, says is not bound; else None."""
+    """Returns the unbound axis that an error of JAX or of `axis_size` names, or None."""
     cause = error.__cause__ or error
     named = re.search(r"unbound axis name: (.+?)(\. |$)", str(cause))
     return named and named[1]
 
 
 def is_bound(axis_name: AxisName) -> bool:
-    """Tells whether this runs inside a function that is mapped over `axis_name`."""
+    """Tells whether this is called inside a function that is mapped over `axis_name`."""
     try:
         axis_size(axis_name)
     except ValueError:
@@ -120,7 +122,7 @@ def is_bound(axis_name: AxisName) -> bool:
 
 
 def varying(x: Any) -> frozenset[str]:
-    """Returns the mesh axes over which JAX knows `x` to differ; none unless shard_map checks."""
+    """Returns the mesh axes over which `x` varies by its type; none without `check_vma=True`."""
     shape = x
     if not isinstance(x, jax.ShapeDtypeStruct):
         shape = jax.typeof(x)
@@ -131,7 +133,7 @@ def varying(x: Any) -> frozenset[str]:
 
 
 def vma_axes(axis_name: AxisName) -> tuple[str, ...]:
-    """Returns the axes whose replication JAX tracks here: all under `check_vma=True`, else none."""
+    """Returns the axes whose replication JAX tracks: all under `check_vma=True`, else none."""
     axis_size(axis_name)
     names = []
     for name in axis_tuple(axis_name):
@@ -141,9 +143,9 @@ def vma_axes(axis_name: AxisName) -> tuple[str, ...]:
 
 
 def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """Marks every array as this replica's own value. Costs nothing; values do not change.
+    """Marks every array as this replica's own value; it costs nothing and changes no value.
 
-    `local_value_and_grad` does this to the parameters. Do it yourself before anything else that
+    `local_value_and_grad` does this to the parameters. Do it yourself before another function
     differentiates with respect to them, for example flax's ``DynamicScale.value_and_grad``.
 
     Args:
@@ -151,8 +153,8 @@ def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
       axis_name: The mapped axis or axes of the replicas.
 
     Returns:
-      The same tree; under ``shard_map(check_vma=True)`` typed as varying over the axes, so that a
-      gradient with respect to it stays local. Elsewhere gradients are local anyway.
+      The same tree. Under ``shard_map(check_vma=True)`` it has the type "varying over the axes", so
+      that a gradient with respect to it stays local. Elsewhere gradients are local anyway.
 
     Raises:
       ValueError: If the axis is not bound.
@@ -173,9 +175,9 @@ def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def local_if_bound(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """Marks a fresh state `as_local` where it is made inside of the mapped function.
+    """Marks a fresh state `as_local` if it is made inside of the mapped function.
 
-    Under ``check_vma=True`` a scan can then carry it.
+    So a scan under ``check_vma=True`` can carry it.
     """
     if not is_bound(axis_name):
         return tree
@@ -183,7 +185,7 @@ def local_if_bound(tree: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def _marked(x: Any, axes: frozenset[str]) -> Any:
-    """Types `x` as varying over these axes too."""
+    """Adds axes to those over which `x` varies by its type."""
     missing = tuple(sorted(axes - varying(x)))
     if not missing:
         return x
@@ -191,24 +193,24 @@ def _marked(x: Any, axes: frozenset[str]) -> Any:
 
 
 def _varying_of_any(tree: PyTree) -> frozenset[str]:
-    """Returns the axes over which at least one of the arrays, or shapes, varies."""
+    """Returns the axes over which at least one array or shape of a tree varies by its type."""
     return frozenset().union(*map(varying, jax.tree.leaves(tree)))
 
 
 def typed_like(x: Array, tree: PyTree) -> Array:
-    """Types `x` as varying over all axes over which any array, or shape, of the tree does.
+    """Types `x` as varying over all axes over which an array or shape of the tree varies.
 
-    What a loop carries must have one type before and after, and an argument of the loop's body may
-    vary over axes over which the carried array did not.
+    The carried value of a loop must keep its type, but the loop's body may combine it with a value
+    that varies over more axes.
     """
     return _marked(x, _varying_of_any(tree))
 
 
 def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
-    """Runs `lax.switch` of branches that may differ in what JAX knows to be local.
+    """Runs `lax.switch` on branches whose results may vary over different axes.
 
-    A branch that ends in an average returns replicated values; another branch may return values
-    that differ by replica. Under ``check_vma=True`` a conditional needs one type for both.
+    A branch that ends in an average returns replicated values, another branch may return values
+    that differ between replicas. Under ``check_vma=True`` a conditional needs one type for both.
     """
     if len(branches) == 1:
         return branches[0]()
@@ -231,11 +233,11 @@ def from_step(count: Array, step: int, before: Callable[[], T], after: Callable[
 
 
 class Reduced(NamedTuple):
-    """What an average of several arrays gave."""
+    """The result of averaging several arrays."""
 
     means: list[Array]  # the averages, replicated
-    sent: list[Array]  # this replica's own contributions as sent: what the means are the mean of
-    finite: Array  # bool scalar, replicated: whether every value of the means is finite
+    sent: list[Array]  # this replica's contributions as sent; `means` averages them
+    finite: Array  # bool scalar, replicated: True if all means are finite
 
 
 def reduce_mean(
@@ -247,23 +249,23 @@ def reduce_mean(
 ) -> Reduced:
     """Averages arrays over the replicas in one all-reduce.
 
-    They travel as one flat vector. Large ones travel beside it, each as an operand of its own:
-    packing them would take longer and need twice their memory. On GPU XLA may split such operands
-    over several all-reduces, so factors, which others wait for, are always packed. Beside mesh axes
-    that are left to the compiler each travels in its own shape, and so keeps its sharding.
+    Arrays are packed into one flat vector. Each large array is a separate operand, because packing
+    it would take longer and need twice its memory. On GPU XLA may split separate operands over
+    several all-reduces, so factors, which the next product waits for, are always packed. On a mesh
+    with unmapped axes each array is sent in its own shape, and so keeps its sharding.
 
-    Values that are cast for the wire are also divided before they are added up, by a power of two,
-    which rounds nothing: no sum of 16-bit gradients overflows where their mean does not. Others
-    would have to be copied for that.
+    Arrays that are cast to the wire dtype are also divided by a power of two before the sum. This
+    rounds nothing, and no sum of 16-bit gradients overflows if their mean does not. Other arrays
+    are not divided, because that would need a copy.
 
     Args:
       parts: Arrays of any shapes and floating dtypes; means and sent have the same.
       axis_name: The mapped axis or axes.
-      wire_dtype: What goes on the wire. Where it is narrower than float32, or than an array, the
-        values are rounded to it once.
-      factors: How many of the first parts are factors, small compared with the weights that they
-        stand for. What a factor has beyond the range of the wire is not sent. Beside automatic axes
-        each device sends its share of them, and gathers the means.
+      wire_dtype: The dtype on the wire. If it is narrower than float32, or than an array, values
+        are rounded to it once.
+      factors: The number of factors, which come first in `parts` and are small compared with their
+        leaves. Values of a factor beyond the range of the wire dtype are clipped. On a mesh with
+        Auto axes each device sends its share of the factors, and gathers the means.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -276,7 +278,7 @@ def reduce_mean(
     """
     replicas = axis_size(axis_name)
     if not any(part.size for part in parts):
-        # Constants, which are replicated by their type under check_vma=True.
+        # Constants have a replicated type under check_vma=True.
         nothing = [jnp.zeros(part.shape, part.dtype) for part in parts]
         return Reduced(nothing, list(parts), jnp.array(True))
     wire_dtype = jnp.dtype(wire_dtype)
@@ -285,7 +287,7 @@ def reduce_mean(
     exact = dtype == wire_dtype
     shares = []
     scales = []
-    columns = 0  # of the widest factor
+    columns = 0  # columns of the widest factor
     for i, part in enumerate(parts):
         value = part.astype(dtype)
         if i < factors:
@@ -306,12 +308,13 @@ def reduce_mean(
     totals = _psum(values, axis_name, dtype)
     zeros_or_nan = []
     for i, total in enumerate(totals):
-        # The mean is finite where the sum is. XLA's CPU backend writes out all the results of
-        # isfinite before it combines them; x - x, which is 0 or NaN, it adds up as it reads.
+        # The mean is finite if the sum is. XLA's CPU backend would write all results of isfinite to
+        # memory and then combine them. It sums x - x, which is 0 or NaN, while it reads x.
         zeros_or_nan.append(jnp.sum(total - total))
         values[i] = values[i].astype(dtype)
         if not exact and columns > _FUSED_COLUMNS:
-            # Widened once. Otherwise every use of a factor widens it: fewer kernels, on GPUs.
+            # Cast once, here. For fewer columns every use of a factor casts it: fewer kernels on
+            # GPUs.
             totals[i] = lax.optimization_barrier(total)
             values[i] = lax.optimization_barrier(values[i])
     means = unpacked(totals)
@@ -321,7 +324,7 @@ def reduce_mean(
     for i, part in enumerate(parts):
         means[i] = (means[i] / (replicas * scales[i])).astype(part.dtype)
         if automatic and i < factors:
-            # Left in the layout of `_laid_out`, they would move the weights made from them into it.
+            # Undo `_laid_out`: else the products of the factors would get its sharding.
             means[i] = _whole(means[i])
         if not exact:
             sent[i] = (sent[i] / scales[i]).astype(part.dtype)
@@ -329,11 +332,11 @@ def reduce_mean(
 
 
 def _rounded(value: Array, dtype: Any) -> Array:
-    """Rounds to a narrower dtype, once.
+    """Rounds to a narrower dtype so that XLA cannot undo it.
 
-    A cast there and back may be left out by XLA, and what counts as sent would not be rounded. So
-    it is rounded before it is cast. But `lax.reduce_precision` has nothing but zeros below the
-    normal range of float16: there the cast alone rounds, and a barrier keeps it.
+    XLA may remove a cast to a narrower dtype and back. The contribution that counts as sent would
+    then not be rounded. `lax.reduce_precision` is never removed, but it flushes subnormal float16
+    values to zero. So float16 values are only cast, and a barrier keeps the cast.
     """
     if dtype == jnp.float16:
         return lax.optimization_barrier(value.astype(dtype))
@@ -344,13 +347,12 @@ def _rounded(value: Array, dtype: Any) -> Array:
 def _operands(
     parts: list[Array], factors: int
 ) -> tuple[list[Array], Callable[[list[Array]], list[Array]]]:
-    """Packs small arrays, and the first `factors` whatever their size, into one flat vector.
+    """Packs small arrays, and the first `factors` arrays of any size, into one flat vector.
 
-    These are alone only if nothing else is to be packed, or beside axes that are left to the
-    compiler.
+    An array stays alone if it is the only one to pack, or if the mesh has unmapped axes.
 
     Returns:
-      The operands, and a function that makes the arrays of operands like these.
+      The operands, and a function that unpacks such operands to arrays.
     """
     large = []
     for i in range(factors, len(parts)):
@@ -358,7 +360,7 @@ def _operands(
             large.append(i)
     large.sort(key=lambda i: -parts[i].nbytes)
     alone = large[:_MOST_OPERANDS]
-    if other_axes() or len(parts) - len(alone) <= 1:  # a single one keeps its shape
+    if other_axes() or len(parts) - len(alone) <= 1:  # a single array keeps its shape
         return parts, list
     operands: list[Any] = [None]
     packed: list[Any] = list(parts)
@@ -380,10 +382,10 @@ def _whole(x: Array) -> Array:
 
 
 def _laid_out(x: Array) -> Array:
-    """Splits the longest axis that can be split over all devices of the automatic axes.
+    """Shards the longest axis that the devices of the Auto axes divide, over these axes.
 
-    The compiler would copy a factor to every device that needs it and then let each of them send
-    all of it.
+    Else the compiler would copy a factor to every device that needs it, and each device would send
+    the whole factor.
     """
     axes = other_axes(AxisType.Auto)
     shape = get_abstract_mesh().shape
@@ -397,14 +399,14 @@ def _laid_out(x: Array) -> Array:
     _, longest = max(divisible)
     spec: list[Any] = [None] * x.ndim
     spec[longest] = axes
-    # Whole first: layouts travel backwards too, into the gradient and the model that made it.
+    # Replicate first: the compiler propagates shardings backwards too, into gradient and model.
     return lax.with_sharding_constraint(_whole(x), PartitionSpec(*spec))
 
 
 def mean_each(
     leaves: Sequence[Array], axis_name: AxisName, wire_dtypes: Sequence[Any] | None = None
 ) -> Reduced:
-    """Averages arrays in one all-reduce for every dtype on the wire, by default their own."""
+    """Averages arrays in one all-reduce for every wire dtype; None takes the arrays' dtypes."""
     means = list(leaves)
     sent = list(leaves)
     finite = jnp.array(True)
@@ -419,12 +421,12 @@ def mean_each(
 
 
 def owner_id(axis_name: AxisName) -> Array:
-    """Returns the owner of what this replica keeps: its index less their number, -n to -1."""
+    """Returns this replica's id as an owner: its index minus the number of replicas, -n to -1."""
     return lax.axis_index(axis_name).astype(jnp.float32) - axis_size(axis_name)
 
 
 def _collective_axes(axis_name: AxisName) -> list[AxisName]:
-    """Returns the axes of each collective: `jax.vmap` has rules for one axis at a time only."""
+    """Returns the axes of each collective; `jax.vmap` supports only one axis at a time."""
     axes = axis_tuple(axis_name)
     if set(axes) <= set(mesh_axes(AxisType.Manual)):
         return [axes]
@@ -432,20 +434,20 @@ def _collective_axes(axis_name: AxisName) -> list[AxisName]:
 
 
 def exchange(x: Array, axis_name: AxisName) -> Array:
-    """Sends row ``k`` of `x` to replica ``k``: row ``w`` of the result came from replica ``w``."""
+    """Sends row ``k`` of `x` to replica ``k``; row ``w`` of the result comes from replica ``w``."""
     axes = _collective_axes(axis_name)
     sizes = list(map(axis_size, axes))
     rows = x.reshape(*sizes, *x.shape[1:])
     for i, names in enumerate(axes):
-        # Nothing is sent by a single replica, whose shape `jax.vmap` gets wrong where the operand
-        # is not mapped (jax 0.10.2).
+        # A single replica sends nothing; for it `jax.vmap` returns a wrong shape if the operand is
+        # not mapped (jax 0.10.2).
         if sizes[i] > 1:
             rows = lax.all_to_all(rows, names, split_axis=i, concat_axis=i, tiled=True)
     return rows.reshape(x.shape)
 
 
 def gather(x: Array, axis_name: AxisName) -> Array:
-    """Gathers every `x` along a new axis 0, typed as replicated under ``check_vma=True``."""
+    """Gathers `x` of all replicas along a new axis 0; its type is replicated."""
     rows = x
     for names in reversed(_collective_axes(axis_name)):
         kind = "invarying" if vma_axes(names) else "varying"
@@ -454,23 +456,22 @@ def gather(x: Array, axis_name: AxisName) -> Array:
 
 
 def maximum(x: Array, axis_name: AxisName) -> Array:
-    """Takes the elementwise maximum over the replicas, for values that have no mean."""
+    """Returns the elementwise maximum over the replicas, for values that have no mean."""
     return lax.pmax(as_local(x, axis_name), axis_name)
 
 
 def total(x: Array, axis_name: AxisName) -> Array:
-    """Sums over the replicas, in the array's own dtype; flags as int32."""
+    """Sums over the replicas in the array's dtype; flags as int32."""
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.int32)
     return lax.psum(as_local(x, axis_name), axis_name)
 
 
 def _psum(xs: list[Array], axis_name: AxisName, dtype: Any) -> list[Array]:
-    """Sums arrays with their own dtype on the wire where there is one, and returns them in `dtype`.
+    """Sums arrays over the replicas in their dtype on the wire, and returns them in `dtype`.
 
-    XLA's CPU backend has no bfloat16 all-reduce: it widens to float32 by itself, and aborts the
-    process when some mesh axes are left to the compiler. So on CPU
-    the arrays are cast to float32 before the sum.
+    XLA's CPU backend has no bfloat16 all-reduce. It widens to float32 by itself, and aborts the
+    process if the mesh has Auto axes. So on CPU the arrays are cast to float32 before the sum.
     """
 
     def summed(xs: list[Array]) -> Any:

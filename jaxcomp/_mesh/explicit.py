@@ -1,7 +1,7 @@
 """The mesh outside of a mapped function, and its Explicit axes inside of one.
 
-Beside Explicit axes every operation must say how its result is sharded. The arithmetic of a
-reducer, with its reshapes and products, cannot: there such axes are left to the compiler.
+On a mesh with Explicit axes every operation must state the sharding of its result. The reshapes and
+products of a reducer cannot do that, so these axes become Auto while a reducer runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxcomp._mesh.collectives import axis_tuple, mesh_axes
 
 
 def context_mesh() -> Any:
-    """Returns the mesh of `jax.set_mesh`, inside `jax.jit` without its devices; or None."""
+    """Returns the mesh of `jax.set_mesh` (inside `jax.jit` an abstract mesh), or None."""
     mesh = get_abstract_mesh()
     if mesh.empty:
         return None
@@ -32,10 +32,10 @@ def context_mesh() -> Any:
 
 
 def check_mesh_axes(mesh: Any, axis_name: AxisName) -> None:
-    """Refuses what is not a mesh, and one without the axes of the replicas.
+    """Refuses an object that is not a mesh, and a mesh without the axes of the replicas.
 
     Raises:
-      ValueError: With the axes that there are.
+      ValueError: In these cases; the message lists the mesh's axes.
     """
     if not hasattr(mesh, "axis_types"):
         kind = type(mesh).__name__
@@ -54,7 +54,7 @@ def replicas_on(mesh: Any, axis_name: AxisName) -> int:
 
 
 def over_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
-    """Returns a specification that says nothing of any but these axes."""
+    """Returns the part of a PartitionSpec that names these axes."""
     parts: list[Any] = []
     for part in spec:
         parts.append(tuple(name for name in axis_tuple(part) if name in axes))
@@ -62,7 +62,7 @@ def over_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
 
 
 def split_axis(spec: PartitionSpec) -> int | None:
-    """Returns the axis along which a leaf is split; None for what all replicas see whole."""
+    """Returns the first axis that a spec splits, or None if it splits no axis."""
     for axis, part in enumerate(spec):
         if part:
             return axis
@@ -70,9 +70,9 @@ def split_axis(spec: PartitionSpec) -> int | None:
 
 
 def resharded(x: Any, mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> Any:
-    """Lays `x` out as `spec` says over `axes`, and as before over the other Explicit ones.
+    """Reshards `x` to `spec` over `axes`, and leaves its sharding over other Explicit axes.
 
-    `jax.shard_map` does this by itself for automatic axes; for Explicit ones it wants to be asked.
+    `jax.shard_map` reshards Auto axes by itself, but not Explicit axes.
     """
     if set(axes).isdisjoint(mesh_axes(AxisType.Explicit, mesh)):
         return x
@@ -88,19 +88,19 @@ def resharded(x: Any, mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> 
 
 
 def known_sharding(leaf: Any) -> Any:
-    """Returns how a leaf is known to lie: of a tracer only what its type says, of NumPy nothing."""
+    """Returns the known sharding of a leaf: a tracer's is in its type, a NumPy array has None."""
     if is_traced(leaf):
         return jax.typeof(leaf).sharding
     return getattr(leaf, "sharding", None)
 
 
 def call_on_automatic_axes(function: Callable[..., Any], shardings: PyTree, /, *args: Any) -> Any:
-    """Calls `function` with the Explicit axes of the mesh left to the compiler while it runs.
+    """Calls `function` with the Explicit axes of the mesh as Auto axes.
 
     Args:
-      function: Takes trees by position. Its arrays may be sharded in their types.
-      shardings: What the results are typed as afterwards, a prefix of them.
-      *args: What `function` is called with.
+      function: A function of trees by position, whose arrays may be sharded over Explicit axes.
+      shardings: The shardings of the results afterwards; a tree prefix of the results.
+      *args: The arguments of `function`.
     """
 
     def inside(arrays: PyTree) -> Any:
@@ -111,20 +111,20 @@ def call_on_automatic_axes(function: Callable[..., Any], shardings: PyTree, /, *
 
 
 def typed_specs(tree: PyTree) -> PyTree:
-    """Returns how the types of arrays say that they are sharded: over Explicit axes only."""
+    """Returns the PartitionSpecs in the types of arrays, which name Explicit axes only."""
     return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
 
 
 class Boundary:
-    """The way into a `jax.shard_map` over some axes of a mesh, beside Explicit ones.
+    """Wrappers around and inside of a `jax.shard_map`, for meshes with further Explicit axes.
 
-    JAX before 0.12 gathers whatever enters or leaves along the Explicit axes. With such a JAX
-    these axes are made automatic around the `shard_map`, and Explicit again inside of it, for the
-    user's function.
+    JAX before 0.12 gathers all inputs and outputs along the Explicit axes. With such a JAX these
+    axes become Auto around the `shard_map`, and Explicit again inside of it, for the user's
+    function.
     """
 
     def __init__(self, mesh: Any, axes: tuple[str, ...]):
-        """Finds the Explicit axes beside those that are mapped, `axes`."""
+        """Finds the Explicit axes of a mesh other than the mapped `axes`."""
         explicit = mesh_axes(AxisType.Explicit, mesh)
         self._beside = tuple(name for name in explicit if name not in axes)
         self._around = ()
@@ -133,22 +133,22 @@ class Boundary:
         self.mesh = mesh
         if self._beside and jax.__version_info__ < (0, 12):
             self._around = self._beside
-            self.mesh = None  # the one of the context
+            self.mesh = None  # the mesh of the context
 
     def explicit(self, function: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
-        """Wraps a function, inside, so that its arrays are typed as outside, by `specs`."""
+        """Wraps a function inside of the `shard_map` so that its arrays have the types `specs`."""
         if not self._around:
             return function
         kept = jax.tree.map(lambda spec: over_axes(spec, self._around), specs)
         return jax.sharding.explicit_axes(function, axes=self._around, in_sharding=(kept,))
 
     def automatic(self, mapped: Callable[..., Any], like: PyTree) -> Callable[..., Any]:
-        """Wraps the mapped function, outside, so that its results are typed as `like`."""
+        """Wraps the `shard_map` so that its results have the types `like`."""
         if self._around:
             shardings = jax.tree.map(lambda spec: NamedSharding(self.outer, spec), like)
             mapped = jax.sharding.auto_axes(mapped, axes=self._around, out_sharding=shardings)
         if self._beside:
-            # Outside of `jax.jit` it would run op by op, where arrays keep the types of the whole
-            # mesh.
+            # Without `jax.jit` it would run operation by operation, and arrays would keep the types
+            # of the whole mesh.
             return jax.jit(mapped)
         return mapped

@@ -1,19 +1,20 @@
-"""Which leaves of a state a replica has of its own, how they lie, and whose they are.
+"""Finds per-replica leaves of a state, their axes of replicas, and the replica that owns them.
 
-A state class says which of its fields differ between replicas with a class attribute,
-``per_replica = ("residual", "owner")``. Nothing here knows a reducer by name, so a user's own takes
-part by declaring the same.
+A state class names the fields that differ between replicas in a class attribute,
+``per_replica = ("residual", "owner")``. This module knows no reducer by name, so the state of a
+user's reducer only needs the same attribute.
 
-Such leaves lie in one of two ways, and the axes of `owner` tell which. Outside of a mapped function
-a state that is training has a leading axis of replicas, residual ``(n, *leaf)`` and owner ``(n,)``;
-a consolidated one has none. Inside, the axis is mapped away by `jax.pmap` and `jax.vmap`;
-`jax.shard_map` leaves a row of it, ``(1, *leaf)`` and ``(1,)``, which the update of every
-`Transformation` takes off and puts on again.
+Per-replica leaves have an axis of replicas or not; the axes of `owner` show it. Outside of a mapped
+function, the state of a running training has a leading axis of replicas, residual ``(n, *leaf)``
+and owner ``(n,)``. A consolidated state has no such axis. Inside, `jax.pmap` and `jax.vmap` remove
+the axis. `jax.shard_map` leaves a row, ``(1, *leaf)`` and ``(1,)``, which the update of every
+`Transformation` removes and adds again.
 
-The owner is 0 for what is everybody's, as in a consolidated state; else the replica's index less
-the number of replicas, which is never 0. A step writes it with what it keeps. It is read where a
-state is consolidated or placed: `flax.jax_utils.unreplicate` and ``x[0]`` give one replica's
-residual, which on every replica would be a gradient that nobody computed.
+The owner is 0 if all replicas share the values, as in a consolidated state. Else it is the
+replica's index minus the number of replicas, which is never 0. A step writes it together with the
+residual. Functions that consolidate or place a state read it, because `flax.jax_utils.unreplicate`
+and ``x[0]`` return the residual of one replica only. On every replica, that residual would be a
+wrong gradient.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from jaxcomp._base.leaves import key_names, leaf_name, nodes_of
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.collectives import local_if_bound
 
-# States of other libraries that hold something of each replica's own. MultiSteps accumulates local
-# gradients, of which, as of a residual, only the mean matters.
+# States of other libraries with per-replica fields. MultiSteps accumulates local gradients; like
+# residuals, they matter only through their mean.
 _FOREIGN: dict[type, tuple[str, ...]] = {optax.MultiStepsState: ("acc_grads",)}
 
-# What a leaf of a state is: the same for all replicas, each one's own, or whose that is.
+# Kinds of leaves: replicated, per replica, or the owner of per-replica leaves.
 SHARED = "shared"
 LOCAL = "local"
 OWNER = "owner"
 
 
 def marks(tree: PyTree) -> PyTree:
-    """Marks the leaves of a tree that holds states: SHARED, LOCAL or OWNER, as their classes say.
+    """Returns a tree with the kind of each leaf, SHARED, LOCAL or OWNER, as state classes say.
 
     Raises:
       ValueError: If a state in the tree has lost its class.
@@ -76,21 +77,22 @@ def marks(tree: PyTree) -> PyTree:
 
 
 def is_accumulator(node: Any) -> bool:
-    """Tells the state of `optax.MultiSteps` and of `jaxcomp.accumulate`."""
+    """Tells whether a node is a state of `optax.MultiSteps` or `jaxcomp.accumulate`."""
     return hasattr(node, "acc_grads") and hasattr(node, "inner_opt_state")
 
 
 def accumulators(tree: PyTree) -> list[Any]:
-    """Returns the states that accumulate, in a tree."""
+    """Returns the accumulator states in a tree."""
     return nodes_of(tree, is_accumulator)
 
 
 def _has_averaged_before(tree: PyTree) -> bool:
-    """Tells whether states accumulate what a reducer beside them has averaged.
+    """Tells whether accumulators hold gradients that a reducer has already averaged.
 
-    As in ``optax.chain(hold_state(reducer), optax.MultiSteps(...))``: what they hold is then the
-    same on all replicas. A reducer inside of one gets what it has accumulated. `accumulate` is made
-    for that, and another network's reducer may be beside it: only one in its chain counts.
+    In ``optax.chain(hold_state(reducer), optax.MultiSteps(...))`` the accumulated gradients are
+    equal on all replicas. If the reducer is inside of the accumulator, it gets local gradients. For
+    `accumulate`, which is made to hold a reducer, only a reducer before it in its chain counts: one
+    elsewhere in the tree may belong to another network.
     """
     nodes = accumulators(tree)
     if not nodes or reducer_states([node.inner_opt_state for node in nodes]):
@@ -101,19 +103,19 @@ def _has_averaged_before(tree: PyTree) -> bool:
 
 
 def _is_chain_behind(node: Any) -> bool:
-    """Tells whether it is a chain's state with an accumulator, however deep, behind a reducer."""
+    """Tells whether a node is a chain's state with a reducer and, at any depth, an accumulator."""
     if type(node) is not tuple or not accumulators(node):
         return False
     return any(is_reducer_state(link) and not is_accumulator(link) for link in node)
 
 
 def is_reducer_state(node: Any) -> bool:
-    """Tells whether a class says what replicas have of their own, as those of states do."""
+    """Tells whether a node's class declares its per-replica fields, as state classes do."""
     return isinstance(getattr(type(node), "per_replica", None), tuple)
 
 
 def reducer_states(tree: PyTree) -> list[Any]:
-    """Returns the states in a tree that are in no other."""
+    """Returns the outermost reducer states in a tree."""
     return nodes_of(tree, is_reducer_state)
 
 
@@ -122,22 +124,22 @@ def _is_state(node: Any) -> bool:
 
 
 def _is_bare(node: Any) -> bool:
-    """Tells whether this is a reducer's state turned into a mapping, as by nnx.state."""
+    """Tells whether a node is a reducer's state that became a mapping, as nnx.state makes it."""
     return isinstance(node, Mapping) and "residual" in node and ("q" in node or "inner" in node)
 
 
 def has_foreign(tree: PyTree) -> bool:
-    """Tells whether a state of another library, which takes no rows, has per-replica leaves.
+    """Tells whether the tree has per-replica leaves in a state of another library.
 
-    One that is itself in a per-replica field, as an optimizer of local steps, has none: its row is
-    taken off with the field's.
+    Such a state does not support rows. A state inside of a per-replica field, such as the optimizer
+    of local steps, is not counted, because its row is removed with the field's.
     """
     kinds = map(type, nodes_of(tree, _is_state))
     return not _FOREIGN.keys().isdisjoint(kinds) and not _has_averaged_before(tree)
 
 
 def leaves_marked(state: PyTree, *kinds: str) -> dict[str, Any]:
-    """Returns the leaves of a state that are marked so, by path."""
+    """Returns the leaves of a state of these kinds, by path."""
     chosen = {}
     leaves = jax.tree.leaves_with_path(state)
     for (path, leaf), mark in zip(leaves, jax.tree.leaves(marks(state)), strict=True):
@@ -147,16 +149,16 @@ def leaves_marked(state: PyTree, *kinds: str) -> dict[str, Any]:
 
 
 def no_owner(axis_name: AxisName) -> Array:
-    """Returns the owner of a residual before the first step: float32 scalar 0."""
+    """Returns the owner of a fresh residual: float32 scalar 0."""
     return local_if_bound(jnp.zeros([], jnp.float32), axis_name)
 
 
 def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
-    """Tells whether per-replica leaves have a leading axis: a row in a mapped function, or all.
+    """Tells whether per-replica leaves have a leading axis (of length 1 in a mapped function).
 
     Args:
       state: Any tree that holds states.
-      fresh: Makes a state without rows, to compare with where there is no owner.
+      fresh: A function that makes a state without rows, to compare with if there is no owner.
     """
     owners = leaves_marked(state, OWNER)
     if owners or fresh is None:
@@ -165,16 +167,16 @@ def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
     if not local:
         return False
     without = leaves_marked(jax.eval_shape(fresh), LOCAL)
-    if local.keys() != without.keys():  # of other parameters, which is refused elsewhere
+    if local.keys() != without.keys():  # of other parameters; another check refuses it
         return False
     return all(np.ndim(leaf) == 1 + np.ndim(without[name]) for name, leaf in local.items())
 
 
 def without_row(state: PyTree) -> PyTree:
-    """Takes a replica's own values out of their row, inside a function mapped over the replicas.
+    """Removes the leading axis of 1 of per-replica leaves, inside of a mapped function.
 
     Raises:
-      ValueError: If a leaf has the rows of several replicas.
+      ValueError: If a leaf has rows of several replicas.
     """
 
     def taken_out(path: KeyPath, leaf: Any, mark: str) -> Any:

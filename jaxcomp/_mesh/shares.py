@@ -1,12 +1,12 @@
-"""A mean in shares: replica ``k`` sums share ``k`` of everything, and sends the mean to everybody.
+"""Averages in shares: replica ``k`` sums share ``k`` of all arrays, and sends the mean to all.
 
-An all-to-all and an all-gather, which together carry what a ring all-reduce would. In between a
-share is decoded, so that what travels need not be what is summed: integers of 8 or 6 bits with a
-scale for each block (`BlockLayout`), or values as they are (`ExactLayout`). A sum of integers on
-the wire would overflow; here none is taken.
+This takes an all-to-all and an all-gather, which together send as many bytes as a ring all-reduce.
+Shares are decoded before they are summed, so the format on the wire can differ from the format of
+the sum: integers of 8 or 6 bits with a scale for each block (`BlockLayout`), or exact values
+(`ExactLayout`). An all-reduce of integers would overflow.
 
-Arrays of one layout travel as one array with an axis in front that counts them, and all arrays side
-by side in the bytes of a row. A row belongs to one replica.
+Arrays of one layout are stacked to one array. The bytes of all arrays lie side by side in a row,
+and each replica has one row.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from jaxcomp._base.typing import Array, AxisName
 from jaxcomp._mesh.collectives import Reduced, axis_size, exchange, gather
 
 _SCALE_BYTES = 4
-# Arrays of more values are not worth a copy to be treated together.
+# Arrays with more values are not stacked, because the copy costs more than it saves.
 _LARGE = 1 << 19
 _WORD = 4  # bytes; each array begins on a whole word of a row
 
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """How an array of `size` values is cut into as many shares as there are replicas."""
+    """Describes how an array of `size` values is cut into one share for each replica."""
 
     size: int
     replicas: int
@@ -53,43 +53,43 @@ class _Layout:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of the whole array, in either of the two stages."""
+        """Bytes of the whole array, in each of the two stages."""
         return self.replicas * self.row_bytes
 
     def cut(self, x: Array) -> Array:
-        """Cuts arrays behind each other into shares ``(replicas, arrays, *share)``."""
+        """Cuts consecutive arrays into shares ``(replicas, arrays, *share)``."""
         arrays = x.reshape(-1, self.size)
         padded = _padded(arrays, self.replicas * math.prod(self.share_shape))
         shares = padded.reshape(len(arrays), self.replicas, *self.share_shape)
         return shares.swapaxes(0, 1)
 
     def join(self, shares: Array) -> Array:
-        """Inverts `cut`: the arrays, ``(arrays, size)``."""
+        """Inverts `cut`; returns arrays ``(arrays, size)``."""
         together = shares.swapaxes(0, 1).reshape(shares.shape[1], -1)
         return together[:, : self.size]
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockLayout(_Layout):
-    """How an array of `size` values is cut: ``(replicas, blocks, length)``, padded with zeros.
+    """Describes how an array is cut into ``(replicas, blocks, length)``, padded with zeros.
 
-    Each block travels as integers and the float32 scale that they have in common.
+    Each block is sent as integers and one float32 scale.
     """
 
     blocks: int
     length: int
-    bits: int = 8  # of an integer, or 6: four of these in three bytes
+    bits: int = 8  # bits of an integer: 8, or 6 (four integers in three bytes)
 
     @classmethod
     def of(cls, size: int, replicas: int, block_size: int | None, bits: int = 8) -> BlockLayout:
-        """Makes blocks of at most `block_size` values, as equal as possible: little is padded."""
+        """Makes equal blocks of at most `block_size` values, with little padding."""
         share = _quotient_up(size, replicas)
         blocks = _quotient_up(share, block_size or max(share, 1))
         return cls(size, replicas, blocks, _quotient_up(share, max(blocks, 1)), bits)
 
     @property
     def levels(self) -> int:
-        """Returns the levels of either sign: a gradient and its negative are treated alike."""
+        """Returns the largest integer; the least is its negative, so signs are treated alike."""
         return 2 ** (self.bits - 1) - 1
 
     @property
@@ -109,7 +109,7 @@ class BlockLayout(_Layout):
         return self._integer_bytes + self.blocks * _SCALE_BYTES
 
     def encode(self, shares: Array) -> Array:
-        """Rounds shares ``(..., blocks, length)`` to nearest, as ``(..., row_bytes)`` int8."""
+        """Rounds shares ``(..., blocks, length)`` to nearest; returns ``(..., row_bytes)`` int8."""
         integers, scales = _quantize(shares, self.levels)
         integers = integers.reshape(*shares.shape[:-2], self.blocks * self.length)
         if self.bits == 6:
@@ -129,9 +129,9 @@ class BlockLayout(_Layout):
 
 @dataclasses.dataclass(frozen=True)
 class ExactLayout(_Layout):
-    """An array of `size` values in shares ``(replicas, length)`` that travel as their own bits."""
+    """Describes how an array is cut into shares ``(replicas, length)``, sent without rounding."""
 
-    dtype: Any  # on the wire
+    dtype: Any  # the wire dtype
 
     @property
     def share_shape(self) -> tuple[int, ...]:
@@ -161,13 +161,13 @@ def mean_by_shares(
 
     Args:
       parts: Arrays of any shapes, float32 or wider; means and sent have the same.
-      layouts: How each of them travels. A part may be many arrays along its first axis, with the
-        layout of one of them: they travel as they would in parts of their own.
+      layouts: The layout of each part. A part may be a stack of arrays along its first axis, with
+        the layout of one array; the result is the same as for separate parts.
       axis_name: The mapped axis or axes.
 
     Returns:
-      The means, what this replica sent of them, and whether all means are finite. A value that is
-      not finite makes its block NaN on every replica, and never an integer.
+      The means, this replica's contributions as sent, and whether all means are finite. A value
+      that is not finite makes its block NaN on every replica.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -179,7 +179,7 @@ def mean_by_shares(
       [2.0, -2.0]
     """
     replicas = axis_size(axis_name)
-    # Of what is empty constants, which are replicated by their type under check_vma=True.
+    # Empty parts become constants, which have a replicated type under check_vma=True.
     means = [jnp.zeros(x.shape, x.dtype) for x in parts]
     sent = list(parts)
     groups = _groups(parts, layouts)
@@ -201,11 +201,11 @@ def mean_by_shares(
     owner = lax.axis_index(axis_name)
     rounded = _decoded(kinds, wire_of_means, shares)
     for k, local in enumerate(_decoded(kinds, wire, shares)):
-        # The second rounding of a share is known only to the replica that summed it. There it
-        # counts as that replica's own, so that the mean of what was sent is the output.
+        # Only the replica that summed a share knows the share's second rounding. It is added to
+        # that replica's contribution, so that the mean of the contributions is the output.
         once = lax.dynamic_index_in_dim(local, owner)
         twice = once + replicas * (rounded[k] - averaged[k])
-        # As many times the rounding may be more than the float range has left.
+        # `replicas` times the rounding may exceed the float range.
         twice = jnp.where(jnp.isfinite(twice), twice, once)
         local = lax.dynamic_update_index_in_dim(local, twice, owner, axis=0)
         _put(means, groups[k], kinds[k].join(outputs[k]))
@@ -214,9 +214,9 @@ def mean_by_shares(
 
 
 def _groups(parts: Sequence[Array], layouts: Sequence[Layout]) -> list[list[int]]:
-    """Groups what is not empty by layout; a large part is a group of its own.
+    """Groups small parts by layout; a large part is alone, and empty parts are left out.
 
-    A GPU would launch every kernel once for each of them.
+    Without groups a GPU would launch every kernel once for each part.
     """
     kinds: list[Any] = []
     for i, part in enumerate(parts):
@@ -230,7 +230,7 @@ def _groups(parts: Sequence[Array], layouts: Sequence[Layout]) -> list[list[int]
 
 
 def _put(parts: list[Array], positions: Sequence[int], arrays: Array) -> None:
-    """Takes parts out of their arrays ``(arrays, size)``, in the shapes of those they replace."""
+    """Replaces parts by rows of `arrays` ``(arrays, size)``, in the shapes of the old parts."""
     start = 0
     for i in positions:
         end = start + parts[i].size // arrays.shape[1]
@@ -247,7 +247,7 @@ def _encoded(layouts: Sequence[Layout], shares: Sequence[Array]) -> Array:
 
 
 def _decoded(layouts: Sequence[Layout], rows: Array, like: Sequence[Array]) -> list[Array]:
-    """Inverts `_encoded`, for as many arrays of each layout as `like` has, in their dtypes."""
+    """Inverts `_encoded`; `like` has the number of arrays of each layout, and their dtypes."""
     shares = []
     start = 0
     for layout, x in zip(layouts, like, strict=True):
@@ -260,24 +260,25 @@ def _decoded(layouts: Sequence[Layout], rows: Array, like: Sequence[Array]) -> l
 
 
 def _mean_of_rows(x: Array) -> Array:
-    """Averages over the first axis, which stays with length 1.
+    """Averages over the first axis, and keeps it with length 1.
 
-    Divided before it is summed, so that no sum overflows where the mean does not; and as a product,
-    because XLA's CPU backend takes ten times as long for a sum over the first axis.
+    Values are divided before the sum, so that the sum does not overflow if the mean does not. The
+    sum is a matrix product, because XLA's CPU backend is ten times slower at sums over the first
+    axis.
     """
     weights = jnp.full(len(x), 1 / len(x), x.dtype)
     return jnp.einsum("w,w...->...", weights, x, precision=lax.Precision.HIGHEST)[None]
 
 
 def _quantize(x: Array, levels: int) -> tuple[Array, Array]:
-    """Returns integers up to `levels` like `x`, and a float32 scale for each of its last axes.
+    """Returns integers of `x` between -levels and levels, and a float32 scale for each last axis.
 
-    A scale is NaN where a value of its block is not finite, and 0 where all are zero or so small
-    that the scale would be subnormal.
+    A scale is NaN if a value of its block is not finite. It is 0 if all values are zero, or so
+    small that the scale would be subnormal.
     """
     scale = (jnp.abs(x).max(axis=-1) / levels).astype(jnp.float32)
-    # A maximum need not show a NaN: XLA's CPU backend drops it at some shapes (jaxlib 0.10.2). A
-    # sum does; that of x - x is 0 or NaN.
+    # The maximum may miss a NaN: XLA's CPU backend drops it at some shapes (jaxlib 0.10.2). The sum
+    # of x - x, which is 0 or NaN, does not miss it.
     zero_or_nan = jnp.sum(x - x, axis=-1)
     finite = jnp.isfinite(scale) & (zero_or_nan == 0)
     scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, 0)
@@ -304,7 +305,7 @@ def _unpacked(packed: Array) -> Array:
     three = packed.reshape(*packed.shape[:-1], -1, 3)
     words = lax.bitcast_convert_type(_padded(three, 4), jnp.uint32)
     four = jnp.stack([words, words >> 6, words >> 12, words >> 18], axis=-1) & 63
-    # Six bits with a sign, as eight.
+    # Extends the sign of six bits to eight bits.
     signed = (four.astype(jnp.int8) ^ 32) - 32
     return signed.reshape(*packed.shape[:-1], -1)
 

@@ -1,8 +1,8 @@
-r"""Replicas that do not count the same: gradients times their weight, in front of any average.
+r"""Weights of replicas: gradients are multiplied by their weight before any average.
 
 The plain mean of :math:`g_w a_w / \bar a`, with the weights' mean :math:`\bar a`, is the weighted
-mean :math:`\sum_w a_w g_w / \sum_w a_w`. So a weight needs no place inside a reducer. What it costs
-is one all-reduce of a scalar, which waits for no gradient.
+mean :math:`\sum_w a_w g_w / \sum_w a_w`. So reducers need no code for weights. The cost is one
+all-reduce of a scalar, which does not wait for the gradients.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from jaxcomp._base.leaves import compute_dtype, floating_leaves, is_floating, wi
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, mean_each, reduce_mean
 
-# Means beyond this and its reciprocal: their quotients would be rounded to 0, or infinite.
+# A mean below this or above its reciprocal is refused: quotients could become 0 or infinite.
 _LEAST = 1e-30
 _OTHER_NAMES = ("w", "wt", "wts", "wgt", "wgts", "count", "counts", "examples")
 
 
 def refuse_misspelt_weight(names: Iterable[str]) -> None:
-    """Refuses extra arguments of an update that are meant as ``weight`` and would do nothing.
+    """Refuses extra arguments of an update that look like ``weight`` and would do nothing.
 
-    Others are for other links of a chain. The last word of ``example_weights`` tells: a short one
-    with a w and all other letters of ``weight`` but at most one.
+    Other extra arguments are for other links of a chain. The last word of the name decides, as in
+    ``example_weights``: a short word with a w that lacks at most one letter of ``weight``.
 
     Raises:
-      ValueError: With the right name.
+      ValueError: If it finds such a name; the message has the right one.
     """
     for name in names:
         word = name.lower().strip("_").rpartition("_")[2]
@@ -44,22 +44,22 @@ def refuse_misspelt_weight(names: Iterable[str]) -> None:
 
 
 def is_real(dtype: Any) -> bool:
-    """Tells whether values of a dtype can count something: real numbers and truth values."""
+    """Tells whether a dtype can hold weights: real numbers and bools."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return False
     return jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_
 
 
 def share_of_mean(weight: Any, axis_name: AxisName) -> tuple[Array, Array]:
-    """Returns this replica's weight over the mean of all replicas' weights, and that mean.
+    """Returns this replica's weight divided by the mean weight, and the mean weight.
 
     Args:
-      weight: How much this replica counts: one number, not negative; 0 sits out.
+      weight: This replica's weight: one number, not negative; with 0 the replica is ignored.
       axis_name: The mapped axis or axes.
 
     Returns:
-      Float32 scalars. The share is NaN if a weight is negative or not finite, or the mean is 0 or
-      beyond 1e-30 and 1e30: what is multiplied by it is then not finite.
+      Two float32 scalars. The share is NaN if a weight is negative or not finite, or the mean is
+      not between 1e-30 and 1e30. Gradients that are multiplied by it become NaN.
 
     Raises:
       ValueError: If `weight` is not one real number.
@@ -80,9 +80,9 @@ def share_of_mean(weight: Any, axis_name: AxisName) -> tuple[Array, Array]:
 
 
 def weighted(tree: PyTree, share: Array) -> PyTree:
-    """Multiplies every floating leaf by `share`, in float32 or wider; zeros where that is 0.
+    """Multiplies every floating leaf by `share`, in float32 or wider; zeros if `share` is 0.
 
-    A replica that sits out may hold anything: a NaN times 0 would be NaN.
+    A replica with weight 0 may hold NaN, and NaN times 0 would be NaN.
     """
 
     def times(leaf: Any) -> Any:
@@ -99,12 +99,12 @@ def averaged(tree: PyTree, axis_name: AxisName, weight: Any = None) -> tuple[PyT
     """Averages every floating leaf of a tree in one all-reduce; others stay as they are.
 
     Args:
-      tree: Averaged in float32 or wider, then back to the dtypes of its leaves.
+      tree: Any tree of arrays. Means are computed in float32 or wider and cast back.
       axis_name: The mapped axis or axes.
-      weight: How much this replica counts; None if all count the same.
+      weight: This replica's weight; None if all replicas have the same weight.
 
     Returns:
-      The averages, and whether any replica counted; None if all do.
+      The averages; and a bool scalar, False if all weights are 0 (None without `weight`).
     """
     tree = jax.tree.map(jnp.asarray, tree)
     leaves = floating_leaves(tree)
@@ -121,18 +121,19 @@ def averaged(tree: PyTree, axis_name: AxisName, weight: Any = None) -> tuple[PyT
 
 
 def weighted_gradients(gradients: PyTree, weight: Any, axis_name: AxisName) -> PyTree:
-    r"""Makes :math:`g_w a_w / \bar a` of gradients :math:`g_w`: its plain mean is the weighted one.
+    r"""Multiplies gradients :math:`g_w` by :math:`a_w / \bar a`: their plain mean is then weighted.
 
-    What ``update(..., weight=a)`` of every reducer does first. Call it yourself in front of a chain
-    of reducers along different axes, with all of these axes.
+    ``update(..., weight=a)`` of every reducer does this first. Call it yourself before a chain of
+    reducers along different axes, with all of these axes.
 
     Args:
       gradients: This replica's local gradients.
-      weight: How much this replica counts: one number, not negative; 0 sits out.
+      weight: This replica's weight: one number, not negative; with 0 the replica is ignored.
       axis_name: The mapped axis or axes of the replicas.
 
     Returns:
-      The same tree, float32 or wider; zeros on a replica of weight 0, whatever it holds.
+      The same tree, in float32 or wider; zeros on a replica of weight 0, whatever its gradients
+      hold.
 
     Raises:
       ValueError: If `weight` is not one real number, or the axis is not bound.
