@@ -118,10 +118,13 @@ def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
         if text is not None:
             budget.claim(PARSED_BYTES * len(text))
             fields["layout"] = BucketLayout.from_json(text)
-        extra, size = fields["extra"], fields["world_size"]
-        fields["extra"] = _text_keys(extra, "the file") if isinstance(extra, dict) else {}
-        known = type(size) is int and 0 < size <= MAX_RANKS
-        fields["world_size"] = size if known else None
+        extra = {}
+        if isinstance(fields["extra"], dict):
+            extra = _text_keys(fields["extra"], "the file")
+        fields["extra"] = extra
+        size = fields["world_size"]
+        if type(size) is not int or not 0 < size <= MAX_RANKS:
+            fields["world_size"] = None
         return Checkpoint(**fields)
     except Forbidden as error:
         raise UnsafeCheckpoint(
@@ -148,17 +151,20 @@ def _fields(value: dict[Any, Any]) -> dict[str, Any]:
     kind = value.get("format")  # may be a tensor, since a parameter may have this name
     if isinstance(kind, str) and kind == FORMAT:
         return read_document(value)
-    fields: dict[str, Any] = dict.fromkeys(("model", "layout", "extra", "world_size"))
+    fields: dict[str, Any] = dict.fromkeys(("model", "layout", "extra", "world_size", "hook"))
     if is_optimizer(value):  # accelerate's optimizer.bin, optimizer.pt of a Trainer
         return fields | {"model": {}, "optimizer": value}
-    rest = {"comm_hook_state": value} if is_slots(value) else dict(value)
+    rest = dict(value)
+    if is_slots(value):
+        rest = {"comm_hook_state": value}
     hook = _take(rest, ("comm_hook",), Global)
     # Tensors are not taken, because a flat state_dict may have parameters with these names.
     model = _take(rest, _MODEL_KEYS, dict)
     state = _take(rest, _HOOK_KEYS, dict | list | tuple)
     fields["optimizer"] = _take(rest, _OPTIMIZER_KEYS, dict)  # a list of them stays in `extra`
     fields["layout"] = _take(rest, ("layout",), str)
-    fields["hook"] = None if hook is None else hook.name.rpartition(".")[2]
+    if hook is not None:
+        fields["hook"] = hook.name.rpartition(".")[2]
     if is_post_local(state):
         rest["comm_hook_state"] = dict(state)
         fields["hook"] = fields["hook"] or "post_localSGD_hook"
@@ -225,8 +231,9 @@ def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkp
     for file, part in zip(files, parts, strict=True):
         for name, value in _shared(part).items():
             if value != known.get(name):
-                is_number = isinstance(value, int | float)
-                line = f"{name} {value}, not {known.get(name)}" if is_number else f"other {name}"
+                line = f"other {name}"
+                if isinstance(value, int | float):
+                    line = f"{name} {value}, not {known.get(name)}"
                 wrong.append(f"{file}: {line}")
         if len(part.powersgd) != 1:
             wrong.append(f"{file}: {len(part.powersgd)} hook states where one was expected")

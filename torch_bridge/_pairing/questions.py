@@ -71,8 +71,9 @@ def _by_number(match: Match, group: Group) -> Partners:
     theirs = {target.words for target in group.flax}
     if len(group.torch) != len(group.flax) or len(ours) > 1 or len(theirs) > 1:
         return {}
-    sides = (sorted(side, key=lambda layer: layer.numbers) for side in group)
-    partners = dict(zip(*sides, strict=True))
+    torch = sorted(group.torch, key=lambda layer: layer.numbers)
+    flax = sorted(group.flax, key=lambda target: target.numbers)
+    partners = dict(zip(torch, flax, strict=True))
     series = list(partners.items())
     for layer, target in match.partners.items():
         is_series = layer.words in ours and target.words in theirs
@@ -80,7 +81,9 @@ def _by_number(match: Match, group: Group) -> Partners:
             series.append((layer, target))
     series.sort(key=lambda two: two[0].numbers)
     numbers = [target.numbers for _, target in series]
-    return partners if numbers == sorted(numbers) else {}
+    if numbers != sorted(numbers):
+        return {}
+    return partners
 
 
 class Questions:
