@@ -1,1 +1,1 @@
-"""Local SGD: averages of parameters instead of gradients."""
+"""Local SGD: replicas average parameters now and then, instead of gradients in every step."""

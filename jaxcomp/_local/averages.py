@@ -1,4 +1,4 @@
-"""Means over the replicas: of parameters, momenta, or anything else that has some."""
+"""Averages parameters, momenta or other arrays over the replicas."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from jaxcomp._mesh.weights import averaged
 def average(
     tree: PyTree, axis_name: AxisName, *, when: Array | None = None, weight: Any = None
 ) -> PyTree:
-    r"""Averages every floating leaf over the replicas; the end of a run of local steps.
+    r"""Averages every floating leaf over the replicas, for example at the end of local steps.
 
     .. math:: \bar x = \frac{1}{W} \sum_{w=1}^{W} x_w
 
-    A run of `local_sgd` that does not end on an average loses nothing with
-    ``params = average(params, axis_name)``. The same function averages what is neither parameter
-    nor optimizer state, such as BatchNorm statistics.
+    If a run of `local_sgd` ends between two averages, call ``params = average(params, axis_name)``
+    at the end. The function also averages other arrays, such as BatchNorm statistics.
 
     Args:
-      tree: Any tree of arrays. Averaged in float32 even where stored narrower (one all-reduce for
-        all of it), then back to the stored dtype. Integers, flags and keys stay as they are.
+      tree: Any tree of arrays. Floating leaves are averaged in float32 or wider, in one all-reduce,
+        and cast back to their dtypes. Integers, flags and keys stay as they are.
       axis_name: The mapped axis or axes of the replicas.
-      when: A boolean scalar, the same on every replica: average only if it is true. With
+      when: A bool scalar, equal on every replica: average only if it is true. With
         ``when=state.synced`` for a `LocalSGDState`, BatchNorm statistics are averaged together with
-        the parameters, and the steps in between still hold no collective.
-      weight: How much this replica counts, a number. The values of a replica of weight 0 are
-        ignored, even NaN. None if all count the same.
+        the parameters, and the other steps still have no collective.
+      weight: This replica's weight, a number. The values of a replica with weight 0 are ignored,
+        even NaN. None if all replicas have the same weight.
 
     Returns:
       The same tree. Without `when` it is equal on every replica, bit for bit, and replicated under
@@ -46,7 +45,7 @@ def average(
       >>> jax.vmap(lambda p: jaxcomp.average(p, "data"), axis_name="data")(params)["w"].tolist()
       [[2.0, 4.0], [2.0, 4.0]]
     """
-    axis_size(axis_name)  # so that an unbound axis is named even if there is nothing to average
+    axis_size(axis_name)  # names an unbound axis even if there is nothing to average
     check_not_complex(tree)
 
     def means() -> PyTree:

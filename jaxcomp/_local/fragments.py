@@ -1,4 +1,4 @@
-"""Parameters in fragments, of about equal size or by name, to be averaged one at a time."""
+"""Splits parameters into fragments, by size or by name, which are averaged one at a time."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from jaxcomp._base.checks import check_int, check_static_number
 from jaxcomp._base.leaves import compute_dtype, is_floating, is_masked, leaf_dtype, leaf_name
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 
-# How many fragments, or a pattern for each.
+# The number of fragments, or a pattern for each fragment.
 Split: TypeAlias = int | tuple[str, ...]
 
 
 class Streaming(NamedTuple):
-    """How a round averages its parameters: in which parts, when, and how much is taken over."""
+    """The plan of a round: its fragments, when they are averaged, and how averages are mixed in."""
 
     split: Split
-    ends: tuple[int, ...]  # after how many steps of a round each fragment's average is used
+    ends: tuple[int, ...]  # step of a round after which each fragment's average is used
     delay: int  # steps between the average of a fragment and its use
-    alpha: float  # share of its parameters that a replica keeps
+    alpha: float  # fraction of its own parameters that a replica keeps
 
     @property
     def keeps_local(self) -> bool:
-        """Tells whether replicas differ after a round."""
+        """Tells whether parameters differ between replicas after a round."""
         return len(self.ends) > 1 or self.alpha > 0
 
     def mix(self, shared: PyTree, local: PyTree) -> PyTree:
-        """Mixes the average with a share of a replica's parameters, for it to go on with.
+        """Mixes the average with the fraction `alpha` of a replica's own parameters.
 
-        An element that is not finite there is left out, so that it does not outlive the round.
+        Own values that are not finite are ignored, so that they do not survive the round.
         """
         if not self.alpha:
             return shared
@@ -50,10 +50,10 @@ class Streaming(NamedTuple):
 
 
 def check_streaming(fragments: Any, delay: Any, alpha: Any, period: int) -> Streaming:
-    """Reads the arguments of Streaming DiLoCo.
+    """Checks the arguments of Streaming DiLoCo.
 
     Raises:
-      ValueError: If one is unusable, or a round of `period` steps is too short for them.
+      ValueError: If an argument is unusable, or a round of `period` steps is too short.
     """
     split: Any = fragments
     patterns: tuple[str, ...] = ()
@@ -87,10 +87,10 @@ def check_streaming(fragments: Any, delay: Any, alpha: Any, period: int) -> Stre
 
 
 def check_not_complex(params: PyTree) -> None:
-    """Refuses what has no average here.
+    """Refuses complex leaves, which are not averaged.
 
     Raises:
-      ValueError: Naming a complex leaf.
+      ValueError: If a leaf is complex; the message names it.
     """
     for path, leaf in jax.tree.leaves_with_path(params):
         if jnp.issubdtype(leaf_dtype(leaf), jnp.complexfloating):
@@ -101,10 +101,11 @@ def check_not_complex(params: PyTree) -> None:
 
 
 def numbered(params: PyTree, split: Split = 1) -> PyTree:
-    """Gives every floating leaf the number of a fragment, in a tree like the parameters; others -1.
+    """Returns the fragment number of each leaf, in a tree like the parameters; -1 if not floating.
 
-    A number of fragments: the largest leaf first, to the lightest fragment. Patterns: the first
-    that matches within the leaf's path, written as ``blocks/0/kernel``.
+    If `split` is a number, leaves are assigned in order of size, the largest first, each to the
+    smallest fragment so far. If `split` is patterns, a leaf gets the first pattern that is found in
+    its path, written as ``blocks/0/kernel``.
 
     Raises:
       ValueError: If a fragment would be empty, a leaf has no pattern, or a leaf is complex.
@@ -122,10 +123,10 @@ def numbered(params: PyTree, split: Split = 1) -> PyTree:
 
 
 def part_of(tree: PyTree, numbers: PyTree, fragment: int | None = None) -> PyTree:
-    """Returns the tree with `optax.MaskedNode` in place of all leaves but a fragment's.
+    """Returns the tree with `optax.MaskedNode` in place of all leaves outside of a fragment.
 
-    Key paths stay as they are: a reducer may decide by a leaf's name. None for all fragments, which
-    leaves out what is not floating.
+    Key paths stay as they are, because a reducer may decide by a leaf's name. With None the result
+    has the leaves of all fragments, so only leaves that are not floating are masked.
     """
 
     def chosen(number: int, leaf: Any) -> Any:
@@ -137,7 +138,7 @@ def part_of(tree: PyTree, numbers: PyTree, fragment: int | None = None) -> PyTre
 
 
 def put_back(part: PyTree, tree: PyTree) -> PyTree:
-    """Returns `tree` with the leaves that a part of it has."""
+    """Returns `tree` with its leaves replaced by those that `part` has."""
 
     def chosen(leaf: Any, old: Any) -> Any:
         if is_masked(leaf):
@@ -148,7 +149,7 @@ def put_back(part: PyTree, tree: PyTree) -> PyTree:
 
 
 def _by_pattern(paths: Iterable[KeyPath], patterns: tuple[str, ...]) -> dict[KeyPath, int]:
-    """Gives each leaf the first pattern that matches within its name."""
+    """Returns the number of the first pattern that is found in each leaf's name."""
     numbers: dict[KeyPath, int] = {}
     for path in paths:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -173,14 +174,14 @@ def _by_pattern(paths: Iterable[KeyPath], patterns: tuple[str, ...]) -> dict[Key
 
 
 def _by_size(sizes: dict[KeyPath, int], count: int) -> dict[KeyPath, int]:
-    """Gives each leaf, the largest first, the fragment that is the lightest until then."""
+    """Assigns each leaf, the largest first, to the smallest fragment so far."""
     if count > max(len(sizes), 1):
         raise ValueError(
             f"fragments={count} is more than the {len(sizes)} floating leaves of the parameters. "
             "Pass at most as many fragments as leaves."
         )
     numbers: dict[KeyPath, int] = {}
-    # Bytes and leaves of each: an empty leaf has no bytes, and yet its fragment is not empty.
+    # Bytes and leaves of each fragment. Leaves count too, because an empty leaf has no bytes.
     loads = [(0, 0)] * count
     for path in sorted(sizes, key=lambda path: -sizes[path]):
         lightest = loads.index(min(loads))

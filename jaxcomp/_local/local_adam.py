@@ -1,4 +1,4 @@
-"""Adam for the steps that a replica takes by itself."""
+"""Adam for local steps, which each replica takes with its own gradient."""
 
 from __future__ import annotations
 
@@ -21,28 +21,31 @@ def scale_by_local_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
 ) -> optax.GradientTransformation:
-    r"""Scales as `optax.scale_by_adam`, for the inner optimizer of `local_sgd`.
+    r"""Does what `optax.scale_by_adam` does, corrected for the noise of local gradients.
 
-    Noise makes the square of a replica's gradient up to :math:`W` times that of the mean over
-    :math:`W` replicas, and Adam's steps shorter. So from `start_step` on, with its gradient `g`,
+    Use it in the inner optimizer of `local_sgd`. Because of noise, the square of one replica's
+    gradient is up to :math:`W` times the square of the mean over :math:`W` replicas, which makes
+    Adam's steps shorter. So from `start_step` on, with the replica's gradient :math:`g`,
 
     .. math:: v_t = b_2 v_{t-1} + (1 - b_2) \, g_t^2 / W
 
-    and everything else as in Adam. For the same reason clip from there on at :math:`\sqrt{W}` times
-    the norm that is right for the mean. docs/local_sgd.md has what both save.
+    and everything else is as in Adam. For the same reason, clip local gradients at :math:`\sqrt{W}`
+    times the norm that suits the mean. docs/local_sgd.md shows how much both save.
 
     Args:
-      axis_name: The mapped axis (or axes) along which replicas take steps by themselves.
-      start_step: That of `local_sgd`, or the steps before the first round: of means, as in Adam.
+      axis_name: The mapped axis (or axes) of the replicas that take local steps.
+      start_step: The `start_step` of `local_sgd`, or the number of steps before the first round.
+        Before it gradients are means, and the update is that of Adam.
       b1: Decay of the first moment.
       b2: Decay of the second moment.
-      eps: Added to its root.
+      eps: Added to the root of the second moment.
 
     Returns:
       A transformation whose state holds that of `optax.scale_by_adam`.
 
     Raises:
-      ValueError: If `start_step` is no count, or when traced without the axis.
+      ValueError: If `start_step` is not a non-negative integer; when traced, if the axis is not
+        bound.
 
     Example:
       >>> import jaxcomp, optax
@@ -54,7 +57,7 @@ def scale_by_local_adam(
     begin = optax.scale_by_adam(b1, b2, eps).init
 
     def init(params: PyTree) -> Any:
-        # Where momenta begin anew the steps of a schedule go on, and so do these.
+        # A reset of momenta keeps the counts of schedules, so it keeps this count too.
         return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32)), begin(params)
 
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:

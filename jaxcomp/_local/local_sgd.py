@@ -1,6 +1,6 @@
-"""Local SGD as an Optax transformation: an inner optimizer on each replica, averages now and then.
+"""Local SGD as an Optax transformation: local steps with an inner optimizer, averages now and then.
 
-`periods` says when replicas synchronise, `sync` what they do then; this file is the step between.
+`periods` decides when replicas synchronise, `sync` does it, and this file makes the steps between.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def local_sgd(
     offset: int | None = None,
     local_axis_name: AxisName | None = None,
 ) -> Transformation:
-    r"""Lets each replica step by itself, and averages parameters every `sync_every` steps.
+    r"""Takes local steps on each replica, and averages parameters every `sync_every` steps.
 
     With local gradient :math:`g_w` and the inner optimizer's update :math:`u_w`, replica :math:`w`
     of :math:`W` takes :math:`p_w \leftarrow p_w + u_w(g_w)`, and after every :math:`H` =
@@ -66,44 +66,50 @@ def local_sgd(
         p_w, a &\leftarrow a + \mathrm{outer}\Big(\frac{1}{W} \sum_v (a - p_v)\Big)
             && \text{(with an outer optimizer: DiLoCo, Algorithm 1)}
 
-    where the anchor :math:`a` is what the last outer step gave and :math:`a - p_v` is the
-    pseudo-gradient. The steps in between contain no collective. ``outer=optax.sgd(0.7,
-    momentum=0.9, nesterov=True)`` is DiLoCo; with ``outer=None`` and a reducer the anchor takes the
-    whole step.
+    where the anchor :math:`a` is the result of the last outer step and :math:`a - p_v` is the
+    pseudo-gradient. The steps in between have no collective. DiLoCo is
+    ``outer=optax.sgd(0.7, momentum=0.9, nesterov=True)``. With ``outer=None`` and a reducer the
+    anchor moves by the mean pseudo-gradient.
 
-    Parameters differ between replicas until they are averaged: under `jax.pmap` and `jax.vmap`
-    nothing need be done; under `jax.shard_map` give them a leading axis of replicas and
-    ``P(axis_name)``. As an Optax update, an average leaves the parameters within one unit in the
-    last place of the mean, because ``p + (mean - p)`` is rounded. `local_sgd_round` sets them
-    exactly, takes and returns replicated parameters, has Streaming DiLoCo, and is the better choice
-    wherever a whole round can be one call.
+    Parameters differ between replicas until they are averaged. Under `jax.shard_map` give them a
+    leading axis of replicas and ``P(axis_name)``; under `jax.pmap` and `jax.vmap` nothing changes.
+    As an Optax update, an average leaves the parameters within one unit in the last place of the
+    mean, because ``p + (mean - p)`` is rounded. `local_sgd_round` sets them exactly, takes and
+    returns replicated parameters, and has Streaming DiLoCo. It is the better choice if a whole
+    round can be one call.
 
     Args:
       inner: The inner optimizer: any Optax transformation. For Adam see `scale_by_local_adam`.
-      sync_every: Steps between averages; or an Optax schedule: the length of the round that begins
-        after so many steps (rounded, at least 1); or a hierarchy such as ``{"device": 4, ("device",
-        "node"): 16}``, where the widest level that is due is averaged.
+      sync_every: Number of steps between averages. Or an Optax schedule, which maps the number of
+        steps taken to the length of the next round (rounded, at least 1). Or a hierarchy such as
+        ``{"device": 4, ("device", "node"): 16}``, in which the widest level that is due is
+        averaged.
       axis_name: The mapped axis (or axes) along which the replicas lie.
-      start_step: Steps before this one average the *gradients*, with `reducer`: post-local SGD.
-      reducer: A jaxcomp reducer, made for the same `axis_name`: applied to the pseudo-gradients,
-        and to the gradients before `start_step`. None averages exactly. Its state begins anew at
-        `start_step`, because gradients and pseudo-gradients have different scales; and its own
-        ``start_step`` counts averages, so give ``start_step=0`` to compress from the first.
-      outer: An Optax optimizer of the pseudo-gradients, whose state is kept in this one's. In a
-        hierarchy it and the reducer act at the widest level; narrower ones average parameters.
-      average_inner_state: What happens to momenta at an average. False: each replica keeps its
-        momenta, as in torch and DiLoCo. True: averaged too. "reset": begun anew; schedules go on.
-      offset: Averages follow the updates number ``offset + k * sync_every`` (from 1) that come
-        after `start_step`; by default ``offset=start_step``, so that a round precedes the first
-        average. torch's ``PeriodicModelAverager`` averages on the first step after its warm-up:
-        ``offset=start_step + 1``. Its ``HierarchicalModelAverager``: ``offset=1``.
-      local_axis_name: Axes along which gradients are averaged in every step also after
-        `start_step`: torch's ``PostLocalSGDState(subgroup=...)``, for a fast network inside a node.
+      start_step: Number of steps that first average the *gradients* with `reducer` (post-local
+        SGD).
+      reducer: A jaxcomp reducer with the same `axis_name`. It averages the pseudo-gradients, and
+        before `start_step` the gradients. None averages exactly. Its state is reset at
+        `start_step`, because gradients and pseudo-gradients have different scales. The reducer's
+        own ``start_step`` counts averages; 0 compresses from the first average on.
+      outer: An Optax optimizer of the pseudo-gradients; its state is part of this state. In a
+        hierarchy, `outer` and `reducer` act at the widest level; narrower levels average
+        parameters.
+      average_inner_state: What an average does to momenta. False: each replica keeps its momenta,
+        as in torch and DiLoCo. True: momenta are averaged too. "reset": momenta start from their
+        initial values; the counts of schedules are kept.
+      offset: After `start_step`, updates number ``offset + k * sync_every`` (counted from 1) end
+        with an average. None takes ``offset=start_step``, so that a whole round precedes the first
+        average. For torch's ``PeriodicModelAverager``, which averages on the first step after its
+        warm-up, pass ``offset=start_step + 1``; for its ``HierarchicalModelAverager``,
+        ``offset=1``.
+      local_axis_name: Axes along which gradients are averaged in every step, also after
+        `start_step`, as with torch's ``PostLocalSGDState(subgroup=...)``: for a fast network inside
+        a node.
 
     Returns:
-      A transformation from local gradients to this replica's updates. ``update`` needs `params`;
-      ``update(..., weight=w)`` says how much this replica counts wherever gradients or parameters
-      are averaged in that step, 0 to sit an average out. Its state is a `LocalSGDState`.
+      A transformation from local gradients to this replica's updates. ``update`` needs `params`.
+      ``update(..., weight=w)`` sets this replica's weight in all averages of that step; with 0 the
+      replica is ignored in them. The state is a `LocalSGDState`.
 
     Raises:
       ValueError: If an argument is unusable, an axis of a hierarchy is not in `axis_name`, or a
@@ -143,7 +149,7 @@ def local_sgd(
 
 @dataclasses.dataclass(frozen=True)
 class _LocalSGD:
-    """Checked arguments of `local_sgd`, and its functions."""
+    """The checked arguments of `local_sgd`, with its functions `init` and `update`."""
 
     inner: optax.GradientTransformationExtraArgs
     periods: Periods
@@ -155,7 +161,7 @@ class _LocalSGD:
         part = part_of(params, numbered(params))
         anchor = ()
         if not self.sync.plain:
-            # A copy, because a training step that donates its state must not see a buffer twice.
+            # A copy, because a training step that donates its state must not get one buffer twice.
             anchor = jax.tree.map(jnp.copy, part)
         outer, reducer = self.sync.init(part)
         inner = self.inner.init(params)
@@ -172,7 +178,7 @@ class _LocalSGD:
         weight: Any = None,
         **extra: Any,
     ) -> tuple[PyTree, LocalSGDState]:
-        """Takes the inner optimizer's step, and whatever is due after it."""
+        """Takes the inner optimizer's step, and the average that is due after it."""
         if params is None:
             raise ValueError(
                 "local_sgd averages parameters, so its update needs them: "
@@ -195,7 +201,7 @@ class _LocalSGD:
         after = optax.apply_updates(before, floating)
 
         def towards(new: PyTree) -> PyTree:
-            """Returns the update that leads to `new`; the inner one for what is not averaged."""
+            """Returns the update that leads to `new`; other leaves keep the inner update."""
             return put_back(jax.tree.map(_difference, floating, before, new), updates)
 
         def synchronised(axes: AxisName | None) -> tuple[PyTree, LocalSGDState]:
@@ -204,8 +210,8 @@ class _LocalSGD:
             return towards(new), changed
 
         def rounds_begun() -> tuple[PyTree, LocalSGDState]:
-            # Replicas are equal here, in all but what the type checker knows: the average proves
-            # it. Their result is the first anchor, and the reducer begins anew.
+            # Parameters are equal on all replicas here, but JAX does not know it; the average gives
+            # them a replicated type. They are the first anchor, and the reducer's state is reset.
             anchor = average(after, axis_name)
             return towards(anchor), state._replace(anchor=anchor, reducer=sync.init(anchor)[1])
 
@@ -226,7 +232,7 @@ class _LocalSGD:
     def _gradients(
         self, updates: PyTree, state: LocalSGDState, numbers: PyTree, weight: Any
     ) -> tuple[PyTree, PyTree]:
-        """Returns the gradients that the inner optimizer sees, and the reducer's state."""
+        """Returns the gradients for the inner optimizer, and the reducer's state."""
         weights = {} if weight is None else {"weight": weight}
 
         def local() -> tuple[PyTree, PyTree]:
@@ -246,10 +252,10 @@ class _LocalSGD:
     def count_bytes(
         self, params: PyTree, replicas: int | None, step: int | None
     ) -> CompressionStats:
-        """Counts what a replica sends in a step, `local_axis_name` left out; see ``bytes``.
+        """Counts the bytes of a step, without those over `local_axis_name`; see ``bytes``.
 
         Raises:
-          ValueError: If that is not known.
+          ValueError: If the bytes are not known.
         """
         shapes, treedef = jax.tree.flatten(jax.eval_shape(optax.tree.zeros_like, params))
         if _sends_something(self.inner, self.sync.axis_name, treedef, tuple(shapes)):
@@ -289,14 +295,14 @@ class _LocalSGD:
         return total(params, sent)
 
 
-@functools.lru_cache  # asked for every step of a run
+@functools.lru_cache  # called for every step of a run
 def _sends_something(
     inner: Any, axis_name: AxisName, treedef: Any, shapes: tuple[Any, ...]
 ) -> bool:
-    """Tells whether an inner optimizer has collectives over these axes, as with a reducer in it.
+    """Tells whether an inner optimizer has collectives over these axes, such as those of a reducer.
 
     Raises:
-      ValueError: If it cannot be told, because the optimizer needs more than gradients.
+      ValueError: If the optimizer does not run on gradients, state and parameters alone.
     """
     params = treedef.unflatten(shapes)
     state = jax.eval_shape(inner.init, params)
@@ -305,7 +311,7 @@ def _sends_something(
     while step is None:
         trace = jax.make_jaxpr(inner.update, axis_env=[(name, 2) for name in axes])
         try:
-            # Under strict promotion Adam does not run, and dtypes are not asked about here.
+            # Adam does not run under strict promotion, and dtypes do not matter here.
             with jax.numpy_dtype_promotion("standard"):
                 step = trace(params, state, params)
         except (NameError, TypeError, ValueError) as error:
@@ -315,7 +321,7 @@ def _sends_something(
                     "What `inner` sends is not known, because it does not run on gradients, state "
                     f"and parameters alone: {error}"
                 ) from error
-            axes.append(other)  # which is not counted
+            axes.append(other)  # collectives over it are not counted
     for equation in _equations(step):
         names = equation.params.get("axes", equation.params.get("axis_name", ()))
         asks = equation.primitive.name in ("axis_index", "pvary")
@@ -325,7 +331,7 @@ def _sends_something(
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations of a program, and those of the programs in them."""
+    """Yields the equations of a jaxpr, and those of the jaxprs inside of it."""
     for equation in jaxpr.eqns:
         yield equation
         for value in jax.tree.leaves(equation.params):
@@ -338,7 +344,7 @@ def _difference(update: Array, param: Array, new: Array) -> Array:
 
 
 def _widened(update: Array, param: Array) -> Array:
-    """Returns an update in the wider of its and its parameter's dtype, as an average gives it."""
+    """Casts an update to the wider dtype of the update and its parameter, like an average."""
     if not is_floating(update):
         return update
     return update.astype(widest([jnp.asarray(param).dtype], update.dtype))

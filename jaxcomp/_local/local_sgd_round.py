@@ -1,4 +1,4 @@
-"""The door to rounds of local SGD: what `local_sgd_round` takes, checked."""
+"""Defines `local_sgd_round`, which checks its arguments and makes a `LocalSGDRound`."""
 
 from __future__ import annotations
 
@@ -31,63 +31,63 @@ def local_sgd_round(
     inner_init: InnerInit | None = None,
     mesh: Mesh | None = None,
 ) -> LocalSGDRound:
-    r"""Makes a round of local SGD or DiLoCo of an ordinary single-device training step.
+    r"""Makes a round of local SGD or DiLoCo from an ordinary single-device training step.
 
     .. math::
         p_w^{0} = p, \qquad p_w^{h+1} = \mathrm{step}(p_w^{h}), \qquad
         p \leftarrow \frac{1}{W} \sum_w p_w^{H}
         \quad\text{or}\quad p + \mathrm{outer}\Big(\frac{1}{W} \sum_w (p - p_w^{H})\Big)
 
-    `step_fn` is the step that one writes for one device: ``jax.grad``, ``optimizer.update``,
-    ``optax.apply_updates``, no collective. The average at the end *sets* the parameters, so they
-    are equal on all replicas bit for bit; under ``shard_map(check_vma=True)`` they come in and go
-    out as ``P()``. Between rounds there is one copy to evaluate and to save. Nothing else of a
-    round depends on `sync_every`: rounds of several lengths can share a state, for periods that
-    change.
+    `step_fn` is a step for one device: ``jax.grad``, ``optimizer.update``, ``optax.apply_updates``,
+    and no collective. The average at the end *sets* the parameters, so they are equal on all
+    replicas bit for bit; under ``shard_map(check_vma=True)`` pass and return them with ``P()``.
+    Between rounds there is one copy of the parameters, to evaluate and to save. The state does not
+    depend on `sync_every`, so rounds of several lengths can share it if the period changes.
 
-    Streaming DiLoCo averages a fragment of the parameters at a time. With a delay :math:`\tau` and
-    a share :math:`\alpha`, for a fragment whose turn is after step :math:`t`,
+    Streaming DiLoCo averages one fragment of the parameters at a time. With a delay :math:`\tau`
+    and a fraction :math:`\alpha`, a fragment whose average is used after step :math:`t` follows
 
     .. math::
         a &\leftarrow a + \mathrm{outer}\Big(\frac{1}{W} \sum_v (a - p_v^{t - \tau})\Big)
             && \text{(after step } t - \tau \text{)} \\
         p_w^t &\leftarrow (1 - \alpha)\, a + \alpha\, p_w^t && \text{(after step } t \text{)}
 
-    The round is one program in which an average and the steps until its use share no data, so that
-    the compiler may run them side by side. It takes longer to compile, because these steps are
-    unrolled. With fragments or a share, `params` are the anchor, one copy, and the state has what
-    each replica goes on with.
+    The round is one program. An average does not depend on the steps until it is used, so the
+    compiler may run both at the same time. Compiling takes longer, because these steps are
+    unrolled. With several fragments or a positive fraction, `params` are the anchor, one copy, and
+    the state also holds each replica's own parameters.
 
     Args:
       step_fn: ``(params, inner_state, batch) -> (params, inner_state, auxiliary)``.
-      sync_every: Local steps in a round.
+      sync_every: Number of local steps in a round.
       axis_name: The mapped axis (or axes) along which the replicas lie.
       reducer: A jaxcomp reducer for the pseudo-gradients, as in `local_sgd`.
-      outer: An Optax optimizer of the pseudo-gradients, as in `local_sgd`, with a state for each
-        fragment; or a list with an optimizer for each.
-      average_inner_state: As in `local_sgd`. BatchNorm statistics, or anything else floating that
-        shall always be averaged, can be a part of `params` where there is no outer optimizer.
-      fragments: Average one such part of the leaves at a time: the same bytes in total, peaks that
-        many times lower. A number, for parts of about equal size; or a list of regular expressions,
-        where a leaf belongs to the first that is found in its path, written ``blocks/0/kernel``.
-        The turn of fragment ``k`` of ``n``, from 1, is after ``k * sync_every // n`` steps.
-      fragment_sync_delay: Steps between the average of a fragment and its use: less than
+      outer: An Optax optimizer of the pseudo-gradients, as in `local_sgd`, with one state for each
+        fragment; or a list with one optimizer for each fragment.
+      average_inner_state: As in `local_sgd`. Without an outer optimizer, BatchNorm statistics and
+        other floating arrays that shall always be averaged can be part of `params`.
+      fragments: Average one fragment of the leaves at a time. The total bytes are the same, and the
+        peak is lower by the number of fragments. Pass a number, for fragments of about equal size;
+        or a list of regular expressions: a leaf belongs to the first one that is found in its path,
+        written ``blocks/0/kernel``. The average of fragment ``k`` of ``n``, counted from 1, is used
+        after ``k * sync_every // n`` steps.
+      fragment_sync_delay: Number of steps between the average of a fragment and its use, less than
         ``sync_every // fragments``.
-      fragment_update_alpha: Share of its parameters, from 0 to 1, that a replica keeps at the
-        fragment's turn.
-      drop_non_finite: A replica with a value in what it would give to an average that is not
-        finite does not count in it. It goes on with the others' mean, and its inner state begins
-        anew, for which `inner_init` is needed. If nobody is left, the mean is NaN.
-      inner_init: ``params -> inner_state``, the inner optimizer's ``init``: needed where an inner
-        state may begin anew, and a convenience for `LocalSGDRound.init`.
-      mesh: For a loop in `jax.jit` over sharded arrays: the mesh that the replicas are on. The
-        round then maps itself over `axis_name`, with Auto or Explicit axes, and what each replica
-        has of its own is a global array with a leading axis of replicas.
+      fragment_update_alpha: Fraction, from 0 to 1, of its own parameters that a replica keeps when
+        it uses the average of a fragment.
+      drop_non_finite: Ignore a replica in an average if it would contribute a value that is not
+        finite. The replica continues with the mean of the others, and its inner state is reset with
+        `inner_init`, which is then required. If no replica is left, the mean is NaN.
+      inner_init: ``params -> inner_state``, the inner optimizer's ``init``. It is required if inner
+        states may be reset; `LocalSGDRound.init` uses it as a default.
+      mesh: The mesh of the replicas, for a loop in `jax.jit` over sharded arrays. The round then
+        maps itself over `axis_name`, with Auto or Explicit axes, and per-replica leaves are global
+        arrays with a leading axis of replicas.
 
     Returns:
-      A `LocalSGDRound`: ``init(params, inner_state)`` gives a `LocalSGDState`, and a call
-      ``(params, state, batches)``, inside the mapped function, gives ``(params, state,
-      auxiliary)``. With a `mesh` it is called inside `jax.jit` instead.
+      A `LocalSGDRound`: ``init(params, inner_state)`` returns a `LocalSGDState`, and a call
+      ``(params, state, batches)``, inside the mapped function, returns
+      ``(params, state, auxiliary)``. With a `mesh` call it inside `jax.jit` instead.
 
     Raises:
       ValueError: If an argument is unusable.
@@ -108,8 +108,7 @@ def local_sgd_round(
       >>> params.tolist()
       [[6.0, 6.0, 6.0], [6.0, 6.0, 6.0]]
 
-      Streaming DiLoCo: what a replica has done after the first step is sent and averaged beside the
-      second.
+      Streaming DiLoCo: the parameters after the first step are averaged while the second step runs.
 
       >>> run = jaxcomp.local_sgd_round(
       ...     step, sync_every=2, axis_name="data", fragment_sync_delay=1)
@@ -161,9 +160,9 @@ def _one_for_each(outer: Any, fragments: int) -> list[Any]:
     """Returns the outer optimizer of each fragment.
 
     Raises:
-      ValueError: If a list is not as long as there are fragments.
+      ValueError: If a list has another length than the number of fragments.
     """
-    if type(outer) not in (list, tuple):  # an optimizer is a tuple, too, of a class of its own
+    if type(outer) not in (list, tuple):  # an optimizer is a named tuple
         return [outer] * fragments
     if len(outer) != fragments or None in outer:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""When the replicas of `local_sgd` are averaged: periods, hierarchies of them, schedules."""
+"""Decides when the replicas of `local_sgd` are averaged: periods, hierarchies and schedules."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.typing import Array, AxisName, Schedule
 from jaxcomp._mesh.collectives import axis_tuple
 
-# A number of steps, a schedule that gives it, or one number for each level of a hierarchy.
+# A number of steps, a schedule that returns it, or a number for each level of a hierarchy.
 SyncEvery: TypeAlias = int | Schedule | Mapping[AxisName, int]
 
 
 class Level(NamedTuple):
-    """One level of a hierarchy: the axes that are averaged over, and how often."""
+    """One level of a hierarchy: the axes to average over, and the steps between averages."""
 
     axes: tuple[str, ...]
     period: int
 
 
 class Periods(NamedTuple):
-    """Which level is averaged after an update: levels are numbered from 1, 0 is none."""
+    """Finds the level that is averaged after an update, numbered from 1; 0 is no level."""
 
     levels: tuple[Level, ...]  # the widest last; with a schedule, one level whose period is unused
     schedule: Schedule | None
@@ -32,7 +32,7 @@ class Periods(NamedTuple):
     offset: int
 
     def due(self, count: Any, last_sync: Any) -> Array:
-        """Returns the widest level due after update number `count` (from 1), as int32."""
+        """Returns the widest level that is due after update number `count` (from 1), as int32."""
         level = jnp.zeros([], jnp.int32)
         if self.schedule is not None:
             # The round's length is fixed when it begins. Schedules give floats: 7.9999 means 8.
@@ -59,7 +59,7 @@ class Periods(NamedTuple):
 def check_periods(
     sync_every: SyncEvery, axis_name: AxisName, start_step: Any, offset: Any
 ) -> Periods:
-    """Reads the arguments of `local_sgd` that say when to average; refuses unusable ones."""
+    """Checks the arguments of `local_sgd` that determine when to average."""
     check_axis_name(axis_name)
     start_step = check_int("start_step", start_step, 0)
     axes = axis_tuple(axis_name)
@@ -81,7 +81,7 @@ def check_periods(
 
 
 def check_known(argument: str, axes: AxisName, axis_name: AxisName) -> tuple[str, ...]:
-    """Returns `axes` as a tuple; refuses one that is not in `axis_name`."""
+    """Returns `axes` as a tuple; refuses axes that are not in `axis_name`."""
     check_axis_name(axes)
     for name in axis_tuple(axes):
         if name not in axis_tuple(axis_name):
@@ -93,7 +93,7 @@ def check_known(argument: str, axes: AxisName, axis_name: AxisName) -> tuple[str
 
 
 def _check_hierarchy(sync_every: Mapping[AxisName, int], axis_name: AxisName) -> tuple[Level, ...]:
-    """Reads a hierarchy, the narrowest level first; refuses one that is none."""
+    """Returns the levels of a hierarchy, the narrowest first; refuses levels that do not nest."""
     levels = []
     for key, period in sync_every.items():
         axes = check_known("sync_every", key, axis_name)

@@ -1,4 +1,4 @@
-"""A round of local SGD as one call: local steps in scans, and exact averages between."""
+"""A round of local SGD as one call: local steps in scans, and averages between the scans."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from jaxcomp._training.arguments import split_spec, weight_spec
 from jaxcomp._training.on_mesh import call_on_replicas, check_params, check_replica_axis
 from jaxcomp._training.outputs import one_level
 
-# (params, inner state, batch) -> (params, inner state, whatever else)
+# (params, inner state, batch) -> (params, inner state, auxiliary)
 StepFn: TypeAlias = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, Any]]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LocalSGDRound:
-    """What `local_sgd_round` returns: `init`, and the round itself as a call."""
+    """The result of `local_sgd_round`: `init`, and a call that runs one round."""
 
     step_fn: StepFn
     sync_every: int  # local steps in a round
     axis_name: AxisName
     streaming: Streaming
-    syncs: tuple[Sync, ...]  # the engine of each fragment
+    syncs: tuple[Sync, ...]  # one for each fragment
     inner_init: InnerInit | None
     mesh: Mesh | None = None
 
@@ -55,12 +55,10 @@ class LocalSGDRound:
 
         Args:
           params: The parameters.
-          inner_state: What `step_fn` gets as its second argument; by default
-            ``inner_init(params)``.
+          inner_state: The second argument of `step_fn`; None takes ``inner_init(params)``.
 
         Raises:
-          ValueError: If there is neither an `inner_state` nor an `inner_init`, or a leaf is
-            complex.
+          ValueError: If there is neither `inner_state` nor `inner_init`, or a leaf is complex.
         """
         if inner_state is None:
             if self.inner_init is None:
@@ -78,7 +76,7 @@ class LocalSGDRound:
         local = ()
         if self.streaming.keeps_local:
             local = part_of(params, numbers)
-        # Between rounds the parameters are the anchor.
+        # No anchor in the state: between rounds the parameters are the anchor.
         state = LocalSGDState.first(
             self.axis_name, inner_state, local, anchor=(), outer=outer, reducer=reducer
         )
@@ -93,18 +91,18 @@ class LocalSGDRound:
         """Runs one round; call it inside the mapped function, or with a `mesh` inside `jax.jit`.
 
         Args:
-          params: The parameters, the same on every replica.
-          state: From `init`, or the last round.
+          params: The parameters, equal on every replica.
+          state: The state from `init` or from the last round.
           batches: This replica's batches, each leaf with a leading axis of `sync_every`. With a
-            `mesh` those of all replicas: the second axis is split between them.
-          weight: How much this replica counts in the averages, a number, 0 to sit the round out.
-            With a `mesh` an array of all replicas' weights, of shape (replicas,). None if all count
-            the same.
+            `mesh`, the batches of all replicas: the second axis is split between the replicas.
+          weight: This replica's weight in the averages, a number; with 0 the replica is ignored.
+            With a `mesh`, an array of all replicas' weights, of shape (replicas,). None if all
+            replicas have the same weight.
 
         Returns:
-          ``(params, state, auxiliary)``: what all replicas agree on, equal on each; the state; and
-          what `step_fn` returned besides, stacked over the steps, this replica's own. With a `mesh`
-          the latter has a leading axis of replicas.
+          ``(params, state, auxiliary)``: the parameters, equal on every replica; the state; and
+          this replica's auxiliary outputs of `step_fn`, stacked over the steps. With a `mesh`,
+          auxiliary outputs have a leading axis of replicas.
 
         Raises:
           ValueError: If a leaf of `batches` has another leading axis, `step_fn` does not return
@@ -132,7 +130,7 @@ class LocalSGDRound:
         check_params(params, mesh, axes)
         params, state, batches, weight = jax.tree.map(jnp.asarray, (params, state, batches, weight))
         boundary = Boundary(mesh, axes)
-        # A step sees one replica's row of the state, and one batch.
+        # A step gets one replica's state without its row, and one batch.
         rows = typed_specs((state.inner, batches))
         of_a_step = jax.tree.map(lambda spec: P(*spec[1:]), rows)
         step_specs = (typed_specs(params), *of_a_step)
@@ -172,15 +170,15 @@ class LocalSGDRound:
     def _on_replica(
         self, params: PyTree, state: LocalSGDState, batches: Any, weight: Any
     ) -> tuple[PyTree, LocalSGDState, Any]:
-        """Runs the round of one replica, whose state may have the row that shard_map leaves."""
+        """Runs the round of one replica; its state may have the rows that shard_map leaves."""
         rows = has_rows(state)
         if rows:
             state = without_row(state)
         streaming = self.streaming
         numbers = numbered(params, streaming.split)
-        auxiliary: list[Any] = []  # of the steps, in pieces
+        auxiliary: list[Any] = []  # auxiliary outputs of the steps, in pieces
         averages: list[PyTree] = []
-        outer: list[PyTree] = []  # states of the fragments
+        outer: list[PyTree] = []  # outer state of each fragment
         reducers: list[PyTree] = []
 
         def steps(carry: Any, begin: int, end: int, *, unroll: bool = False) -> Any:
@@ -209,8 +207,9 @@ class LocalSGDRound:
             part = part_of(local, numbers, number)
             begin_anew = functools.partial(self._inner_begun, inner, local)
             average, after = self.syncs[number].step(part, before, begin_anew, weight)
-            # With a delay these steps are the collective's time: they do not depend on it. Not as a
-            # loop, because XLA does not know how long that takes, and may wait before it.
+            # With a delay these steps may run during the collective, because they do not depend on
+            # it. They are unrolled: XLA does not know how long a loop takes, and may wait before
+            # it.
             local, inner = steps((local, after.inner), sent, end, unroll=True)
             kept = streaming.mix(average, part_of(local, numbers, number))
             local = put_back(kept, local)
@@ -242,13 +241,13 @@ class LocalSGDRound:
         return shared, state, auxiliary
 
     def _inner_begun(self, inner: PyTree, local: PyTree, new: PyTree) -> PyTree:
-        """Returns the inner state as it begins with the new parameters, if that is known."""
+        """Returns a fresh inner state for `new`, or the old state without `inner_init`."""
         if self.inner_init is None:
             return inner
         return self.inner_init(put_back(new, local))
 
     def _step(self, carry: Any, batch: Any) -> tuple[Any, Any]:
-        """Takes a local step, of which a loop carries parameters and inner state."""
+        """Takes one local step, as the body of a scan that carries parameters and inner state."""
         params, inner = carry
         result = self.step_fn(params, inner, batch)
         in_three = isinstance(result, tuple) and len(result) == 3
@@ -259,15 +258,15 @@ class LocalSGDRound:
                 f"{one_level(carry)} and returned {one_level(result)}."
             )
         params, inner, auxiliary = result
-        # What a step sets anew, a constant say, would change the type of the carry.
+        # A step may return a constant, whose replicated type would change the type of the carry.
         return self._marked(params, inner), auxiliary
 
     def _marked(self, params: PyTree, inner: PyTree) -> tuple[PyTree, PyTree]:
-        """Marks what a step changes as this replica's own."""
+        """Marks floating parameters and the inner state as this replica's own."""
 
         def marked(leaf: Any) -> Any:
             if not is_floating(leaf):
-                return leaf  # it is not averaged, so it stays replicated
+                return leaf  # not averaged, so it stays replicated
             return as_local(leaf, self.axis_name)
 
         return jax.tree.map(marked, params), as_local(inner, self.axis_name)
@@ -280,20 +279,21 @@ class LocalSGDRound:
         step: int | None = None,
         steps: int | None = None,
     ) -> CompressionStats:
-        """Counts what each replica sends in a local step, or in a whole run, as `Reducer.bytes`.
+        """Counts the bytes that each replica sends in a local step or a whole run.
 
         Args:
-          params: Parameters: arrays, or anything with ``shape`` and ``dtype``.
-          replicas: Number of replicas, where the reducer needs it.
-          step: Which local step, counted from 0 over all rounds; None for the mean over a round.
-          steps: How many local steps a run has: counts all of them together. Not beside `step`.
+          params: Parameters: arrays, or other objects with ``shape`` and ``dtype``.
+          replicas: Number of replicas, if the reducer needs it.
+          step: Number of the local step, from 0 over all rounds; None for the mean over a round.
+          steps: Number of local steps of a run: counts the bytes of all of them. Pass either `step`
+            or `steps`.
 
         Returns:
           The payload per replica in bytes.
 
         Raises:
-          ValueError: If the reducer does not know what it sends, or the inner state is averaged and
-            not known.
+          ValueError: If the reducer cannot count its bytes, or the inner state is averaged and its
+            size is not known.
         """
         counting = Transformation(self.init, self.__call__, count_bytes=self._count_bytes)
         return counting.bytes(params, replicas=replicas, step=step, steps=steps)

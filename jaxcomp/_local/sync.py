@@ -1,7 +1,7 @@
-"""The engine of local SGD: what replicas do when they synchronise, and the state they keep.
+"""Synchronises the replicas of local SGD, and defines the state that they keep.
 
-`local_sgd` and `local_sgd_round` are two doors to it. They say when; this says what: an average of
-the parameters, or a step of an outer optimizer along the mean pseudo-gradient.
+`local_sgd` and `local_sgd_round` decide when replicas synchronise, and call this module. It
+averages the parameters, or takes a step of an outer optimizer along the mean pseudo-gradient.
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ InnerInit: TypeAlias = Callable[[PyTree], PyTree]
 
 
 class LocalSGDState(NamedTuple):
-    """State of `local_sgd` and `local_sgd_round`; a checkpoint holds one, consolidated."""
+    """State of `local_sgd` and `local_sgd_round`; a checkpoint holds a consolidated one."""
 
-    # int32 scalar: optimizer steps taken; replicated. Named as in every Optax state, although a
-    # tuple has a method of that name.
+    # int32 scalar: number of optimizer steps taken; replicated. The name is that of every Optax
+    # state, although a tuple has a method of this name.
     count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
-    last_sync: Array  # int32 scalar: `count` after the last step that replicas share; replicated
+    last_sync: Array  # int32 scalar: `count` after the last average (see `synced`); replicated
     inner: PyTree  # inner state; per replica
-    # Of `local_sgd` with a reducer or an outer optimizer: parameters after the last outer step;
+    # In `local_sgd` with a reducer or an outer optimizer: parameters after the last outer step;
     # otherwise (). Replicated.
     anchor: PyTree
-    outer: PyTree  # the outer optimizer's state, in rounds one for each fragment, or (); replicated
-    reducer: PyTree  # the reducer's state, in rounds one for each fragment; declares its own fields
-    # In rounds after which replicas differ: this replica's floating parameters; otherwise (). Per
-    # replica.
+    outer: PyTree  # outer optimizer's state (in rounds: one for each fragment), or (); replicated
+    reducer: PyTree  # the reducer's state (in rounds: one for each fragment); declares its fields
+    # In rounds after which parameters differ between replicas: this replica's floating parameters;
+    # otherwise (). Per replica.
     local: PyTree = ()
-    # float32 scalar: whose inner state it is, 0 for everybody's; per replica.
+    # float32 scalar: id of the replica that owns the inner state, 0 if all share it; per replica.
     owner: PyTree = ()
 
-    # Read by consolidate, state_specs and shard_state. Not a field: it has no annotation.
+    # Read by consolidate, state_specs and shard_state. It is not a field, because it has no
+    # annotation.
     per_replica = ("inner", "local", "owner")
 
     @property
     def synced(self) -> Array:
-        """Tells whether the last step set parameters to an average; equal on all replicas."""
+        """Tells whether the last step averaged parameters (or gradients, before `start_step`)."""
         return (self.count == self.last_sync) & (self.count > 0)
 
     @classmethod
@@ -61,7 +62,7 @@ class LocalSGDState(NamedTuple):
     ) -> LocalSGDState:
         """Makes the state before the first step."""
         inner, local = local_if_bound(jax.tree.map(jnp.asarray, (inner, local)), axis_name)
-        # Two arrays: a training step that donates its state must not see one buffer twice.
+        # Two arrays: a training step that donates its state must not get one buffer twice.
         count = jnp.zeros([], jnp.int32)
         last_sync = jnp.zeros([], jnp.int32)
         owner = no_owner(axis_name)
@@ -70,18 +71,18 @@ class LocalSGDState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sync:
-    """The checked arguments that say what replicas do when they synchronise."""
+    """The checked arguments for synchronising replicas, with the functions that do it."""
 
     axis_name: AxisName
-    reducer: optax.GradientTransformationExtraArgs  # a `Reducer`, or one that says nothing
+    reducer: optax.GradientTransformationExtraArgs  # a `Reducer`, or another that averages
     outer: optax.GradientTransformation
-    exact: bool  # no reducer was passed: pseudo-gradients too go through `average`
-    plain: bool  # nor an outer optimizer: parameters are averaged
+    exact: bool  # no reducer was passed, so pseudo-gradients are averaged exactly
+    plain: bool  # no reducer and no outer optimizer, so parameters are averaged
     average_inner: AverageInnerState
-    drop_non_finite: bool  # who comes with a value that is not finite does not count
+    drop_non_finite: bool  # ignore a replica with a value that is not finite
 
     def init(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Makes the outer optimizer's and the reducer's state for these parameters."""
+        """Makes the states of the outer optimizer and the reducer for these parameters."""
         return self.outer.init(params), self.reducer.init(params)
 
     def step(
@@ -92,21 +93,23 @@ class Sync:
         weight: Any = None,
         axes: AxisName | None = None,
     ) -> tuple[PyTree, LocalSGDState]:
-        """Averages over all replicas, or takes the outer step with the mean pseudo-gradient.
+        """Averages parameters, or takes the outer step with the mean pseudo-gradient.
 
         Args:
-          params: This replica's.
-          state: With the states that belong to these parameters. The anchor is what they were after
-            the last outer step, or what all replicas keep if nobody counts; (): what each has.
-          begin: (parameters) -> inner state as the inner optimizer would begin with them.
-          weight: How much this replica counts; None if all count the same.
-          axes: Take a plain average over these instead, as at a narrow level of a hierarchy.
+          params: This replica's parameters.
+          state: The state, with the parts that belong to these parameters. Its anchor holds the
+            parameters after the last outer step, which replicas return to if all weights are 0.
+            With () as anchor they then keep their own parameters.
+          begin: A function that makes a fresh inner state from parameters.
+          weight: This replica's weight; None if all replicas have the same weight.
+          axes: Axes of a narrow level of a hierarchy, over which parameters are averaged; None for
+            all axes.
         """
         anchor = state.anchor
         momenta = ()
         if self.average_inner is True:
             momenta = state.inner
-        # The momenta of one that is dropped are no more finite than what they led to.
+        # A dropped replica's momenta may not be finite either, so they are reset.
         anew = None
         if self.drop_non_finite:
             anew = ~all_finite(jax.tree.leaves((params, momenta)))
@@ -127,7 +130,7 @@ class Sync:
             weights = {} if weight is None else {"weight": weight}
             mean, reducer = self.reducer.update(sent, state.reducer, anchor, **weights)
             state = state._replace(reducer=reducer)
-            # With nothing to average, no all-reduce of weights.
+            # Without momenta to average, skip the all-reduce of weights.
             counting = weight if self.average_inner is True else None
             momenta, counted = averaged(momenta, over, counting)
         new = mean
@@ -162,15 +165,15 @@ class Sync:
         *,
         plain: bool = False,
     ) -> CompressionStats:
-        """Counts what one average sends.
+        """Counts the bytes of one average.
 
         Args:
           part: The parameters that are averaged.
-          replicas: How many there are, if known.
-          nth: It comes after so many averages; None for all exact ones.
-          begin: The inner optimizer's init, needed if its state is averaged too.
+          replicas: The number of replicas, or None.
+          nth: The number of earlier averages; None for an average after all exact ones.
+          begin: The inner optimizer's `init`, needed if its state is averaged too.
           params: All parameters.
-          plain: Leaves the reducer out, as a narrow level of a hierarchy does.
+          plain: True without the reducer, as at a narrow level of a hierarchy.
         """
         sent = wide_stats(part)
         if not (plain or self.exact):
@@ -188,7 +191,7 @@ class Sync:
 def _whole_step(
     updates: PyTree, state: PyTree, params: PyTree | None = None
 ) -> tuple[PyTree, PyTree]:
-    """Updates an outer optimizer that takes the mean pseudo-gradient as it is."""
+    """Moves the anchor by the mean pseudo-gradient: the update without an outer optimizer."""
     del params
     return jax.tree.map(jnp.negative, updates), state
 
@@ -200,7 +203,7 @@ def check_sync(
     average_inner_state: Any,
     drop_non_finite: Any = False,
 ) -> Sync:
-    """Reads the arguments that `local_sgd` and `local_sgd_round` share; refuses unusable ones."""
+    """Checks the arguments that `local_sgd` and `local_sgd_round` share."""
     for name, value in (("reducer", reducer), ("outer", outer)):
         if value is not None:
             check_transformation(name, value, " or None")
@@ -218,7 +221,7 @@ def check_sync(
     plain = exact and outer is None
     if exact:
         reducer = allreduce(axis_name=axis_name)
-    if outer is None:  # the anchor takes the whole step
+    if outer is None:  # the anchor moves by the whole pseudo-gradient
         outer = optax.GradientTransformation(lambda params: (), _whole_step)
     return Sync(
         axis_name,
@@ -232,7 +235,7 @@ def check_sync(
 
 
 def wide_stats(tree: PyTree, prefix: str = "") -> CompressionStats:
-    """Counts what `average` sends: float32, or the leaf's own dtype where that is wider."""
+    """Counts the bytes of `average`, which sends float32 or the leaf's wider dtype."""
     leaves = []
     for leaf in dense_stats(in_compute_dtype(tree)).leaves:
         leaves.append(dataclasses.replace(leaf, path=prefix + leaf.path))
@@ -240,7 +243,7 @@ def wide_stats(tree: PyTree, prefix: str = "") -> CompressionStats:
 
 
 def total(params: PyTree, parts: Iterable[CompressionStats]) -> CompressionStats:
-    """Adds several payloads up, beside an all-reduce of the gradients."""
+    """Adds several payloads; `bytes_before` is that of an all-reduce of the gradients."""
     stats = dense_stats(params).scaled(0)
     for part in parts:
         stats = stats.plus(part.scaled(1, before=0))
@@ -248,10 +251,10 @@ def total(params: PyTree, parts: Iterable[CompressionStats]) -> CompressionStats
 
 
 def _begun_anew(state: PyTree, initial: PyTree) -> PyTree:
-    """Returns `initial`, but schedules and injected hyperparameters as `state` has them.
+    """Returns `initial` with the schedules and injected hyperparameters of `state`.
 
-    Momenta and the counts that correct their bias begin anew; a learning rate must not warm up
-    again in every round.
+    Momenta and the counts that correct their bias are reset. Counts of schedules are kept, because
+    a learning rate must not warm up again in every round.
     """
     kept = (optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState)
 
