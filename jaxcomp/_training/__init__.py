@@ -1,1 +1,1 @@
-"""What a training step needs beside a reducer."""
+"""Wraps gradient functions and optimizers of a training step around a reducer."""

@@ -1,4 +1,4 @@
-"""Gradient accumulation that communicates once per optimizer step, not once per micro-batch."""
+"""Accumulates gradients, and communicates once per optimizer step, not once per micro-batch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class AccumulateState(NamedTuple):
 
     mini_step: Array  # int32 scalar: micro-batches since the last optimizer step; replicated
     gradient_step: Array  # int32 scalar: optimizer steps taken; replicated
-    inner_opt_state: PyTree  # the state of what gets the accumulated gradients
-    acc_grads: PyTree  # tree like params: the mean so far; per replica
+    inner_opt_state: PyTree  # the state of `tx`
+    acc_grads: PyTree  # tree like the parameters: mean gradient so far; per replica
 
     per_replica = ("acc_grads",)
 
@@ -34,33 +34,34 @@ def accumulate(
     *,
     accumulator_dtype: DType = jnp.float32,
 ) -> Transformation:
-    r"""`optax.MultiSteps` that runs `tx`, and so its collectives, on every k-th call only.
+    r"""Accumulates as `optax.MultiSteps`, but runs `tx` and its collectives only every k-th time.
 
     .. math:: \bar g = \frac{1}{k} \sum_{j=1}^{k} g_j, \qquad
         \text{updates} = \begin{cases} tx(\bar g) & \text{on the k-th call} \\ 0 & \text{else}
         \end{cases}
 
-    `optax.MultiSteps` calls the transformation in it on *every* micro-batch and multiplies what it
-    does not want by zero: a reducer in it communicates k times as often as needed. It also keeps a
-    NaN for ever, because ``0 * nan`` is ``nan``. Here `tx` stands in a conditional branch, and the
-    accumulator is set to zero, not multiplied by it: micro-batches that are not finite cost the one
-    optimizer step that they belong to. A reducer turns them into NaN on every replica alike; follow
-    it by ``optax.apply_if_finite(optimizer, ...)`` to skip that step.
+    `optax.MultiSteps` calls its transformation on *every* micro-batch and multiplies unneeded
+    results by zero, so a reducer in it communicates k times as often as necessary. It also keeps a
+    NaN for ever, because ``0 * nan`` is ``nan``. Here `tx` runs in a conditional branch, and the
+    accumulator is set to zero. A micro-batch that is not finite affects only its own optimizer
+    step. A reducer makes the updates of that step NaN on every replica;
+    ``optax.apply_if_finite(optimizer, ...)`` after the reducer skips the step.
 
-    Put it outermost, ``accumulate(optax.chain(reducer, optimizer), k)`` or
-    ``accumulate(local_sgd(...), k)``: then `sync_every`, schedules and the reducer count optimizer
-    steps. In a chain of two levels put it around the slow one only:
+    Use it as the outermost transformation, ``accumulate(optax.chain(reducer, optimizer), k)`` or
+    ``accumulate(local_sgd(...), k)``, so that `sync_every`, schedules and the reducer count
+    optimizer steps. In a chain of two levels put it around the slow level only:
     ``chain(allreduce(axis_name="fast"), accumulate(powersgd(axis_name="slow"), k))``. The state has
-    the fields of `optax.MultiStepsState`: ``state.mini_step == 0`` after an optimizer step.
+    the fields of `optax.MultiStepsState`; after an optimizer step ``state.mini_step == 0``.
 
     Args:
-      tx: What gets the accumulated gradients: a chain that begins with a reducer, or `local_sgd`.
-      every_k: Micro-batches per optimizer step.
-      accumulator_dtype: How the accumulated gradients are stored.
+      tx: The transformation of the accumulated gradients: a chain that begins with a reducer, or
+        `local_sgd`.
+      every_k: Number of micro-batches per optimizer step.
+      accumulator_dtype: The dtype of the accumulated gradients, floating.
 
     Returns:
-      A transformation from the local gradients of a micro-batch to updates, zeros but on every k-th
-      call.
+      A transformation from the local gradients of a micro-batch to updates. Updates are zeros
+      except on every k-th call.
 
     Raises:
       ValueError: If an argument is unusable.
@@ -88,10 +89,10 @@ def accumulate(
     inner = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> AccumulateState:
-        # Two arrays: a training step that donates its state must not see one buffer twice.
+        # Two arrays: a training step that donates its state must not get one buffer twice.
         mini_step = jnp.zeros([], jnp.int32)
         gradient_step = jnp.zeros([], jnp.int32)
-        # Like the parameters, so that they are sharded as those are.
+        # zeros_like, so that they have the shardings of the parameters.
         zeros = optax.tree.zeros_like(params, dtype=accumulator_dtype)
         return AccumulateState(mini_step, gradient_step, inner.init(params), zeros)
 
@@ -113,10 +114,10 @@ def accumulate(
         seen = state.mini_step + 1
 
         def add(total: Array, gradient: Array) -> Array:
-            if not is_floating(gradient):  # of an integer parameter: it carries nothing
+            if not is_floating(gradient):  # of an integer parameter: it holds no value
                 return total
-            # As optax does it: the mean so far, which does not overflow where the sum would.
-            # Nor does their difference in float32, between opposite ends of 16 bits.
+            # The mean so far, as in optax, does not overflow where a sum would. In float32, the
+            # difference of two 16-bit values does not overflow either.
             dtype = compute_dtype(total.dtype)
             mean = total.astype(dtype)
             change = (gradient.astype(dtype) - mean) / seen.astype(dtype)

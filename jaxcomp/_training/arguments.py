@@ -1,7 +1,7 @@
-"""The arguments of one call of `data_parallel`: which of them are arrays, and how each is split.
+"""Finds the arrays among the arguments of a `data_parallel` call, and how each array is split.
 
-What is not an array stays where it is: a flag that the function branches on, a ConfigDict, a
-module. A tree of arrays has None in the place of such a leaf.
+Other leaves stay as they are: a flag that the function branches on, a ConfigDict, a module. A tree
+of arrays has None in their place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxcomp._states.place import known_spec
 
 
 def on_replica(tree: PyTree) -> PyTree:
-    """Returns arguments as one replica takes them: shardings among them lose mapped axes."""
+    """Returns arguments for one replica: shardings among the leaves lose their mapped axes."""
     mapped = mesh_axes(AxisType.Manual)
     mesh = get_abstract_mesh()
     others = tuple(name for name in mesh.axis_names if name not in mapped)
@@ -38,10 +38,10 @@ def on_replica(tree: PyTree) -> PyTree:
 
 
 def positions(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> list[int]:
-    """Returns which arguments are the parameters, counted from the first.
+    """Returns the non-negative positions of the parameters among the arguments.
 
     Raises:
-      ValueError: If some are missing.
+      ValueError: If parameters are missing.
     """
     several = np.atleast_1d(argnums)
     if several.min() < -len(args) or several.max() >= len(args):
@@ -53,10 +53,10 @@ def positions(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> list[int
 
 
 def check_keywords(kwargs: dict[str, Any], function: Callable[..., Any]) -> None:
-    """Refuses a batch that comes by keyword, and a weight under another name.
+    """Refuses a batch that is passed by keyword, and a misspelt `weight`.
 
     Raises:
-      ValueError: Naming it.
+      ValueError: If it finds one; the message names it.
     """
     if not kwargs:
         return
@@ -77,27 +77,28 @@ def split_specs(
     mesh: Any,
     replicas: int,
 ) -> tuple[PyTree, dict[int, int]]:
-    """Finds how each array is split: as `batch_specs` says, or as it lies on the mesh.
+    """Finds how each array is split: by `batch_specs`, or by its sharding on the mesh.
 
     Args:
-      args: What the call got by position.
-      params_at: Which of them are the parameters.
+      args: The positional arguments of the call.
+      params_at: The positions of the parameters.
       batch_specs: As for `data_parallel`.
       axis_name: The axis or axes of the replicas.
-      mesh: The mesh. None where arrays are one replica's already: then their examples lie so.
-      replicas: How many replicas there are.
+      mesh: The mesh. None if the arrays already belong to one replica; specs then only find the
+        axes of the examples.
+      replicas: The number of replicas.
 
     Returns:
-      A tree like `args` with a specification over the axes of the replicas for each array, P() for
-      what they share, and None for what is not an array; and how many examples there are, by the
-      axis that they lie along.
+      A tree like `args` with a PartitionSpec over the axes of the replicas for each array (P() for
+      an array that is not split) and None for other leaves; and the number of examples along each
+      axis that is split.
 
     Raises:
-      ValueError: If there are too few specifications or too many, if an array cannot be split as
-        specified, or if no array is a batch or it is not clear which one is.
+      ValueError: If the number of specifications is wrong, an array cannot be split as specified,
+        no array is a batch, or it is not clear which array is a batch.
     """
     examples: dict[int, int] = {}
-    rows: dict[str, int] = {}  # of each leaf that is split without a specification
+    rows: dict[str, int] = {}  # number of rows of each leaf that is split without a specification
     keys: dict[str, Any] = {}
 
     def spec_of(path: Any, leaf: Any, specified: PartitionSpec | None) -> PartitionSpec | None:
@@ -124,7 +125,7 @@ def split_specs(
         _check_examples(rows, keys)
         _check_lists(args, params_at, set(rows.values()))
         if not examples:
-            # Every replica would compute the whole batch: that saves nobody any work.
+            # Every replica would compute the whole batch, so nothing would be parallel.
             raise ValueError(
                 "No argument is split between the replicas: each would compute the whole batch. "
                 "Pass the batch as an argument, not in a closure, with batch_specs that name "
@@ -135,7 +136,7 @@ def split_specs(
 
 
 def _usual_spec(leaf: Any, axis_name: AxisName, mesh: Any) -> PartitionSpec:
-    """Returns how a leaf is split without a specification: as it lies, or along axis 0."""
+    """Returns the spec of a leaf without a specification: its sharding, or along axis 0."""
     if _is_shared(leaf):
         return PartitionSpec()
     if mesh is not None:
@@ -148,7 +149,7 @@ def _usual_spec(leaf: Any, axis_name: AxisName, mesh: Any) -> PartitionSpec:
 def _one_each(
     batch_specs: Any, number: int, params_at: list[int], axis_name: AxisName, mesh: Any
 ) -> tuple[Any, ...]:
-    """Returns a tree of specifications for each argument: P() for parameters, None if not given."""
+    """Returns a tree of specs for each argument: P() for parameters, None if none is given."""
     for spec in jax.tree.leaves(batch_specs):
         if not isinstance(spec, PartitionSpec):
             raise ValueError(
@@ -179,10 +180,10 @@ def _one_each(
 def split_spec(
     name: str, leaf: Any, spec: PartitionSpec, axis_name: AxisName, replicas: int
 ) -> PartitionSpec:
-    """Returns the part of a specification that is about the axes of the replicas.
+    """Returns the part of a specification that names axes of the replicas.
 
     Raises:
-      ValueError: If an axis of the leaf cannot be split so, with its `name`.
+      ValueError: If the leaf's axis cannot be split so; the message has its `name`.
     """
     kept = over_axes(spec, axis_tuple(axis_name))
     axis = split_axis(kept)
@@ -199,26 +200,26 @@ def split_spec(
 
 
 def _is_shared(leaf: Any) -> bool:
-    """Tells what is the same for all replicas by default: a scalar, or a random key."""
+    """Tells whether a leaf is by default equal on all replicas: a scalar, a key, no array."""
     return not is_array(leaf) or not leaf.ndim or _is_raw_key(leaf)
 
 
 def _is_raw_key(leaf: Any) -> bool:
-    """Tells whether a leaf is a key of `jax.random.PRNGKey`: its axis is not one of examples."""
+    """Tells whether a leaf looks like a key of `jax.random.PRNGKey`, which has no examples."""
     key = jax.eval_shape(jax.random.PRNGKey, 0)
     return is_array(leaf) and (leaf.shape, leaf.dtype) == (key.shape, key.dtype)
 
 
 def _check_examples(rows: dict[str, int], keys: dict[str, Any]) -> None:
-    """Refuses to take for a batch, by default, what is none: a table, statistics, another model.
+    """Refuses leaves without a specification that may not be a batch: tables, statistics.
 
     Args:
-      rows: How many there are in each leaf that is split without a specification, by name.
+      rows: The number of rows of each leaf that is split without a specification, by name.
       keys: Leaves that look like a random key, by name.
 
     Raises:
-      ValueError: If there are not as many in all, naming two that differ; or a leaf may be a key
-        as well as examples.
+      ValueError: If two leaves have different numbers of rows (the message names them), or a leaf
+        may be a key or examples.
     """
     for name, length in rows.items():
         first = next(iter(rows))
@@ -239,10 +240,10 @@ def _check_examples(rows: dict[str, int], keys: dict[str, Any]) -> None:
 
 
 def _check_lists(args: tuple[Any, ...], params_at: list[int], lengths: set[int]) -> None:
-    """Refuses a list of Python numbers that is as long as the batch, or may be the batch.
+    """Refuses a list of Python numbers that may be the batch, or a part of it.
 
     Raises:
-      ValueError: Naming the argument.
+      ValueError: If it finds one; the message names the argument.
     """
     for i, arg in enumerate(args):
         listed = isinstance(arg, (list, tuple)) and i not in params_at
@@ -258,16 +259,16 @@ def _check_lists(args: tuple[Any, ...], params_at: list[int], lengths: set[int])
 def weight_spec(
     weight: Any, examples: dict[int, int], axis_name: AxisName, replicas: int
 ) -> PartitionSpec:
-    """Finds how weights are split: a number for each replica, or a mask or counts like the batch.
+    """Finds how weights are split: one number for each replica, or a mask or counts like the batch.
 
     Args:
       weight: An array, or a list of numbers.
-      examples: How many there are, by the axis of the batch along which they lie.
+      examples: The number of examples along each axis of the batch that is split.
       axis_name: The axis or axes of the replicas.
-      replicas: How many there are.
+      replicas: The number of replicas.
 
     Raises:
-      ValueError: If it is neither, or not of real numbers.
+      ValueError: If the shape fits neither, or the dtype is not real.
     """
     if isinstance(weight, dict):
         raise ValueError(

@@ -1,7 +1,7 @@
 """`data_parallel`: a gradient function and a reducer in one `jax.shard_map` over the replicas.
 
-It takes the place of torch's `register_comm_hook`, where gradients are ready, whatever made them.
-They come out averaged, as global arrays; the optimizer stays where it was.
+It corresponds to torch's `register_comm_hook`: any function can make the gradients. They are
+returned averaged, as global arrays, and the optimizer does not change.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from jaxcomp._training.stacked_layers import note_stacked_layers
 class Call(NamedTuple):
     """The arguments of one call."""
 
-    arguments: Any  # positional and named ones
+    arguments: Any  # positional and keyword arguments
     arrays: PyTree  # the arrays among them
-    specs: PyTree  # how each array is split
-    examples: dict[int, int]  # how many there are, by the axis that they lie along
-    replicas: int  # between which arrays are split; 1 in a mapped function, where they are
+    specs: PyTree  # the PartitionSpec of each array
+    examples: dict[int, int]  # number of examples along each axis that is split
+    replicas: int  # number of parts that arrays are split into; 1 in a mapped function
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity: jax.jit may take it
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity, so jax.jit accepts it
 class DataParallel:
-    """What `data_parallel` returns: the gradients as a call, and `init`, `restore`, `outputs`."""
+    """The result of `data_parallel`: a call for gradients, and `init`, `restore`, `outputs`."""
 
     grad_fn: Callable[..., Any]
     reducer: optax.GradientTransformation
@@ -71,21 +71,20 @@ class DataParallel:
     batch_specs: Any
     aux: PyTree
     check_vma: bool
-    argnums: int | tuple[int, ...]  # which arguments are the parameters
+    argnums: int | tuple[int, ...]  # positions of the parameters
 
     def init(self, params: PyTree) -> PyTree:
         """Makes the reducer's state before the first step, on the mesh.
 
-        ``jaxcomp.shard_state(reducer.init(params), mesh, axis_name)`` is the same, where this
-        object is out of reach.
+        It is the same as ``jaxcomp.shard_state(reducer.init(params), mesh, axis_name)``.
 
         Args:
-          params: What gradients are taken of; with several `argnums` a tuple. Arrays as they are
-            laid out for training, tracers, or their `jax.ShapeDtypeStruct`.
+          params: The parameters; a tuple if there are several `argnums`. Arrays with the shardings
+            of training, tracers, or `jax.ShapeDtypeStruct`.
 
         Returns:
-          Global arrays. What each replica has of its own is ``(n, *leaf)`` for ``n`` replicas,
-          sharded over `axis_name` and, behind that, as its parameter is.
+          Global arrays. A per-replica leaf has shape ``(n, *leaf)`` for ``n`` replicas. It is
+          sharded over `axis_name`, and its other axes as those of its parameter.
 
         Raises:
           ValueError: If there is no mesh, or parameters are sharded over `axis_name`.
@@ -99,18 +98,19 @@ class DataParallel:
         return shard_state(state, mesh, axes_of_state(self.reducer, params, mesh, self.axis_name))
 
     def restore(self, state: PyTree, params: PyTree) -> PyTree:
-        """Places the state of a checkpoint on this mesh, compared with the parameters.
+        """Places the state of a checkpoint on this mesh, after comparing it with the parameters.
 
         Args:
-          state: Consolidated, or of any number of replicas; or a tree that holds it, as for a call.
-          params: As for `init`.
+          state: A state that is consolidated or of any number of replicas; or a tree that holds it,
+            as for a call.
+          params: The parameters, as for `init`.
 
         Returns:
-          The same, on the mesh; leaves of the reducer's state lie over its other axes as `init`
-          would lay them.
+          The same state or tree on the mesh. Over other mesh axes, the leaves of the reducer's
+          state are sharded as `init` would do it.
 
         Raises:
-          ValueError: Listing every leaf whose shape does not fit.
+          ValueError: If a leaf's shape does not fit; the message lists all such leaves.
         """
         params = arrays_or_shapes(params)
         mesh = the_mesh(self.mesh, self.axis_name, params)
@@ -126,26 +126,28 @@ class DataParallel:
         """Returns value and averaged gradients.
 
         Call it inside `jax.jit` with global arrays; or inside a function that is mapped over
-        `axis_name`, with those of one replica, and without a mesh.
+        `axis_name` with the arrays of one replica, without a mesh.
 
         Args:
-          state: The reducer's, from `init`, `restore`, `shard_state` or the last call; or a tree
-            that holds it, as a TrainState with `hold_state` in its optimizer does.
-          *args: As the gradient function takes them, parameters first.
-          weight: How much examples or replicas count: a mask or counts with the axis along which
-            the batch is split, summed for each replica; or an array of shape (replicas,). 0 sits
-            out. None if all count the same. Gradients and means are weighted by it.
-          **kwargs: As the gradient function takes them: scalars, random keys, what is no array.
+          state: The reducer's state, from `init`, `restore`, `shard_state` or the last call; or a
+            tree that holds it, such as a TrainState with `hold_state` in its optimizer.
+          *args: The arguments of the gradient function, parameters first.
+          weight: Weights of examples or replicas, for gradients and means: a mask or counts with
+            the axis along which the batch is split, which are summed for each replica; or an array
+            of shape (replicas,). A replica with weight 0 is ignored. None if all have the same
+            weight.
+          **kwargs: Keyword arguments of the gradient function: scalars, random keys, or objects
+            that are not arrays.
 
         Returns:
           ``((value, gradients), state)``, or ``(((value, auxiliary), gradients), state)``. The
-          value is the mean over the replicas. In a mapped function rows of auxiliary output stay
-          with their replica.
+          value is the mean over the replicas. In a mapped function each replica gets only its own
+          rows of auxiliary outputs.
 
         Raises:
-          ValueError: If there is no mesh, an argument does not fit its specification, none is
-            split between the replicas, parameters are sharded over `axis_name`, the state is of
-            another number of replicas, or an auxiliary output has no entry.
+          ValueError: If there is no mesh, an argument does not fit its specification, no argument
+            is split between the replicas, parameters are sharded over `axis_name`, the state is for
+            another number of replicas, or an auxiliary output has no entry in `aux`.
         """
         params = self._params(args)
         check_keywords(kwargs, self.grad_fn)
@@ -159,28 +161,28 @@ class DataParallel:
         return (put_together(whole, rows), means), put_back(state)
 
     def outputs(self, params: PyTree, *batch: Any, weight: Any = None, **kwargs: Any) -> PyTree:
-        """Finds out what value and auxiliary outputs are, and prints it as a table.
+        """Finds out whether outputs are means, sums or rows, and prints a table.
 
-        Call it once, outside of `jax.jit`, with a batch of a few examples whose number is even. It
-        runs the whole batch and its two halves, as one replica and as two, and compares: a mean is
-        the mean of the halves', a sum their sum, rows are those of the first half, then those of
-        the second. What is none of these is said to be so: "stack" it, or change what is returned.
-        Two halves that are alike tell little, and what a function draws at random tells nothing:
-        give it a key, or a rate, with which it draws alike.
+        Call it once, outside of `jax.jit`, with a small batch of an even number of examples. It
+        runs the whole batch as one replica and its halves as two, and compares: a mean is the mean
+        of the halves' values, a sum is their sum, and rows are the rows of both halves. For an
+        output that is none of these, use "stack" or return something else. Halves with similar
+        values decide little. A function that draws random numbers must draw the same ones in all
+        runs: pass a suitable key or dropout rate.
 
         Args:
-          params: As for the call, where `argnums` says.
+          params: The parameters, as for the call.
           *batch: As for the call.
-          weight: As for the call: what counts how much in the means.
+          weight: As for the call.
           **kwargs: As for the call.
 
         Returns:
-          The tree for ``aux=``, with None where no word fits; None if there is no auxiliary output.
+          The tree for ``aux=``, with None where no word fits; None without auxiliary outputs.
 
         Raises:
-          ValueError: If the loss is not the mean of the examples that it is given: one that divides
-            by a constant, as the size of the global batch, has values and gradients too small by
-            the number of replicas. If the batch cannot be halved.
+          ValueError: If the loss is not a mean over its examples, or the batch cannot be halved. (A
+            loss that divides by a constant, such as the size of the global batch, is too small by
+            the number of replicas, and so are its gradients.)
 
         Example:
           >>> import jax, jax.numpy as jnp, jaxcomp
@@ -212,14 +214,14 @@ class DataParallel:
         return examined(outputs_of, call.arrays, call.specs, self.axis_name, shares)
 
     def _params(self, args: tuple[Any, ...]) -> PyTree:
-        """Returns what gradients are taken of, arrays only: a tuple if `argnums` are several."""
+        """Returns the arrays of the parameters; a tuple if there are several `argnums`."""
         params = tuple(arrays_only(args[i]) for i in positions(args, self.argnums))
         if not np.ndim(self.argnums):
             (params,) = params
         return params
 
     def _call(self, arguments: Any, mesh: Any = None, replicas: int = 1) -> Call:
-        """Finds the arrays among positional and named arguments, and how each is split."""
+        """Finds the arrays among positional and keyword arguments, and how each is split."""
         arrays = arrays_only(arguments)
         params_at = positions(arguments[0], self.argnums)
         split, examples = split_specs(
@@ -264,21 +266,22 @@ class DataParallel:
         arrays: PyTree,
         weight: Any,
     ) -> tuple[Outputs, list[Array], PyTree, PyTree]:
-        """Makes the step of one replica.
+        """Runs the step of one replica.
 
         Args:
-          compute: From this replica's arrays to outputs and gradients, both its own.
-          state: The reducer's, with the row that shard_map leaves or without.
-          arrays: This replica's.
-          weight: How much this replica counts, or each of its examples; None if all count the same.
+          compute: A function of this replica's arrays that returns its outputs and gradients.
+          state: The reducer's state, with or without the rows that shard_map leaves.
+          arrays: This replica's arrays.
+          weight: The weight of this replica, or of each of its examples; None for equal weights.
 
         Returns:
-          Outputs that are equal on all replicas, rows, averaged gradients and the new state.
+          Outputs that are equal on all replicas, rows of outputs, averaged gradients, the new
+          state.
         """
         outputs, gradients = compute(arrays)
         if weight is not None:
             counts = jnp.asarray(weight).astype(jnp.float32)
-            # A negative one is refused as a step that is not finite, also beside larger ones.
+            # A negative weight makes the step not finite, even if the sum is positive.
             usable = jnp.all(counts >= 0)
             weight = jnp.where(usable, jnp.sum(counts), jnp.nan)
         params = self._params(arrays[0])
@@ -287,7 +290,8 @@ class DataParallel:
         else:
             shares = gradients
             if weight is not None:
-                # Each link of a chain would weigh along its axis alone, and a plain one not at all.
+                # In a chain each reducer would weight along its own axis only, and other links not
+                # at all.
                 shares = weighted_gradients(gradients, weight, self.axis_name)
             chain = Transformation(self.reducer.init, self.reducer.update)
             means, state = chain.update(shares, state, params)
@@ -297,10 +301,10 @@ class DataParallel:
         return whole, rows, means, state
 
     def _gradients(self, call: Call, arrays: PyTree) -> tuple[Outputs, PyTree]:
-        """Calls the gradient function with one replica's arrays; see `_step`."""
+        """Calls the gradient function with one replica's arrays."""
         local = list(arrays[0])
         for i in positions(arrays[0], self.argnums):
-            # Typed as this replica's own: else JAX would add up the gradients of all.
+            # Marked as this replica's own: else JAX would sum the gradients of all replicas.
             local[i] = as_local(local[i], self.axis_name)
         marked = (tuple(local), arrays[1])
         shared = {}
@@ -327,52 +331,53 @@ def data_parallel(
     axis_name: AxisName | None = None,
     check_vma: bool = True,
 ) -> DataParallel:
-    """Averages the gradients of any gradient function of one replica by a reducer.
+    """Wraps a gradient function so that a reducer averages its gradients over the replicas.
 
-    In a `jit` loop over sharded arrays the compiler averages gradients, uncompressed. This takes
-    the place of the gradient function there: it runs on each replica's part of the batch alone,
-    then the reducer, in a `jax.shard_map` over `axis_name` only. The gradients that come out are
-    averaged global arrays, laid out as the parameters; optimizer, clipping and masks stay as they
-    are. Meshes may have Auto or Explicit axes, and parameters may be sharded over any axis but
-    `axis_name`. Inside a function that is mapped over `axis_name` the same call needs no mesh.
+    In a `jit` loop over sharded arrays the compiler averages gradients without compression. Use the
+    result of this function in place of your gradient function: it runs the function on each
+    replica's part of the batch and then the reducer, in a `jax.shard_map` over `axis_name` only. It
+    returns averaged gradients as global arrays with the shardings of the parameters; optimizer,
+    clipping and masks stay as they are. Meshes may have Auto or Explicit axes, and parameters may
+    be sharded over any axis but `axis_name`. Inside a function that is mapped over `axis_name` the
+    same call needs no mesh.
 
-    Any function may make the gradients: `jax.value_and_grad` of the mean loss of the examples it
-    is given, nnx's and Equinox's, a loss scale (unscaled before it returns), a scan that
-    accumulates over micro-batches, per-example clipping.
+    Any function may make the gradients of the mean loss over its examples: `jax.value_and_grad`,
+    that of nnx or Equinox, one with loss scaling (which must unscale before it returns), a scan
+    that accumulates over micro-batches, per-example clipping.
 
     Args:
-      grad_fn: From parameters and one replica's part of the batch to ``(value, gradients)``,
-        ``((value, auxiliary), gradients)`` or ``(value, auxiliary, gradients)``, where the value is
-        a floating scalar, the mean over the examples, and the gradients are a tree like the
-        parameters.
-      reducer: A `Reducer`, or any Optax transformation that begins with one (give `axis_name`).
-      mesh: The mesh; None takes the one of `jax.set_mesh`, else the one that the state lies on.
-      argnums: Which arguments are the parameters, as for `jax.value_and_grad`.
-      batch_specs: How the other arguments are split between the replicas: a PartitionSpec for all,
-        or a tuple with one for each, which may be a tree. By default as the arrays are known to
-        lie, else along axis 0, as long for all of them. What lies on Auto axes inside `jax.jit` is
-        not known: a batch split along another axis needs its specification there. Scalars and
-        random keys are the same for all: a function makes its own (dropout) with
-        ``jax.random.fold_in(key, jax.lax.axis_index(axis_name))``. Axes of the mesh other than
-        `axis_name` are left to the compiler.
-      aux: What becomes of auxiliary outputs: one word for all, or a tree that may end early.
-        "mean" averages floating values; values of any dtype that JAX knows to be equal on all
-        replicas stay as they are. With ``check_vma=False`` it knows none: integers, flags and keys
-        that are said to be a "mean" are compared in the program, by one more all-reduce of their
-        bytes, and stay as they are; if they differ, the value is NaN. "sum" adds up counts. "join"
-        concatenates the rows of the examples; an integer does so along that axis instead of the
-        first. "stack" adds an axis of replicas. An output without an entry is refused, with the
-        line to write, unless the function returns it just as it got it. `DataParallel.outputs`
-        finds out what each output is.
-      axis_name: The axis or axes of the replicas; None takes the reducer's.
-      check_vma: Have JAX prove that the gradients are equal on all replicas. Turn it off for a
-        function that it cannot type: loops that begin with ``zeros(shape)``, as most recurrent
+      grad_fn: A function of parameters and one replica's part of the batch. It returns
+        ``(value, gradients)``, ``((value, auxiliary), gradients)`` or
+        ``(value, auxiliary, gradients)``. The value is a floating scalar, the mean over the
+        examples; the gradients are a tree like the parameters.
+      reducer: A `Reducer`, or an Optax chain that begins with one (then pass `axis_name`).
+      mesh: The mesh; None takes the mesh of `jax.set_mesh`, else that of the state's arrays.
+      argnums: Positions of the parameters, as for `jax.value_and_grad`.
+      batch_specs: How the other arguments are split between the replicas: a PartitionSpec for all
+        of them, or a tuple with one (or a tree) for each. None uses the known shardings of the
+        arrays, else axis 0, whose length must then be equal for all of them. Shardings over Auto
+        axes are not known inside `jax.jit`, so a batch that is split along another axis needs its
+        PartitionSpec. Scalars and random keys are the same on all replicas. For a different key on
+        each replica (dropout), use ``jax.random.fold_in(key, jax.lax.axis_index(axis_name))``. Mesh
+        axes other than `axis_name` are left to the compiler.
+      aux: How auxiliary outputs are combined: one word for all, or a tree (or a prefix of it) of
+        words. "mean" averages floating values; values of any dtype that JAX knows to be equal on
+        all replicas stay as they are. With ``check_vma=False`` JAX knows no such values. A "mean"
+        of integers, flags or keys is then compared between the replicas, with one more all-reduce
+        of their bytes: equal ones stay as they are, and if they differ, the value is NaN. "sum"
+        adds. "join" concatenates the rows of the examples along axis 0; an integer does so along
+        that axis. "stack" adds an axis of replicas. An output without an entry is refused, and the
+        error shows the line to write; only an argument that the function returns unchanged needs no
+        entry. `DataParallel.outputs` finds the words.
+      axis_name: The axis or axes of the replicas; None takes those of the reducer.
+      check_vma: Let JAX prove that the gradients are equal on all replicas. Pass False for a
+        function that JAX cannot type: loops that begin with ``zeros(shape)``, as in most recurrent
         layers.
 
     Returns:
-      A `DataParallel`: a call ``(state, params, *batch, weight=None)`` gives ``((value, gradients),
-      state)``; ``init(params)`` gives the state as global arrays, and ``restore`` that of a
-      checkpoint.
+      A `DataParallel`: a call ``(state, params, *batch, weight=None)`` returns
+      ``((value, gradients), state)``; ``init(params)`` returns the state as global arrays, and
+      ``restore`` returns that of a checkpoint.
 
     Raises:
       ValueError: If an argument is unusable.
@@ -413,14 +418,14 @@ def value_and_grad(
     axis_name: AxisName | None = None,
     check_vma: bool = True,
 ) -> DataParallel:
-    """Does what `jax.value_and_grad` does, and averages the gradients by a reducer.
+    """Does what `jax.value_and_grad` does, and averages the gradients with a reducer.
 
-    For loops in `jax.jit`. Nothing but
+    It is for loops in `jax.jit`, and short for
     ``data_parallel(jax.value_and_grad(fun, argnums, has_aux), reducer, ...)``.
 
     Args:
-      fun: The mean loss of the examples that it is given: a scalar, or (scalar, auxiliary) with
-        `has_aux`. Parameters come first, or where `argnums` says.
+      fun: A function that returns the mean loss over its examples: a scalar, or (scalar, auxiliary)
+        with `has_aux`. Parameters come first, or at the positions `argnums`.
       reducer: As for `data_parallel`.
       argnums: As for `jax.value_and_grad`.
       has_aux: As for `jax.value_and_grad`.
@@ -431,7 +436,7 @@ def value_and_grad(
       check_vma: As for `data_parallel`.
 
     Returns:
-      A `DataParallel`; a call ``(state, params, *batch)`` gives ``((value, gradients), state)``.
+      A `DataParallel`; a call ``(state, params, *batch)`` returns ``((value, gradients), state)``.
 
     Raises:
       ValueError: If an argument is unusable.
@@ -468,10 +473,10 @@ def value_and_grad(
 
 
 def _check_gradients_of(function: Any, argnums: Any) -> None:
-    """Refuses what is not a function, as a reducer that was passed first, or names no arguments.
+    """Refuses an object that is not a function, such as a reducer, and unusable `argnums`.
 
     Raises:
-      ValueError: Saying what belongs there.
+      ValueError: In these cases.
     """
     if isinstance(function, optax.GradientTransformation) or not callable(function):
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Finds out what each output of a gradient function is: a batch runs beside its two halves.
+"""Finds out what each output of a gradient function is, by running a batch and its two halves.
 
-A mean of the whole batch is the mean of the halves' values, a sum their sum, and rows are those of
-the first half, then those of the second. What is none of these over the examples, or what this
-batch does not tell from another kind, is said to be so.
+A mean over the batch is the mean of the halves' values. A sum is the sum of the halves' values.
+Rows are the rows of the first half followed by those of the second. The table also shows outputs
+that are none of these, and outputs whose kind this batch does not decide.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from jaxcomp._mesh.explicit import split_axis
 from jaxcomp._training.on_mesh import only_replica
 from jaxcomp._training.outputs import described
 
-# Rounding of a few dozen operations in float32, as a share of the largest value.
+# Rounding of a few dozen operations in float32, as a fraction of the largest value.
 _ROUNDING = 64 * float(jnp.finfo(jnp.float32).eps)
-# What depends on the order of the examples by more than this is not rounding.
+# A larger dependence on the order of the examples is not rounding.
 _MOST_ROUNDING = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What is found of one output; a leaf of a tree."""
+    """The result for one output; a leaf of a tree."""
 
-    word: str | int | None  # for `aux`; None where none fits
+    word: str | int | None  # the entry for `aux`; None if no word fits
     remark: str = ""
 
 
@@ -47,19 +47,20 @@ def examined(
     """Finds the word for each auxiliary output, and prints a table of all outputs.
 
     Args:
-      function: From one replica's arguments to ``(value,)`` or ``(value, auxiliary)``.
-      arrays: The arguments for a batch.
-      specs: How each of them is split.
+      function: A function of one replica's arguments that returns ``(value,)`` or
+        ``(value, auxiliary)``.
+      arrays: The arguments, with a whole batch.
+      specs: The PartitionSpec of each array.
       axis_name: The axis or axes of the replicas.
-      shares: How much each half of the batch counts in a mean.
+      shares: The weight of each half of the batch in a mean.
 
     Returns:
       The tree for ``aux=``; None if there is no auxiliary output.
 
     Raises:
-      ValueError: If the loss is not the mean of the examples that it is given.
+      ValueError: If the loss is not a mean over its examples.
     """
-    # On one device, whatever mesh the arrays lie on.
+    # Run on one device, whatever mesh the arrays are on.
     arrays = jax.tree.map(_on_host, arrays)
     swapped_arrays = jax.tree.map(_swapped, arrays, specs)
     whole = _on_replicas(function, arrays, specs, axis_name, 1)
@@ -99,7 +100,7 @@ def _on_replicas(
     axis_name: AxisName,
     replicas: int,
 ) -> PyTree:
-    """Runs a function on a batch that is split between so many replicas; their results in NumPy."""
+    """Runs a function on a batch that is split between `replicas`; returns NumPy arrays."""
     first, *others = axis_tuple(axis_name)
 
     def parts(x: Any, spec: Any) -> Any:
@@ -115,7 +116,7 @@ def _on_replicas(
 
 
 def _swapped(x: Any, spec: Any) -> Any:
-    """Exchanges the halves of a batch."""
+    """Swaps the halves of a batch."""
     axis = split_axis(spec)
     if axis is None:
         return x
@@ -131,7 +132,7 @@ def _on_host(x: Any) -> Any:
 def _verdict(
     shares: np.ndarray, whole: np.ndarray, swapped: np.ndarray, halves: np.ndarray
 ) -> Verdict:
-    """Judges an output of the whole batch by those of the batch in another order, and of halves."""
+    """Compares an output of the whole batch with those of the swapped batch and of the halves."""
     floating = is_floating(whole)
     precision = _ROUNDING
     if floating:
@@ -163,7 +164,7 @@ def _verdict(
         return Verdict("mean", "the same in both halves")
     fitting = []
     for kind, miss in misses.items():
-        # A mean that is rounded to 16 bits may come near, but one of two numbers is not rounded.
+        # A mean in 16 bits may be off by rounding, but the larger or smaller value is exact.
         if miss == 0 or (kind in ("mean", "sum") and miss <= rounding):
             fitting.append(kind)
     if len(fitting) > 1:
@@ -175,7 +176,7 @@ def _verdict(
     if fitting == ["sum"]:
         return Verdict("sum")
     if fitting == ["mean"] and floating:
-        # By so much a curved function of a mean misses, as exp(loss).
+        # A nonlinear function of a mean, such as exp(loss), differs from a mean by about this.
         if apart**2 / 8 > rounding * scale:
             return Verdict("mean")
         return Verdict("mean", f"as far as halves that differ by {apart / scale:.1g} show")
@@ -188,7 +189,7 @@ def _verdict(
 
 
 def _of_rows(whole: np.ndarray, first: np.ndarray, second: np.ndarray, rounding: float) -> Verdict:
-    """Judges what grows with the batch."""
+    """Finds the axis of rows in an output whose shape grows with the batch."""
     for axis in range(whole.ndim):
         joined = np.concatenate([first, second], axis)
         if joined.shape != whole.shape:

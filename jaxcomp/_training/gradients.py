@@ -1,4 +1,4 @@
-"""Gradients of one replica."""
+"""Takes gradients of one replica, and checks losses and averaged gradients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxcomp._mesh.collectives import as_local, axes_known_equal, axis_tuple, va
 def local_value_and_grad(
     fun: Callable[..., Any], axis_name: AxisName, **value_and_grad_kwargs: Any
 ) -> Callable[..., Any]:
-    """Does what `jax.value_and_grad` does, for the gradient of this replica alone.
+    """Does what `jax.value_and_grad` does, but returns the gradient of this replica alone.
 
     Under ``shard_map(check_vma=True)`` plain `jax.grad` with respect to a replicated parameter
-    returns the *sum* over the axis. That is an uncompressed all-reduce, after which a reducer has
-    nothing left to save. This function marks the differentiated arguments as local first; under
-    `jax.pmap`, `jax.vmap` and ``check_vma=False`` gradients are local anyway and nothing is done.
+    returns the *sum* over the axis. That is an uncompressed all-reduce, so a reducer after it
+    cannot save bytes. This function first marks the differentiated arguments as local. Under
+    `jax.pmap`, `jax.vmap` and ``check_vma=False`` gradients are local anyway and nothing changes.
 
     Args:
       fun: The loss of this replica's batch: a scalar, or (scalar, auxiliary) with ``has_aux=True``.
@@ -30,12 +30,12 @@ def local_value_and_grad(
       **value_and_grad_kwargs: Passed on to `jax.value_and_grad` (``argnums``, ``has_aux``, ...).
 
     Returns:
-      A function with the arguments of `fun` that returns ``(value, gradients)``, both this
-      replica's own. Average the value with `jax.lax.pmean` to report it.
+      A function with the arguments of `fun` that returns ``(value, gradients)``, both of this
+      replica only. Average the value with `jax.lax.pmean` to report it.
 
     Raises:
       ValueError: When called, if an axis is not bound; under ``check_vma=True``, if `fun` averages
-        over it: the gradient of each replica's own would be too small by the number of replicas.
+        over the axis, which would divide local gradients by the number of replicas.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -54,7 +54,7 @@ def local_value_and_grad(
     def local(*args: Any, **kwargs: Any) -> Any:
         marked = list(args)
         for index in argnums:
-            if -len(args) <= index < len(args):  # else JAX says what is missing
+            if -len(args) <= index < len(args):  # else JAX raises its own error
                 marked[index] = as_local(marked[index], axis_name)
         value, grads = value_and_grad(*marked, **kwargs)
         check_loss(jax.tree.leaves(value)[0], axis_name)
@@ -64,10 +64,10 @@ def local_value_and_grad(
 
 
 def check_loss(loss: Any, axis_name: AxisName) -> None:
-    """Refuses a loss that was averaged already.
+    """Refuses a loss that was already averaged over the replicas.
 
     Raises:
-      ValueError: With what to return instead.
+      ValueError: If JAX knows that the loss is equal on all replicas.
     """
     reduced = axes_known_equal(loss, axis_name)
     if reduced:
@@ -80,10 +80,11 @@ def check_loss(loss: Any, axis_name: AxisName) -> None:
 
 
 def check_averaged(means: PyTree, axis_name: AxisName) -> None:
-    """Refuses gradients that the transformation has left different on every replica.
+    """Refuses gradients that still differ between replicas after the transformation.
 
     Raises:
-      ValueError: Naming a leaf. Known under ``check_vma=True`` only.
+      ValueError: If a gradient varies over the axis, which is known only under ``check_vma=True``;
+        the message names the leaf.
     """
     for path, leaf in jax.tree.leaves_with_path(means):
         apart = [name for name in axis_tuple(axis_name) if name in varying(leaf)]

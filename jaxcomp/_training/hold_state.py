@@ -1,4 +1,4 @@
-"""A reducer's state inside the optimizer's, where loops carry it along without another line."""
+"""Holds a reducer's state inside the optimizer's state, so that loops need not carry it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxcomp._reducers.reducer import Reducer, check_reducer
 
 
 class Held(NamedTuple):
-    """State of `hold_state` of a reducer that has none: it says that gradients are averaged."""
+    """State of `hold_state` for a reducer without a state; it marks gradients as averaged."""
 
     per_replica = ()
 
@@ -25,19 +25,20 @@ class Held(NamedTuple):
 def hold_state(reducer: Reducer) -> optax.GradientTransformation:
     """Makes a link of an optimizer's chain that holds a reducer's state and changes no update.
 
-    What saves, places, donates and returns the optimizer's state then does so with the reducer's.
-    `data_parallel` finds it in any tree: pass it the whole TrainState, and get that back.
+    Code that saves, places, donates and returns the optimizer's state then handles the reducer's
+    state too. `data_parallel` finds the state in any tree: pass the whole TrainState, which it
+    returns.
 
     Args:
-      reducer: The `Reducer` that `data_parallel` is given.
+      reducer: The `Reducer` that is passed to `data_parallel`.
 
     Returns:
       A transformation; its state is the reducer's.
 
     Raises:
-      ValueError: If it is not a `Reducer`: the state of a chain is not found again. From
-        ``update``, if nobody has averaged the gradients, in a function that is mapped over the
-        replicas: there the chain takes the reducer itself.
+      ValueError: If it is not a `Reducer`, because the state of a chain could not be found again.
+        ``update`` raises it in a mapped function if the gradients are not averaged yet; there, put
+        the reducer itself into the chain.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp, optax
@@ -80,19 +81,19 @@ def hold_state(reducer: Reducer) -> optax.GradientTransformation:
 
 
 def is_alone(tree: PyTree, reducer: Any) -> bool:
-    """Tells whether a tree is the state itself, and not one that holds it among others."""
+    """Tells whether a tree is the reducer's state, and not a larger tree that holds it."""
     if not isinstance(reducer, Reducer):
-        return True  # the state of a chain is not looked for
+        return True  # the state of a chain is not searched for
     return is_reducer_state(tree) and not accumulators(tree)
 
 
 def state_in(
     tree: PyTree, reducer: Any, params: PyTree
 ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
-    """Returns the reducer's state in a tree, and a function that puts another one in its place.
+    """Returns the reducer's state in a tree, and a function that replaces it in the tree.
 
     Raises:
-      ValueError: If there is none, or more than one that may be it.
+      ValueError: If the tree holds no fitting state, or several.
     """
     if is_alone(tree, reducer):
         return tree, lambda state: state
@@ -114,7 +115,7 @@ def state_in(
 
     states = nodes_of(tree, is_it)
     if not fresh.num_leaves:
-        # Without a state of its own a reducer takes any, but for what can only be the parameters.
+        # A reducer without a state accepts any tree, except one that can only be the parameters.
         leaves = jax.tree.leaves(tree)
         like_params = bool(leaves)
         for leaf in leaves:
@@ -128,7 +129,7 @@ def state_in(
 
 
 def _not_one_state(tree: PyTree, kind: type, fitting: int) -> str:
-    """Says why no state in the tree, or more than one, is that of the reducer."""
+    """Returns the message for a tree with no fitting state, or with several."""
     if not fitting and kind in map(type, reducer_states(tree)):
         return (
             f"The {kind.__name__} in the first argument is that of other parameters than the "

@@ -1,4 +1,4 @@
-"""What goes into a function that maps itself over the replicas, inside `jax.jit`."""
+"""Helpers of functions that map themselves over the replicas of a mesh, inside `jax.jit`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from jaxcomp._training.gradients import check_averaged
 
 
 def the_mesh(users_mesh: Any, axis_name: AxisName, *trees: PyTree) -> Any:
-    """Returns the mesh: that of the user, of the context, or on which the arrays of trees lie.
+    """Returns the mesh from the user, from the context, or from the arrays of `trees`.
 
     Raises:
-      ValueError: If there is none, or it lacks an axis.
+      ValueError: If there is no mesh, or it lacks an axis.
     """
     mesh = users_mesh or context_mesh() or _mesh_of_arrays(trees, axis_tuple(axis_name))
     if mesh is None:
@@ -47,7 +47,7 @@ def the_mesh(users_mesh: Any, axis_name: AxisName, *trees: PyTree) -> Any:
 
 
 def _mesh_of_arrays(trees: PyTree, names: tuple[str, ...]) -> Any:
-    """Returns the first mesh with these axes that an array lies on; None if there is none."""
+    """Returns the mesh of the first array whose mesh has these axes, or None."""
     for leaf in jax.tree.leaves(trees):
         mesh = getattr(known_sharding(leaf), "mesh", None)
         if mesh is not None and set(names) <= set(mesh.axis_names):
@@ -56,20 +56,20 @@ def _mesh_of_arrays(trees: PyTree, names: tuple[str, ...]) -> Any:
 
 
 def check_params(params: PyTree, mesh: Any, axes: tuple[str, ...]) -> None:
-    """Refuses parameters that lie along the axis of the replicas.
+    """Refuses parameters that are sharded over the axis of the replicas.
 
     Raises:
-      ValueError: Naming the leaf.
+      ValueError: If it finds one; the message names the leaf.
     """
     for path, leaf in jax.tree.leaves_with_path(params):
         check_not_spread(path, leaf, known_spec(leaf, mesh), axes)
 
 
 def check_differentiable(params: PyTree) -> None:
-    """Refuses what has no gradient: counters, keys, masks among the parameters.
+    """Refuses parameters that have no gradient: counters, keys, masks.
 
     Raises:
-      ValueError: Naming the leaf.
+      ValueError: If it finds one; the message names the leaf.
     """
     for path, leaf in jax.tree.leaves_with_path(params):
         dtype = jnp.result_type(leaf)
@@ -82,9 +82,9 @@ def check_differentiable(params: PyTree) -> None:
             )
 
 
-# What JAX says inside of a `jax.shard_map` that the user has not written, and what to do then.
+# Patterns of JAX's errors inside of the `jax.shard_map`, which users did not write; and advice.
 _NOTES = {
-    # An AssertionError of JAX that has no text.
+    # "^$" is an AssertionError of JAX without a text.
     "^$|Unhandled OpSharding type|only AbstractMesh exists": (
         "If no assertion of yours failed, JAX did, as with jax.ensure_compile_time_eval in a "
         "mapped function, under jax.set_mesh or beside Explicit axes. Compute what is constant "
@@ -142,14 +142,14 @@ def call_on_replicas(
     *,
     check_vma: bool = True,
 ) -> Any:
-    """Calls a function of one replica in a `jax.shard_map` over all of them.
+    """Calls a function of one replica in a `jax.shard_map` over all replicas.
 
     Args:
-      function: Takes one replica's part of each input.
+      function: A function of one replica's part of each input.
       inputs: Trees of global arrays.
-      in_specs: How each array is split between the replicas.
-      out_specs: How results are put together; prefixes.
-      types: How results are typed along Explicit axes; prefixes.
+      in_specs: The PartitionSpec of each input array over the axes of the replicas.
+      out_specs: The PartitionSpecs of the results; tree prefixes.
+      types: The PartitionSpecs of the results' types over Explicit axes; tree prefixes.
       boundary: The mesh and the axes of the replicas.
       check_vma: As for `jax.shard_map`.
     """
@@ -158,9 +158,9 @@ def call_on_replicas(
     inputs = jax.tree.map(lambda x, spec: resharded(x, mesh, spec, axes), inputs, in_specs)
     replicas = replicas_on(mesh, axes)
     if replicas == 1 and mesh.size > 1:
-        # XLA refuses an all-reduce of one replica where an array is laid out over another axis
+        # XLA refuses an all-reduce of one replica if an array is sharded over another axis
         # ("Cross-partition allreduce must be in (partial) manual partitioning mode"). Under
-        # `jax.vmap` an average over the replicas is a sum, and no collective.
+        # `jax.vmap` an average over the replicas is a sum without a collective.
         with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
             return boundary.automatic(only_replica(function, axes), types)(*inputs)
     mapped = jax.shard_map(
@@ -177,7 +177,7 @@ def call_on_replicas(
 
 @contextlib.contextmanager
 def _explained(axes: Sequence[str]) -> Iterator[None]:
-    """Adds a note to what JAX says of a mapped function, if there is one."""
+    """Adds the note from `_NOTES` to an error of JAX, if one fits."""
     try:
         yield
     except (AssertionError, TypeError, ValueError, NotImplementedError) as error:
@@ -189,7 +189,7 @@ def _explained(axes: Sequence[str]) -> Iterator[None]:
 
 
 def only_replica(function: Callable[..., Any], axes: Sequence[str]) -> Callable[..., Any]:
-    """Makes a function of a single replica along these axes one of global arrays."""
+    """Maps a function of one replica over axes of length 1, so that it takes global arrays."""
     if not axes:
         return function
     mapped = function
@@ -204,20 +204,20 @@ def only_replica(function: Callable[..., Any], axes: Sequence[str]) -> Callable[
 
 
 def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) -> AxisName:
-    """Finds out along which axes of the replicas a reducer's state differs.
+    """Finds the axes of the replicas along which a reducer's state differs.
 
     The state of a `Reducer` differs along the axes of the reducer. In a chain of an exact average
-    along one axis and a compressed one along another, it differs along the latter only. The chain
-    does not say so; the types of what its update returns do.
+    along one axis and a compressed average along another, it differs along the second axis only.
+    This is read from the types of the chain's results, because the chain itself does not say it.
 
     Args:
       reducer: A transformation.
-      params: The parameters: arrays, or anything with ``shape`` and ``dtype``.
+      params: The parameters: arrays, or other objects with ``shape`` and ``dtype``.
       mesh: The mesh.
       axis_name: All axes of the replicas.
 
     Raises:
-      ValueError: If gradients, or what replicas share of the state, differ along an axis.
+      ValueError: If gradients or replicated leaves of the state differ along an axis.
     """
     names = axis_tuple(axis_name)
     if isinstance(reducer, Reducer) or len(names) == 1:
@@ -239,7 +239,7 @@ def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) 
                 "first, and compress, or accumulate, along the slow one behind it: optax.chain("
                 'jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd(axis_name="slow")).'
             )
-        # Keys only: a mapped function can return no names.
+        # The names are dictionary keys, because a mapped function cannot return texts.
         return dict.fromkeys(frozenset().union(*along), ())
 
     state_specs(jax.eval_shape(reducer.init, params), axis_name)  # refuses optax.MultiSteps
@@ -253,10 +253,10 @@ def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) 
 
 
 def check_replica_axis(state: PyTree, mesh: Any, axis_name: AxisName) -> None:
-    """Refuses a state that was not made for as many replicas as the mesh has.
+    """Refuses a state that was made for another number of replicas.
 
     Raises:
-      ValueError: Naming a leaf.
+      ValueError: If a leaf has another leading axis; the message names it.
     """
     replicas = replicas_on(mesh, axis_name)
     for name, leaf in leaves_marked(state, LOCAL, OWNER).items():
@@ -272,8 +272,8 @@ def named_axis(reducer: Any, axis_name: AxisName | None) -> AxisName:
     """Returns the axis of the replicas.
 
     Raises:
-      ValueError: If `reducer` is none, or does not say along which axis it reduces, or says another
-        than `axis_name`.
+      ValueError: If `reducer` is not a transformation, has no axis, or has another axis than
+        `axis_name`.
     """
     if not (hasattr(reducer, "init") and hasattr(reducer, "update")):
         made = getattr(reducer, "__name__", None)

@@ -1,7 +1,7 @@
-"""What becomes of the value and the auxiliary output of every replica: as the user says.
+"""Combines the values and auxiliary outputs of all replicas, as the user specifies.
 
-Whether a number is a mean, a sum or one of a kind, no type tells. So nothing is averaged, added up
-or joined without a word for it. `jaxcomp._training.examine` finds the words.
+A type does not tell whether a number is a mean, a sum or something else. So the user specifies a
+word for each output. `jaxcomp._training.examine` finds the words.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from jaxcomp._mesh.collectives import as_local, known_equal, maximum, total, vma
 from jaxcomp._mesh.weights import averaged
 
 WORDS = ("mean", "sum", "join", "stack")
-# What becomes of a leaf that all replicas hold alike: it stays as it is.
+# A leaf that JAX knows to be equal on all replicas: it stays as it is.
 _EQUAL = "equal"
-# The same where JAX cannot know it, and the program looks.
+# A leaf that must be equal on all replicas, but JAX does not know it: the program compares.
 _COMPARED = "compared"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """The leaves of value and auxiliary output, and what becomes of each.
+    """The leaves of value and auxiliary output, and how each leaf is combined.
 
-    The latter are static, so they pass through any mapping of JAX beside the arrays.
+    `treedef` and `kinds` are static, so JAX can map a function that returns this object.
     """
 
     leaves: list[Any]
     treedef: Any = dataclasses.field(metadata={"static": True})
-    # For each leaf "equal", "compared", "mean", "sum", "stack", or the axis along which its rows
-    # are joined.
+    # For each leaf "equal", "compared", "mean", "sum", "stack", or the axis along which rows are
+    # joined.
     kinds: tuple[str | int, ...] = dataclasses.field(metadata={"static": True})
 
 
 def taken_apart(result: Any) -> tuple[tuple[Any, ...], PyTree]:
-    """Returns ``(value,)`` or ``(value, auxiliary)``, and the gradients, of a gradient function.
+    """Splits a gradient function's result: ``(value,)`` or ``(value, auxiliary)``, and gradients.
 
     Raises:
-      ValueError: If it returned something else.
+      ValueError: If the result has another form.
     """
     if not (isinstance(result, tuple) and len(result) in (2, 3)):
         raise ValueError(
@@ -75,19 +75,19 @@ def judged(
     shared: Mapping[int, Array],
     examples: Collection[int],
 ) -> Outputs:
-    """Says what becomes of each leaf of a replica's value and auxiliary output.
+    """Decides how each leaf of a replica's value and auxiliary output is combined.
 
     Args:
       outputs: (value,) or (value, auxiliary).
-      aux: What the user says: None, a word or an axis, or a tree of them.
+      aux: The user's `aux=`: None, a word or an axis, or a tree of them.
       axis_name: The axis or axes of the replicas.
-      shared: The arguments of the function that are the same on all replicas, by the identity that
-        they have inside of it. What it hands back as it got it is the same too.
-      examples: How many examples this replica has, for each axis of its arguments.
+      shared: The function's arguments that are equal on all replicas, by their identity inside of
+        the function. An argument that is returned unchanged is equal on all replicas too.
+      examples: The numbers of this replica's examples, along all axes of its arguments.
 
     Raises:
-      ValueError: If `aux` has no entry for a leaf: the message lists all of them, with the line to
-        write. Or if a leaf cannot be what its entry says.
+      ValueError: If `aux` has no entry for a leaf (the message lists all such leaves, with the line
+        to write), or an entry does not fit its leaf.
     """
     auxiliary = None
     if len(outputs) == 2:
@@ -130,10 +130,10 @@ def judged(
 
 
 def _as_array(name: str, leaf: Any) -> Array:
-    """Returns a leaf as an array.
+    """Converts a leaf to an array.
 
     Raises:
-      ValueError: If it is nothing of the kind.
+      ValueError: If this is not possible.
     """
     try:
         return jnp.asarray(leaf)
@@ -147,10 +147,10 @@ def _as_array(name: str, leaf: Any) -> Array:
 def _kind(
     name: str, x: Array, word: str | int, axis_name: AxisName, examples: Collection[int]
 ) -> str | int:
-    """Returns what becomes of one leaf.
+    """Returns how one leaf is combined, an entry of `Outputs.kinds`.
 
     Raises:
-      ValueError: If it cannot be what its entry says.
+      ValueError: If the word does not fit the leaf.
     """
     if word == "mean" and known_equal(x, axis_name):
         return _EQUAL
@@ -180,7 +180,7 @@ def _kind(
 
 
 def _possible(x: Array, axis_name: AxisName) -> str:
-    """Returns the words that fit a type, of which one is to be kept."""
+    """Returns the words that fit a leaf's type, separated by ``|``; the user keeps one of them."""
     words = []
     if x.ndim:
         words.append("join")
@@ -195,7 +195,7 @@ def _possible(x: Array, axis_name: AxisName) -> str:
 
 
 def _is_compared(x: Array, axis_name: AxisName) -> bool:
-    """Tells whether a leaf can only be equal on all replicas, and the program has to find out."""
+    """Tells whether a "mean" must be equal on all replicas, and the program must compare it."""
     return not vma_axes(axis_name) and not jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -218,16 +218,16 @@ def _all_equal(leaves: Sequence[Array], axis_name: AxisName) -> Array:
 def reduced(
     outputs: Outputs, weight: Array | None, axis_name: AxisName
 ) -> tuple[Outputs, list[Array]]:
-    """Averages and sums the leaves of a replica, each as was judged.
+    """Averages and sums the leaves of a replica, each by its kind.
 
     Args:
-      outputs: This replica's.
-      weight: How much this replica counts; None if all count the same.
+      outputs: This replica's outputs.
+      weight: This replica's weight; None if all replicas have the same weight.
       axis_name: The axis or axes of the replicas.
 
     Returns:
-      The same with what is equal on all replicas by now, None in the place of rows; and the rows in
-      order, with the axis along which they are to be joined in front.
+      The outputs with leaves that are now equal on all replicas, and None in place of rows; and the
+      rows in order, with the axis along which they will be joined as axis 0.
     """
     leaves = list(outputs.leaves)
     to_average: list[Array | None] = [None] * len(leaves)
@@ -250,13 +250,13 @@ def reduced(
     means, _ = averaged(to_average, axis_name, weight)
     leaves = with_arrays(leaves, means)
     if compared:
-        # A program that runs raises nothing: the loss tells.
+        # A running program cannot raise an error, so the loss becomes NaN.
         leaves[0] = jnp.where(_all_equal(compared, axis_name), leaves[0], jnp.nan)
     return dataclasses.replace(outputs, leaves=leaves), rows
 
 
 def put_together(whole: Outputs, rows: list[Array]) -> PyTree:
-    """Returns value and auxiliary output in the form that the function gave."""
+    """Returns value and auxiliary output in the structure of the gradient function's result."""
     leaves = list(whole.leaves)
     following = iter(rows)
     for i, kind in enumerate(whole.kinds):
@@ -271,10 +271,10 @@ def put_together(whole: Outputs, rows: list[Array]) -> PyTree:
 
 
 def check_aux(aux: PyTree) -> None:
-    """Refuses what is neither one of the words nor an axis.
+    """Refuses entries of `aux` that are neither a word nor an axis.
 
     Raises:
-      ValueError: Naming it.
+      ValueError: If it finds one; the message shows it.
     """
     for word in jax.tree.leaves(aux):
         if word not in WORDS and not is_integer(word):
@@ -285,14 +285,14 @@ def check_aux(aux: PyTree) -> None:
 
 
 def words_of(aux: PyTree, auxiliary: PyTree) -> list[Any]:
-    """Returns what is said of each leaf of the auxiliary output; None where nothing is.
+    """Returns the entry of `aux` for each leaf of the auxiliary output, or None.
 
-    Places are compared by their names, whatever containers they are in.
+    Entries and leaves are matched by the names in their paths, whatever containers they are in.
 
     Raises:
       ValueError: If `aux` names something that is not in the auxiliary output.
     """
-    # A line for each key, without its kind.
+    # One line for each key, without the kind of key.
     names_of = functools.partial(jax.tree_util.keystr, simple=True, separator="\n")
     entries = {}
     for path, word in jax.tree.leaves_with_path(aux):
@@ -323,12 +323,12 @@ def _is_empty(node: Any) -> bool:
 
 
 def described(leaf: Any) -> str:
-    """Writes dtype and shape of an array, and the class of anything else."""
+    """Returns dtype and shape of an array as text, or the class of another object."""
     if not hasattr(leaf, "dtype"):
         return type(leaf).__name__
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def one_level(node: Any) -> str:
-    """Writes a node of a tree, with its children in few words."""
+    """Returns a short text of a tree's node and its children."""
     return str(jax.tree.map(described, node, is_leaf=lambda x: x is not node))

@@ -1,4 +1,4 @@
-"""Notices leaves that hold many layers and would be compressed as one matrix."""
+"""Warns about leaves that hold many layers and would be compressed as one matrix."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _LAYERS = re.compile(r"layers?|stack(ed)?|repeats?|blocks?", re.IGNORECASE)
 
 
 def note_stacked_layers(params: PyTree, state: PyTree) -> None:
-    """Warns once of a subtree that looks like stacked layers and is compressed as one matrix.
+    """Warns once about a subtree that looks like stacked layers and is compressed as one matrix.
 
-    Layers in a scan (`nn.scan`, `jax.lax.scan`) lie in leaves with one leading axis in common, also
-    norms and biases, which have two axes then; or flax's metadata names that axis. By the default
-    rule such a leaf is one matrix with one rank for all layers.
+    Scanned layers (`nn.scan`, `jax.lax.scan`) have leaves with a common leading axis, so that norms
+    and biases have two axes; or flax's metadata names that axis. By the default rule such a leaf is
+    one matrix with one rank for all layers.
 
     Args:
       params: The parameters.
-      state: The reducer's, fresh.
+      state: The reducer's fresh state.
     """
     matrices = _leaves_of_one_matrix(state)
     has_names = lambda node: isinstance(getattr(node, "names", None), tuple)  # noqa: E731
@@ -40,7 +40,7 @@ def note_stacked_layers(params: PyTree, state: PyTree) -> None:
         lengths = set()
         axis_names = set()
         least_axes = 3
-        whole = ""  # the first leaf with two axes behind that of the layers
+        whole = ""  # the first leaf with two more axes after that of the layers
         for name, shape, axis_name in leaves:
             lengths.add(shape[:1])
             axis_names.add(axis_name)
@@ -67,7 +67,7 @@ def note_stacked_layers(params: PyTree, state: PyTree) -> None:
 
 
 def _leaves_of_one_matrix(state: PyTree) -> set[str]:
-    """Returns the names of the leaves that are compressed as one matrix each."""
+    """Returns the names of leaves that are compressed as a single matrix."""
     names: set[str] = set()
     for node in nodes_of(state, lambda node: isinstance(node, PowerSGDState)):
         for path, q in jax.tree.leaves_with_path(node.q):
