@@ -110,7 +110,7 @@ def test_what_an_example_cannot_tell_is_refused_until_it_is_said():
         ({"apply": lambda params, x: 1 / 0, "example": ((ROWS,), ROWS)}, "ZeroDivisionError"),
         ({"apply": lambda params, x: x[:1], "example": ((ROWS,), ROWS)}, r"outputs of \(1, 6\)"),
         ({"apply": Nested().apply, "example": ((ROWS,), ROWS * np.nan)}, "not finite"),
-        ({"apply": Nested().apply, "example": ((ROWS,), [3])}, "no outputs of floating point"),
+        ({"apply": Nested().apply, "example": ((ROWS,), [3])}, "no floating-point outputs"),
     ],
 )
 def test_arguments_of_another_form_are_refused_in_one_sentence(arguments, message):
@@ -441,7 +441,7 @@ def test_a_sum_of_many_terms_is_no_other_model():
 
 
 def test_another_width_is_said_first():
-    said = r"A width differs, it seems: .* axis of \[7\], and no tensor of torch one of \[11\]"
+    said = r"a width differs: .* axis of \[7\], and no tensor of torch has an axis of \[11\]"
     state = {f"{name}.weight": np.ones((7, 3)) for name in "xy"}
     like = {name: {"kernel": np.zeros((3, 11))} for name in "ab"}
     with pytest.raises(CheckpointMismatch, match=said):

@@ -455,7 +455,7 @@ def test_a_map_that_may_be_something_else_is_asked_about(case):
     error = refused(model, like)
     asked = [line.split()[0] for line in error.ambiguous]
     assert asked == [name for name in names if name != "norm"]
-    assert ("norm may be of the same map" in error.ambiguous[0]) == ("norm" in names)
+    assert ("norm may belong to the same map" in error.ambiguous[0]) == ("norm" in names)
     assert error.parameters == ("rules", "flatten", "ignore", "apply")
     pooled, params = (
         there_and_back(model, like, flatten=dict.fromkeys(names, said)) for said in (None, shape)

@@ -1,4 +1,4 @@
-"""Pairs two models by rules, names and shapes, or by an example; or says in one error why not."""
+"""Pairs two models by rules, names and shapes, or by an example; or lists all problems."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ from torch_bridge._pairing.pairs import Pair
 from torch_bridge._pairing.questions import Questions, asked_orders
 from torch_bridge._pairing.search import Search
 
-# How torch's own classes, and transformers', store their weights.
+# Class of torch or transformers -> the form of its weight.
 _FORMS = {"Linear": OUT_IN, "_ConvNd": OUT_IN, "Conv1D": CONV1D}
 _REPARAMETRIZED = {
-    "weight_norm keeps a length and a direction in the place of a weight. Put flax.linen."
+    "weight_norm stores a length and a direction instead of a weight. Put flax.linen."
     "WeightNorm around the layer, or call torch.nn.utils.remove_weight_norm (or parametrize."
-    "remove_parametrizations) before the file is saved.": r".*(weight_g|weight\.original0)\b.*",
+    "remove_parametrizations) before you save the file.": r".*(weight_g|weight\.original0)\b.*",
     "spectral_norm divides a weight by its largest singular value. Call torch.nn.utils."
-    "remove_spectral_norm (or parametrize.remove_parametrizations) before the file is saved.": (
+    "remove_spectral_norm (or parametrize.remove_parametrizations) before you save the file.": (
         r".*(weight_orig|weight\.original|weight\.0\._[uv]|weight_[uv])\b.*"
     ),
     "An LSTM with proj_size has no counterpart among Flax's cells. Write the cell by hand and name "
     "its leaves with rules.": r".*weight_hr_.*",
 }
 _PACKED_IN_FLAX = (
-    "A kernel that packs several (query, key and value) is not filled from separate ones of torch: "
-    "convert into a model, or a tree, with separate kernels, and join them with np.concatenate."
+    "A Flax kernel that packs several (query, key and value) cannot be filled from separate torch "
+    "weights: convert into a tree with separate kernels, and join them with np.concatenate."
 )
 _DIFFERENT = (
     "The torch model and the Flax tree do not correspond. Say what belongs together with `rules` "
     "(regular expression -> path) and what to leave out with `ignore`."
 )
 _ORDER_IS_OPEN = (
-    "Neither names nor shapes tell how some layers correspond. Give apply= and example=, which "
-    "find it out, or answer with these arguments."
+    "Neither names nor shapes tell how some layers correspond. Pass apply= and example=, so that a "
+    "run finds it out, or answer with these arguments."
 )
 _FORMS_ARE_OPEN = (
-    "If nothing is unusual in this model (square weights are (out, in) and no ConvTranspose's, no "
-    "map is flattened), plain=True answers all of this. Else answer with these arguments; or give "
-    "apply= and example=, which find it out."
+    "If nothing is unusual in this model (square weights are (out, in) and not of a ConvTranspose, "
+    "no map is flattened), plain=True answers all questions. Else answer with these arguments, or "
+    "pass apply= and example=, so that a run finds it out."
 )
 
 
 class Paired(NamedTuple):
-    """What a conversion goes by.
+    """The pairs that a conversion uses.
 
     Attributes:
       pairs: Every tensor with its leaf.
-      apart: How far the Flax outputs were from torch's; None where nothing was run.
+      apart: The difference between the Flax outputs and torch's; None if no example was run.
     """
 
     pairs: tuple[Pair, ...]
@@ -75,22 +75,23 @@ def decide(
     known: Mapping[str, str],
     evidence: Evidence | None,
 ) -> Paired:
-    """Pairs two models, with what is tied in torch as one leaf or several, or as values say.
+    """Pairs two models, with tied torch tensors as one leaf or as several leaves.
 
     Args:
-      tensors: Torch's, by name.
+      tensors: The torch tensors, by name.
       tree: The Flax tree.
-      options: What the user says.
-      known: Module name -> how its weight is stored, of torch's own classes.
-      evidence: An example, if there is one.
+      options: The user's options.
+      known: Module name -> the form of its weight, for torch's own classes.
+      evidence: An example to run, or None.
 
     Raises:
-      CheckpointMismatch: Something does not fit, is not told, or does not give torch's outputs.
+      CheckpointMismatch: Layers do not fit, questions are open, or no run gives torch's outputs.
     """
     names = clean_names(list(tensors)).values()
     kept = options.kept(tensors)
     errors = []
-    # The likeliest first: what is tied is one leaf, or several, or the file shows no ties.
+    # The likeliest case first: tied tensors are one leaf, or they are several leaves, or the file
+    # does not show the ties and equal matrices are one leaf.
     for ties, are_one in ((tied, True), (tied, False), (equal_matrices, True)):
         first = ties(kept)
         if not first and errors:
@@ -113,12 +114,15 @@ def decide(
         return Paired(_with_aliases(pairs, kept, first), apart)
     for error in errors:
         if not (error.missing or error.unexpected or error.mis_shaped):
-            raise error  # of ties that leave every tensor and leaf a place
+            raise error  # with these ties every tensor and leaf has a partner
     raise errors[0]
 
 
 def _leave_out_indices(match: Match, tensors: Mapping[str, Any]) -> None:
-    """Leaves out integers beside floating-point numbers: they are leaves only by name or rule."""
+    """Leaves out layers of integers, which are paired only by name or by a rule.
+
+    A model of integers alone is kept.
+    """
     floating = set()
     for name, value in tensors.items():
         if not re.search(r"\b(u?int|bool)", str(getattr(value, "dtype", ""))):
@@ -129,10 +133,10 @@ def _leave_out_indices(match: Match, tensors: Mapping[str, Any]) -> None:
 
 
 def refuse_lost_statistics(tensors: Mapping[str, Any], tree: Tree, options: Options) -> None:
-    """Refuses running statistics without a place, which would be lost, or stale on the way back.
+    """Refuses running statistics without a place: they would be lost, or old on the way back.
 
     Raises:
-      CheckpointMismatch: With all of them.
+      CheckpointMismatch: The Flax tree has no statistics; the error lists torch's.
     """
     lost = [name for name in options.kept(tensors) if name.endswith(STATISTICS)]
     if lost and not tree.has_statistics:
@@ -147,7 +151,7 @@ def refuse_lost_statistics(tensors: Mapping[str, Any], tree: Tree, options: Opti
 def _with_aliases(
     pairs: Sequence[Pair], tensors: Collection[str], first: Mapping[str, str]
 ) -> tuple[Pair, ...]:
-    """Gives every pair the other names of its tensor."""
+    """Adds to every pair the other names of its tied tensor."""
     alike = grouped(tensors, lambda name: first.get(name, name))
     complete = []
     for one in pairs:
@@ -160,7 +164,7 @@ def _with_aliases(
 def _read(
     match: Match, evidence: Evidence | None, tensors: Mapping[str, Any]
 ) -> tuple[Reading, Apart | None]:
-    """Decides what names leave open: by shapes and what the user says, or by an example."""
+    """Decides what names leave open: by shapes and the user's options, or by an example."""
     if evidence is None:
         match.match_shapes()
         match.take_apart(match.lonely())
@@ -193,16 +197,16 @@ def _read(
             unused += map(layer.line, layer.parts)
     if unused:
         warnings.warn(
-            f"{_reparametrized(unused)}Left out, since the Flax model has no place for it and "
+            f"{_reparametrized(unused)}Left out, because the Flax model has no place for it and "
             f"gives torch's outputs on the example without it: {printable('; '.join(unused))}. "
-            "ignore= says the same without a warning.",
+            "With ignore= there is no warning.",
             stacklevel=2,
         )
     return reading, apart
 
 
 def _reparametrized(names: Collection[str]) -> str:
-    """Says what to do about weights that torch makes of others; nothing where there are none."""
+    """Returns advice for weights that torch computes from other tensors; "" if there are none."""
     sentences = ""
     for sentence, pattern in _REPARAMETRIZED.items():
         if any(map(re.compile(pattern).match, names)):
@@ -211,7 +215,7 @@ def _reparametrized(names: Collection[str]) -> str:
 
 
 def _without_problems(match: Match) -> Reading:
-    """Returns what is decided; what does not fit or is not told is collected and raised at once."""
+    """Returns the decided reading, or raises one error with all problems and open questions."""
     orders = asked_orders(match)
     questions = Questions(match, match.partners)
     lonely = match.lonely()
@@ -243,8 +247,8 @@ def _without_problems(match: Match) -> Reading:
         only_flax = sorted(of_flax - of_torch)
         if only_torch and only_flax:
             message = (
-                f"A width differs, it seems: no leaf of Flax has an axis of {only_torch}, and no "
-                f"tensor of torch one of {only_flax}. {message}"
+                f"It seems that a width differs: no leaf of Flax has an axis of {only_torch}, and "
+                f"no tensor of torch has an axis of {only_flax}. {message}"
             )
     text = "\n".join(itertools.chain(*problems.values()))
     names = sorted(PairOptions.__optional_keys__ - {"ignore", "rules"})
@@ -253,7 +257,7 @@ def _without_problems(match: Match) -> Reading:
 
 
 def _lengths(layers: Iterable[Layer]) -> set[int]:
-    """Collects the lengths of all axes."""
+    """Returns the lengths of all axes of some layers."""
     lengths = set()
     for layer in layers:
         lengths.update(*map(layer.shape, layer.parts))
@@ -261,7 +265,7 @@ def _lengths(layers: Iterable[Layer]) -> set[int]:
 
 
 def _packs(lonely: Group) -> bool:
-    """Tells whether a Flax kernel would hold several of these torch weights, all of one shape."""
+    """Returns True if a Flax kernel has the size of several torch weights of one shape."""
     sizes = set()
     for shape, alike in grouped(lonely.torch, lambda layer: layer.shape("weight")).items():
         if shape and len(alike) > 1:
@@ -270,7 +274,7 @@ def _packs(lonely: Group) -> bool:
 
 
 def known_forms(model: Any) -> dict[str, str]:
-    """Reads from the classes of a torch module how their weights are stored; {} of a state dict."""
+    """Returns the form of each module's weight, by its class; {} if `model` is a state dict."""
     forms = {}
     for name, module in getattr(model, "named_modules", tuple)():
         kinds = [kind.__name__ for kind in type(module).__mro__]

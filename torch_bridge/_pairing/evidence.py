@@ -1,7 +1,7 @@
-"""One example through both models: torch's outputs are known, and the Flax model is run.
+"""Runs the Flax model on an example, for which torch's outputs are known.
 
-What is found out here is how far the outputs are apart for given leaves, in which order the Flax
-model uses its leaves, and what it flattens.
+A run shows how much the outputs differ with some leaves. A trace shows in which order the Flax
+model uses its leaves, and which maps it flattens.
 """
 
 from __future__ import annotations
@@ -23,33 +23,35 @@ from torch_bridge._pairing.pairs import Path
 
 Apply: TypeAlias = Callable[..., Any]
 Example: TypeAlias = tuple[Sequence[Any], Any]  # inputs and outputs of the torch module
-# How far outputs may be apart at most, as a share of the largest: some 84 units of float32's
-# rounding, and 16 of a narrower type, by a unit of which every layer rounds.
+# The largest difference that is allowed, relative to the largest output: about 84 units of
+# rounding in float32, and 16 units in a narrower dtype, since every layer rounds by such a unit.
 _MOST = 1e-5
 _MOST_UNITS = 16
-# Two right runs round in every operation, and a control only at its beginning. Conversions of 54
-# kinds of models are at most 2 controls from torch, one wide convolution is 8. With a tenth of
-# the eps of their norms 29 of them are 1 to 280 from it, and 23 of these more than 10.
+# Two correct runs round in every operation, but a control rounds only once, at its beginning.
+# Correct conversions of 54 kinds of models differ from torch by at most 2 controls, and one wide
+# convolution by 8. With a tenth of the eps in their norms 29 of them differ by 1 to 280 controls,
+# 23 of these by more than 10.
 _CONTROLS = 10
-_COPIES = 8  # of the example's rows in a larger batch
-_OTHER_AXIS = 1e-3  # outputs of the same rows differ by less, wherever axis 0 is the batch
-_LEAST_UNITS = 8  # of rounding, of the largest output: so much is nothing, whatever a control shows
-# Operations that hand a leaf on as it is.
+_COPIES = 8  # how often a larger batch repeats the example's rows
+_OTHER_AXIS = 1e-3  # a larger difference of the same rows shows that axis 0 is not the batch
+_LEAST_UNITS = 8  # units of rounding of the largest output that are always allowed
+# Operations whose result is still the same leaf.
 _VIEWS = frozenset(
     {"reshape", "transpose", "convert_element_type", "broadcast_in_dim", "squeeze", "rev", "copy"}
 )
-_MAP_AXES = 3  # arrays of so many axes may have their channels second in torch, and last in Flax
+_MAP_AXES = 3  # from 3 axes on, channels may be the second axis in torch and the last in Flax
 
 
 class Apart(NamedTuple):
-    """How far the outputs of the Flax model are from torch's.
+    """The difference between the outputs of the Flax model and torch's.
 
     Attributes:
-      largest: The largest difference, as a share of the largest output.
-      mean: The norm of the differences, as a share of the norm of the outputs.
-      control: How far the same run, moved by one rounding, is from itself; infinite where the
-        outputs are too far from torch's to be equal.
-      allowed: The share of the largest output by which equal outputs may differ.
+      largest: The largest difference, relative to the largest output.
+      mean: The norm of the difference, relative to the norm of the outputs.
+      control: The largest difference between two runs of the Flax model, the second one with leaves
+        and inputs changed by one rounding; infinite if no control was run, because the outputs
+        differ too much.
+      allowed: The largest difference that rounding explains, relative to the largest output.
     """
 
     largest: float
@@ -59,26 +61,26 @@ class Apart(NamedTuple):
 
     @property
     def is_rounding(self) -> bool:
-        """Tells whether rounding explains the difference."""
+        """True if rounding explains the difference."""
         return self.largest <= self.allowed
 
 
 class Layout(NamedTuple):
-    """The inputs in a layout with which the Flax model runs, and its operations if traced."""
+    """The inputs in a layout with which the Flax model runs, and its traced program (or None)."""
 
     inputs: tuple[np.ndarray, ...]
     program: core.Jaxpr | None
 
 
 class Evidence:
-    """An example, ready to be run with any leaves.
+    """An example, on which the Flax model can be run with any leaves.
 
     Attributes:
       layouts: The layouts of the inputs with which the Flax model runs, the likeliest first.
-      order: Path of a leaf -> its place in the order in which the Flax model uses them.
-      upward: Paths of the kernels that it uses in a ConvTranspose with a stride.
-      maps: What it flattens or takes apart: how many values there are, and of how many channels.
-      runs: How often the model was run, without controls.
+      order: Path of a leaf -> its position in the order in which the Flax model uses the leaves.
+      upward: Paths of the kernels that the model uses in a ConvTranspose with a stride.
+      maps: The maps that the model flattens or unflattens: (number of values, number of channels).
+      runs: The number of runs so far, not counting controls.
     """
 
     def __init__(self, apply: Apply, example: Example, tree: Tree, tensors: Sequence[Any]) -> None:
@@ -88,16 +90,16 @@ class Evidence:
           apply: ``apply(params, *inputs) -> outputs`` of the Flax model.
           example: Inputs and outputs of the torch module.
           tree: The flattened Flax tree.
-          tensors: The torch parameters, whose type says how exact torch's outputs are.
+          tensors: The torch parameters, whose dtype shows how exact torch's outputs are.
 
         Raises:
-          ValueError: The example has another form, or `apply` does not run with it.
+          ValueError: The example has another form, or `apply` does not run on it.
         """
         self._tree = tree
         inputs, self._theirs = _read(example)
         dtypes = []
         for array in filter(_is_real, map(to_numpy, tensors)):
-            # float64 becomes float32, where JAX computes in that.
+            # JAX computes in float32 instead of float64, unless x64 is enabled.
             dtypes.append(jax.dtypes.canonicalize_dtype(array.dtype))
         dtypes = dtypes or [np.dtype(np.float32)]
         self._unit = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
@@ -107,17 +109,18 @@ class Evidence:
         self.layouts = self._running_layouts(apply, inputs)
         self.runs = 0
         traced = all(layout.program for layout in self.layouts)
-        # What decides by values cannot be compiled.
+        # A model that branches on values cannot be compiled.
         self._run: Callable[..., Any] = jax.jit(apply) if traced else apply
         self.use(self.layouts[0])
 
     def apart(self, leaves: Mapping[Path, Any]) -> Apart:
         """Runs the model with some leaves, and compares each output with torch's.
 
-        What comes near is run again as a control: with leaves and inputs moved by one rounding.
+        If the outputs are nearly equal, a control is run, with leaves and inputs changed by one
+        rounding.
 
         Args:
-          leaves: Path -> leaf, of all that come from torch.
+          leaves: Path -> leaf, for all leaves that come from torch.
         """
         self.runs += 1
         outputs = self._outputs(leaves, self._inputs)
@@ -137,13 +140,14 @@ class Evidence:
         return apart._replace(control=control, allowed=min(allowed, most))
 
     def _moved_by_batch(self, leaves: Mapping[Path, Any], outputs: Any) -> float:
-        """Tells how far the outputs of the same rows in a larger batch are, as a share.
+        """Returns the largest difference between the same rows alone and in a larger batch.
 
-        XLA adds up the products of one row one after the other, those of several in blocks, and a
-        sum of many terms then differs by more than any control that only moves values.
+        XLA adds up the products of one row one after the other, but those of several rows in
+        blocks. So a sum of many terms can differ by more than a control that only changes values.
 
         Returns:
-          The share; 0 if the model takes no such batch, or axis 0 is another axis than its.
+          The difference relative to the largest output; 0 if the model does not run with such a
+          batch, or if axis 0 is not the batch.
         """
         inputs = []
         for array in self._inputs:
@@ -152,21 +156,25 @@ class Evidence:
             repeated = self._outputs(leaves, inputs)
             rows = jax.tree.map(lambda output, more: more[: output.shape[0]], outputs, repeated)
             share = _furthest(rows, _numbers(outputs)).largest
-        except Exception:  # it is the user's code, for another batch than his
+        except Exception:  # the user's code need not run with a larger batch
             return 0.0
         return share if share < _OTHER_AXIS else 0.0
 
     def _outputs(self, leaves: Mapping[Path, Any], inputs: Sequence[np.ndarray]) -> Any:
-        """Runs the model."""
+        """Runs the model and returns its outputs."""
         params = self._tree.with_leaves(self._leaves | dict(leaves))
-        # On a GPU products of float32 are rounded to fewer bits unless this is said.
+        # By default a GPU rounds products of float32 to fewer bits.
         with jax.default_matmul_precision("highest"):
             return self._run(params, *inputs)
 
     def _running_layouts(self, apply: Apply, inputs: Sequence[np.ndarray]) -> list[Layout]:
-        """Finds the layouts of the inputs for which the model returns as many values as torch."""
+        """Returns the layouts of the inputs with which the model gives outputs of torch's shapes.
+
+        Raises:
+          ValueError: The model runs with none of the layouts.
+        """
         layouts = []
-        errors = {}  # what is wrong -> shapes of the inputs
+        errors = {}  # text of an error -> shapes of the inputs
         params = self._tree.with_leaves(self._leaves)
         for layout in itertools.product(*map(_in_layouts, inputs)):
             try:
@@ -191,14 +199,14 @@ class Evidence:
             tried.append(f"with inputs of {' or '.join(shapes)}: {error}")
         raise ValueError(
             f"`apply` does not run on the example, neither with its inputs as they are nor with "
-            f"their channels last: {'; '.join(tried)}. It must be apply(params, *inputs) and give "
-            f"what torch gives, here arrays of {_shapes(self._theirs)}."
+            f"their channels last: {'; '.join(tried)}. It must be apply(params, *inputs) and "
+            f"return outputs of torch's shapes, here {_shapes(self._theirs)}."
         )
 
     def use(self, layout: Layout) -> None:
-        """Takes one of the layouts, and finds out what the model does with its leaves there."""
+        """Chooses one of the layouts, and reads `order`, `upward` and `maps` from its program."""
         self._inputs = layout.inputs
-        self.order = dict.fromkeys(self._leaves, math.inf)  # of leaves without a use
+        self.order = dict.fromkeys(self._leaves, math.inf)  # unused leaves come last
         self.upward = set()
         self.maps = []
         if layout.program is None:
@@ -223,7 +231,7 @@ class Evidence:
                 before = equation.invars[0].aval.shape
                 self.maps += _merged(before, result.aval.shape)
                 self.maps += _merged(result.aval.shape, before)
-            if name == "dot_general":  # a kernel with several axes of inputs or of outputs
+            if name == "dot_general":  # the kernel may have several input or output axes
                 kernel = equation.invars[1].aval.shape
                 contracted = equation.params["dimension_numbers"][0][1]
                 for sizes in (np.take(kernel, contracted), np.delete(kernel, contracted)):
@@ -232,11 +240,11 @@ class Evidence:
 
 
 def _operations(jaxpr: core.Jaxpr, leaves: dict[Any, Any]) -> Iterator[Any]:
-    """Lists operations in their order, with those of all functions that are called.
+    """Yields the operations of a program in order, with those of all functions that it calls.
 
     Args:
-      jaxpr: What is looked through.
-      leaves: Variable -> the leaf that it is; variables inside of functions are added.
+      jaxpr: The program.
+      leaves: Variable -> path of the leaf that it holds; variables of called functions are added.
     """
     for equation in jaxpr.eqns:
         called = []
@@ -254,7 +262,7 @@ def _operations(jaxpr: core.Jaxpr, leaves: dict[Any, Any]) -> Iterator[Any]:
 
 
 def _hand_on(leaves: dict[Any, Any], outer: Sequence[Any], inner: Sequence[Any]) -> None:
-    """Notes which variables are leaves where others are."""
+    """Records each variable of `inner` as the leaf that its variable of `outer` holds."""
     for one, other in zip(outer, inner, strict=False):
         leaves.pop(other, None)
         if _is_variable(one) and one in leaves:
@@ -266,18 +274,18 @@ def _is_variable(value: Any) -> bool:
 
 
 def _in_layouts(array: np.ndarray) -> list[np.ndarray]:
-    """Lists the layouts in which an input is tried, the likeliest first."""
+    """Returns an input in the layouts that are tried, the likeliest first."""
     if array.ndim < _MAP_AXES or array.dtype.kind in "iub":
         return [array]
     channels_last = np.ascontiguousarray(np.moveaxis(array, 1, -1))
-    # Pictures have their channels last in Flax; a sequence is the same in both.
+    # Flax has the channels of pictures last; sequences have the same layout in torch and Flax.
     if array.ndim > _MAP_AXES:
         return [channels_last, array]
     return [array, channels_last]
 
 
 def _moved(value: Any, random: np.random.Generator) -> Any:
-    """Moves floating-point values to one of their neighbours, up or down; leaves others as is."""
+    """Changes each floating-point value to the next larger or smaller one, at random."""
     if not _is_real(value):
         return value
     array = np.asarray(jnp.asarray(value))
@@ -287,7 +295,7 @@ def _moved(value: Any, random: np.random.Generator) -> Any:
 
 
 def _furthest(ours: Any, theirs: Iterable[np.ndarray]) -> Apart:
-    """Tells how far outputs are from others, which are taken as they are or with channels last."""
+    """Returns the difference between outputs and torch's, as they are or with channels last."""
     largest = 0.0
     mean = 0.0
     for mine, views in _matched(ours, theirs):
@@ -300,7 +308,7 @@ def _furthest(ours: Any, theirs: Iterable[np.ndarray]) -> Apart:
 
 
 def _apart(mine: np.ndarray, other: np.ndarray) -> Apart:
-    """Tells how far an output is from torch's of as many values."""
+    """Returns the difference between one output and torch's, which has as many values."""
     error = np.abs(mine.reshape(other.shape) - other)
     if not np.all(np.isfinite(error)):
         return Apart(math.inf, math.inf)
@@ -311,28 +319,32 @@ def _apart(mine: np.ndarray, other: np.ndarray) -> Apart:
 
 
 def _read(example: Example) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Reads inputs as JAX takes them, and outputs that are numbers, as float64."""
+    """Returns the inputs in JAX's dtypes, and the floating-point outputs as float64.
+
+    Raises:
+      ValueError: The example has another form, or no finite floating-point outputs.
+    """
     try:
         inputs, outputs = example
     except (TypeError, ValueError) as error:
         raise ValueError(
             "`example` must be (inputs, outputs) of the torch module in evaluation mode: a tuple "
-            "of arrays, and what the module gives for them."
+            "of arrays, and the module's outputs for them."
         ) from error
     if not isinstance(inputs, list | tuple):
         inputs = (inputs,)
-    # int64 becomes int32, as in JAX.
+    # jnp.asarray converts int64 to int32, unless x64 is enabled.
     arrays = [np.asarray(jnp.asarray(to_numpy(value))) for value in inputs]
     theirs = _numbers(outputs)
     if not all(np.isfinite(array).all() for array in theirs):
         raise ValueError("torch's outputs in `example` are not finite. Take other inputs.")
     if not theirs:
-        raise ValueError("`example` has no outputs of floating point to compare with.")
+        raise ValueError("`example` has no floating-point outputs to compare with.")
     return arrays, theirs
 
 
 def _numbers(outputs: Any) -> list[np.ndarray]:
-    """Lists the outputs of floating point, as float64."""
+    """Returns the floating-point outputs as a list of float64 arrays."""
     arrays = filter(_is_real, map(to_numpy, jax.tree.leaves(outputs)))
     return [np.asarray(array).astype(np.float64) for array in arrays]
 
@@ -342,7 +354,7 @@ def _is_real(leaf: Any) -> bool:
 
 
 def _merged(wide: Sequence[int], narrow: Sequence[int]) -> list[tuple[int, int]]:
-    """Finds how many values, of how many channels, become the last axis; in a list, or none."""
+    """Returns [(values, channels)] if several axes become the last axis, else []."""
     sizes = without_ones(wide)
     last = (without_ones(narrow) or (0,))[-1]
     for cut in range(len(sizes) - 1):
@@ -352,11 +364,11 @@ def _merged(wide: Sequence[int], narrow: Sequence[int]) -> list[tuple[int, int]]
 
 
 def _matched(ours: Any, theirs: Iterable[np.ndarray]) -> list[tuple[Any, list[np.ndarray]]]:
-    """Pairs outputs in order; where Flax gives fewer, each with torch's next of its shape.
+    """Pairs each Flax output with torch's next output of its shape, as Flax may have fewer.
 
     Returns:
-      Each output with torch's, as that is or with its channels last, whichever is of its shape;
-      none if one has no other.
+      Each Flax output with one or two views of torch's: as it is, and with its channels last, if
+      they have the output's shape. Empty if a Flax output has no partner.
     """
     matched = []
     rest = iter(theirs)
@@ -380,7 +392,7 @@ def _shapes(arrays: Iterable[Any]) -> str:
 
 
 def _filled(leaf: Any) -> Any:
-    """Gives a leaf of which only the shape is known a value."""
+    """Returns zeros (or a random key) for a leaf with a shape only; other leaves stay."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -1,12 +1,12 @@
-"""The kinds of layers: which tensor becomes which leaf, and in which forms.
+"""The kinds of layers: the leaf of each tensor, and the forms that its weight may have.
 
-A kind is a function that lists links. Each has a tensor, a leaf, and a view for every form that the
-shapes allow, the usual one first. Where there are several, what is said or found out decides.
+A kind is a function that lists links. A link has a tensor, a leaf, and a view for every form that
+the shapes allow, the usual form first. Among several forms the user or an example decides.
 
 References: ``torch.nn`` stores Linear as (out, in), Conv as (out, in / groups, *spatial) and
 ConvTranspose as (in, out, *spatial). Flax stores (in, out), (*spatial, in / groups, out) and, with
 ``transpose_kernel=False``, (*spatial, in, out) reversed in space, because ``lax.conv_transpose``
-does not turn the kernel as the gradient of a convolution does.
+does not reverse the kernel as the gradient of a convolution does.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from typing import NamedTuple, TypeAlias
 from torch_bridge._pairing.layers import Layer, Share
 from torch_bridge._pairing.pairs import Maps, Pair, Shape
 
-# A form in which a weight can be stored: the usual one, what an option of this name says, or the
-# order of its axes in Flax.
+# The form in which a weight is stored: `OUT_IN` (the usual one), the name of an option, or the
+# order of torch's axes in Flax.
 Form: TypeAlias = str | Shape
 OUT_IN = "(out, in)"
 CONV1D = "conv1d"
 CONV_TRANSPOSE = "conv_transpose"
-_BARE_AXES = 5  # a bare parameter of more axes is not turned
-_PACKED_AXES = 3  # the outputs of one packed kernel: query, key and value, heads, width
+_BARE_AXES = 5  # a bare parameter with more axes keeps their order
+_PACKED_AXES = 3  # output axes of a packed kernel: (query, key, value), heads, width of a head
 _NO_MAPS = ("", "")
-_DENSE = ("flatten", "unflatten")  # a kernel of inputs and outputs
-# Leaves that are never the turned matrix of a Linear.
+_DENSE = ("flatten", "unflatten")  # the inputs and the outputs of a kernel may be maps
+# Leaves that are never the transposed matrix of a Linear.
 _AS_THEY_ARE = frozenset({"scale", "bias", "mean", "var", "negative_slope", "embedding"})
-# Gates in torch's order, by the number of them; a cell without gates has one unnamed one.
+# Number of gates -> their letters in torch's order. A cell without gates has one without a name.
 _GATES = {4: "ifgo", 3: "rzn", 1: ""}
 
 
 class Answer(NamedTuple):
-    """What the names and shapes of two layers do not say."""
+    """The answer to the questions about two layers that their names and shapes leave open."""
 
-    form: Form = ""  # of the weight; "" is the usual one
-    flatten: Maps = ()  # the inputs that are a flattened map, or what a norm is of
-    unflatten: Maps = ()  # the outputs that become a map
+    form: Form = ""  # the form of the weight; "" is the usual one
+    flatten: Maps = ()  # flattened maps among the inputs, or among the values of a norm
+    unflatten: Maps = ()  # flattened maps among the outputs
 
 
 USUAL = Answer()
 
 
 class View(NamedTuple):
-    """How a tensor, or some of its rows, becomes a leaf: fields of a `Pair`, by its names.
+    """The conversion of a tensor, or some of its rows, to a leaf, with the field names of `Pair`.
 
-    `row_maps` and `column_maps` name the field of an `Answer` that says what is a map there.
+    `row_maps` and `column_maps` are the names of the fields of `Answer` with the maps there.
     """
 
     split: Shape
@@ -61,36 +61,36 @@ class View(NamedTuple):
     column_maps: str = ""
 
     def with_rows(self, order: Shape) -> View:
-        """Returns the view of a tensor that has the axes of its rows in another order."""
+        """Returns the view for a tensor whose row axes have another order."""
         moved = (*order, *range(len(order), len(self.split)))
         split = tuple(map(self.split.__getitem__, moved))
         return self._replace(split=split, axes=tuple(map(moved.index, self.axes)))
 
 
 class Link(NamedTuple):
-    """One tensor of a layer and its leaf, by what the layers call them."""
+    """One tensor of a layer and its leaf, by their names in the layers."""
 
     tensor: str
     leaf: str
-    views: dict[Form, View]  # none if the shapes do not fit
-    rows: tuple[int, int] | None = None
+    views: dict[Form, View]  # empty if the shapes do not fit
+    rows: tuple[int, int] | None = None  # this and the next two fields are those of `Pair`
     terms: int = 1
     must_be_zero: tuple[int, int] | None = None
 
     def view(self, form: Form) -> View:
-        """Returns the view of a form, or the usual one where there is none of it."""
+        """Returns the view of a form, or the usual view if the form has none."""
         return self.views.get(form) or next(iter(self.views.values()))
 
 
 class Joined(NamedTuple):
-    """A torch layer and a Flax layer together.
+    """A torch layer and a Flax layer as partners.
 
     Attributes:
-      torch: The one.
-      flax: The other.
-      links: What fits.
-      problems: A line for each leaf that is ``missing`` a tensor, each ``unexpected`` tensor, and
-        each tensor and leaf that are ``mis_shaped``.
+      torch: The torch layer.
+      flax: The Flax layer.
+      links: The tensors and leaves that fit.
+      problems: A line of text for each ``missing`` leaf, which has no tensor, each ``unexpected``
+        tensor, which has no leaf, and each ``mis_shaped`` tensor with its leaf.
     """
 
     torch: Layer
@@ -100,18 +100,18 @@ class Joined(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Tells whether every leaf and every tensor has its place."""
+        """True if every leaf and every tensor is in a link."""
         return not any(self.problems.values())
 
     @property
     def forms(self) -> list[Form]:
-        """Lists the forms in which the weight fits, the usual one first."""
+        """The possible forms of the weight, the usual form first."""
         if not self.links:
             return []
         return list(self.links[0].views)
 
     def pairs(self, answer: Answer) -> list[Pair]:
-        """Makes the pairs of all links, with what is known about the layers."""
+        """Makes the pairs of all links, with the answer for the layers."""
         pairs = []
         for link in self.links:
             view = link.view(answer.form)
@@ -134,13 +134,13 @@ class Joined(NamedTuple):
 
 @functools.lru_cache(maxsize=2**12)
 def join(torch: Layer, flax: Layer) -> Joined:
-    """Brings the tensors of a torch layer together with the leaves of a Flax layer."""
+    """Links the tensors of a torch layer with the leaves of a Flax layer."""
     links = []
     problems = {"missing": [], "unexpected": [], "mis_shaped": []}
     kind = _KINDS.get((torch.sort, flax.sort), _bare)
     homeless = set(torch.parts)
     empty = set(flax.parts)
-    lost = set()  # of a packed tensor, every part must have a leaf
+    lost = set()  # packed tensors, of which a part has no leaf
     for link in kind(torch, flax):
         if link.tensor not in torch.parts:
             continue
@@ -164,12 +164,12 @@ def join(torch: Layer, flax: Layer) -> Joined:
 
 
 def _weight(torch: Layer, flax: Layer) -> list[Link]:
-    """Links Linear, Conv, ConvTranspose, Bilinear, and Conv1D of transformers.
+    """Links a Linear, Conv, ConvTranspose, Bilinear, or Conv1D of transformers.
 
-    A weight is (out, in, *space), or (in, out, *space) as by ``Conv1D`` and ConvTranspose. A Flax
-    ConvTranspose with ``transpose_kernel=True`` has the first form, too. A Bilinear may have any
-    order of axes. Where Flax has three axes of outputs (query, key and value of each head), torch
-    may have these in any order.
+    A weight is (out, in, *space), or (in, out, *space) in ``Conv1D`` and ConvTranspose. A Flax
+    ConvTranspose with ``transpose_kernel=True`` has the first form, too. The axes of a Bilinear may
+    have any order. If a Flax kernel has three output axes (query, key and value of each head),
+    these may have any order in torch.
     """
     shape = torch.shape("weight")
     kernel = flax.shape("kernel")
@@ -204,13 +204,13 @@ def _weight(torch: Layer, flax: Layer) -> list[Link]:
 
 
 def _embedding(torch: Layer, flax: Layer) -> list[Link]:
-    """Links a table of rows, which may be flattened maps."""
+    """Links an embedding, whose rows may be flattened maps."""
     forms: dict[Form, Shape] = {OUT_IN: tuple(range(len(torch.shape("weight"))))}
     return [_link(torch, flax, "weight", "embedding", None, ("", "unflatten"), forms)]
 
 
 def _norm(torch: Layer, flax: Layer) -> list[Link]:
-    """Links a norm of any sort, running statistics included, and PReLU."""
+    """Links a norm of any kind, with its running statistics, or a PReLU."""
     scale = "scale"
     if "negative_slope" in flax.parts:
         scale = "negative_slope"
@@ -222,7 +222,7 @@ def _norm(torch: Layer, flax: Layer) -> list[Link]:
 
 
 def _attention(torch: Layer, flax: Layer) -> list[Link]:
-    """Links the parts of MultiheadAttention's packed projection, and its output."""
+    """Links the parts of MultiheadAttention's packed projection, and the output projection."""
     links = []
     for place, name in enumerate(("query", "key", "value")):
         links.append(_link(torch, flax, "in_proj_weight", f"{name}.kernel", (place, 3)))
@@ -234,10 +234,10 @@ def _attention(torch: Layer, flax: Layer) -> list[Link]:
 
 
 def _recurrent(torch: Layer, flax: Layer) -> list[Link]:
-    """Links the packed gates of one level and direction, or of a cell, with the kernels of each.
+    """Links the packed gates of a cell, or of one level and direction, with each gate's kernels.
 
-    torch adds its two biases at once; Flax has both or their sum. nnx.GRUCell adds none to the
-    hidden side of gate n, inside torch's reset gate, so that these values have to be zero.
+    torch adds two biases; Flax has both or their sum. nnx.GRUCell has no bias on the hidden side of
+    gate n, which torch multiplies by the reset gate, so these values of torch must be zero.
     """
     packed, hidden = torch.shape("weight_hh") or (1, 2)
     count, rest = divmod(packed, hidden)
@@ -270,10 +270,10 @@ def _recurrent(torch: Layer, flax: Layer) -> list[Link]:
 
 
 def _bare(torch: Layer, flax: Layer) -> list[Link]:
-    """Links the only tensor with the only leaf, in all orders of the axes that fit.
+    """Links the only tensor of a layer with the only leaf, in all orders of the axes that fit.
 
-    Axes of one place take no part. What a module of torch multiplies with is usually turned, and
-    another parameter is as it is. The axes of space come apart only where no other order fits.
+    Axes of length 1 are ignored. The weight of a torch module is usually transposed, and any other
+    parameter keeps its order. The spatial axes are separated only if no other order fits.
     """
     if len(torch.parts) != 1 or len(flax.parts) != 1:
         return []
@@ -298,13 +298,14 @@ def _bare(torch: Layer, flax: Layer) -> list[Link]:
     if not views and len(wide) <= _BARE_AXES:
         orders = list(itertools.permutations(same))
         views = _views(wide, target, zip(orders, orders, strict=True), maps)
-    if shape[:1] == (1,):  # the first of the wide axes is one of torch's columns
+    if shape[:1] == (1,):  # torch's only row; all other axes are columns
         for order, view in views.items():
             views[order] = view._replace(row_axes=0)
     return [Link(tensor, leaf, views)]
 
 
-# Sorts of a torch and a Flax layer -> what links them; of others, only single parts can meet.
+# Sorts of a torch and a Flax layer -> the function that links them. `_bare` links other sorts, if
+# both layers have one part.
 _KINDS: Mapping[tuple[str, str], Callable[[Layer, Layer], list[Link]]] = {
     ("weight", "kernel"): _weight,
     ("weight", "embedding"): _embedding,
@@ -328,9 +329,9 @@ def _link(
     Args:
       torch: The layer of the tensor.
       flax: The layer of the leaf.
-      tensor: What the one is called; the layer may lack it.
-      leaf: What the other is called.
-      share: Which of so many equal parts of the rows.
+      tensor: The tensor's name in its layer, which may lack it.
+      leaf: The leaf's name in its layer.
+      share: (k, n) for the k-th of n equal shares of the rows; None for all rows.
       maps: As for `_views`.
       forms: Form -> order of torch's axes; None for a vector, or a matrix (out, in).
     """
@@ -351,18 +352,21 @@ def _link(
 def _views(
     shape: Shape, target: Shape, forms: Iterable[tuple[Form, Shape]], maps: tuple[str, str]
 ) -> dict[Form, View]:
-    """Sees a shape in those orders of its axes that make it another, alike ones once.
+    """Returns a view for each form whose order of axes turns a torch shape into a Flax shape.
+
+    Forms with equal views occur once.
 
     Args:
       shape: The shape in torch.
       target: The shape in Flax.
       forms: Each form, with the order of torch's axes.
-      maps: What may be a map in Flax, the first axes and the last: a field of an `Answer`, or "".
+      maps: For the leaf's first axes and its last axes, the field of `Answer` with the maps there,
+        or "" if there are none.
     """
     views = {}
     seen = set()
     for form, order in forms:
-        wide = tuple(axis for axis in order if shape[axis] != 1)  # others change nothing
+        wide = tuple(axis for axis in order if shape[axis] != 1)  # axes of length 1 do not matter
         leaf_axes = _leaf_axes(shape, target, order)
         if leaf_axes is None or wide in seen:
             continue
@@ -379,10 +383,11 @@ def _views(
 
 
 def _leaf_axes(shape: Shape, target: Shape, order: Shape) -> list[list[int]] | None:
-    """Finds the axes of a leaf that each axis of torch becomes; none if the shapes do not fit.
+    """Returns for each torch axis its axes in the leaf; None if the shapes do not fit.
 
-    An axis of torch may be several in Flax, as the heads of attention. Axes of one place have to
-    be the same ones if both have as many axes, and come anywhere else.
+    One torch axis may be several axes in Flax, such as heads and width in attention. If both shapes
+    have the same number of axes, they must be equal in this order. Otherwise axes of length 1 may
+    be anywhere.
     """
     if len(shape) == len(target) and tuple(map(shape.__getitem__, order)) != target:
         return None
@@ -401,5 +406,5 @@ def _leaf_axes(shape: Shape, target: Shape, order: Shape) -> list[list[int]] | N
 
 
 def without_ones(shape: Iterable[int]) -> Shape:
-    """Returns a shape without the axes of one place."""
+    """Returns a shape without its axes of length 1."""
     return tuple(size for size in shape if size != 1)

@@ -1,8 +1,8 @@
-"""Finds the reading of two models with which Flax gives torch's outputs, by trying.
+"""Searches for the reading of two models with which Flax gives torch's outputs.
 
-A reading says which torch layer is which Flax layer, in which form each weight is stored, and what
-is a flattened map. It starts from a few likely ones, and goes on with single changes of the one
-that came nearest, the likeliest change first, for a limited number of runs.
+A reading has the pairs of layers, the form of each weight, and the flattened maps. The search tries
+a few likely readings first. Then it tries single changes of the reading that came nearest, the
+likeliest change first, for a limited number of runs.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from torch_bridge._pairing.maps import VERBS, Flow, Reading
 from torch_bridge._pairing.match import Match, grouped
 from torch_bridge._pairing.pairs import Maps, Path, leaves_from_torch
 
-TRIES = 500  # runs of the Flax model at most
-_CHECKS = 64  # further runs that look whether the example tells the reading from its neighbours
-_PATIENCE = 20  # changes of one reading after which it is put behind one twice as far off
-_FAR = 0.3  # of the outputs' norm: above, a distance says nothing
-_STEP = 0.2  # what one change more counts beside the distance
-_SLIGHT = 1e-2  # of the largest output: as far as another eps or form of an activation leads
-_SHOWN = 12  # layers in an error
+TRIES = 500  # the most runs of the Flax model
+_CHECKS = 64  # further runs, which check that other readings do not give torch's outputs, too
+_PATIENCE = 20  # after as many tried changes, a reading comes behind one twice as far off
+_FAR = 0.3  # relative to the outputs' norm; larger distances count as equal
+_STEP = 0.2  # the cost of one more change, beside the distance
+_SLIGHT = 1e-2  # relative to the largest output; another eps or activation differs by less
+_SHOWN = 12  # the most layers in an error
 
 
 class Change(NamedTuple):
-    """A reading beside another, and what differs, as errors say it."""
+    """A changed reading, and the text with which errors describe the change."""
 
     text: str
     reading: Reading
 
 
 class Choice(NamedTuple):
-    """What may be otherwise in some layers together: a field of their answers."""
+    """The possible values of one field in the answers of some layers, which change together."""
 
     layers: list[Layer]
-    field: str
+    field: str  # a field of `Answer`
     values: Sequence[Any]  # the likeliest first
 
 
 @dataclasses.dataclass
 class _State:
-    """A reading that was tried, and its changes that have not been.
+    """A reading that was tried, with the changes of it to try next.
 
     Attributes:
-      changes: Those.
-      distance: How far off the outputs of the reading are.
-      depth: Changes since one of the first readings.
-      tried: How many of its changes have been tried.
+      changes: The changes that have not been tried yet.
+      distance: The relative difference of the reading's outputs from torch's.
+      depth: The number of changes since one of the first readings.
+      tried: The number of changes that have been tried.
     """
 
     changes: Iterator[Change]
@@ -64,14 +64,14 @@ class _State:
     tried: int = 0
 
     def cost(self) -> float:
-        """Decides which state is gone on with: far ones differ by their depth only."""
+        """Returns the cost of the state; the search continues with the lowest cost."""
         distance = min(self.distance / _FAR, 1.0)
         impatience = 1 + self.tried / _PATIENCE
         return (distance + _STEP * self.depth) * impatience
 
 
 class Search:
-    """The search for one reading among those that the layers of two models allow."""
+    """The search for the reading of two models that gives torch's outputs."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class Search:
         """Prepares a search.
 
         Args:
-          match: The layers, with what rules say.
-          answered: A reading, with what the user says of single layers, which is not searched for.
+          match: The layers, with the pairs that rules and names decide.
+          answered: A reading with the user's answers, which the search does not change.
           evidence: The example.
           tensors: The torch tensors by name.
         """
@@ -96,14 +96,13 @@ class Search:
         self._tried = []
 
     def prove(self) -> tuple[Reading, Apart]:
-        """Finds a reading that gives torch's outputs, and looks whether no other does.
+        """Finds a reading that gives torch's outputs, and checks that similar readings do not.
 
         Returns:
-          It, and how far the outputs are apart.
+          The reading, and the difference of its outputs from torch's.
 
         Raises:
-          CheckpointMismatch: None of those tried does, or the example does not tell one from
-            another.
+          CheckpointMismatch: No reading that was tried gives torch's outputs, or several give them.
         """
         layouts = self._evidence.layouts
         for place, layout in enumerate(layouts):
@@ -119,10 +118,10 @@ class Search:
         return min(self._tried, key=lambda one: (not one[0].is_rounding, one[0].mean))
 
     def _search(self, tries: int) -> None:
-        """Looks for a reading with the inputs in one layout, until one fits.
+        """Tries readings with the current layout of the inputs, until one gives torch's outputs.
 
         Args:
-          tries: Runs in all, earlier layouts included.
+          tries: The most runs in all, with those of earlier layouts.
         """
         states = [_State(self._first_readings(), 0.0, -1)]
         seen = set()
@@ -144,7 +143,7 @@ class Search:
             states.append(_State(self._changes(reading), apart.mean, parent.depth + 1))
 
     def _leaves_of(self, reading: Reading) -> dict[Path, np.ndarray]:
-        """Makes the leaves of a reading; those of the last one that are the same are kept."""
+        """Makes the leaves of a reading; reuses those that are the same in the last reading."""
         leaves = {}
         for path, pairs in grouped(reading.pairs(), lambda pair: pair.path).items():
             made_of, leaf = self._leaves.get(path, (None, None))
@@ -155,7 +154,7 @@ class Search:
         return leaves
 
     def _first_readings(self) -> Iterator[Change]:
-        """Lists likely readings: by names or without, in the order of use or of names."""
+        """Yields likely readings: with or without equal names, by the order of use or of names."""
         match = self._match
         by_rule = {layer: match.partners[layer] for layer in match.by_rule}
         starts = (match.partners, by_rule)
@@ -169,20 +168,20 @@ class Search:
             yield Change("", reading)
 
     def _place(self, target: Layer) -> float:
-        """Returns the place of a layer in the order in which the Flax model uses them."""
+        """Returns the position of a layer in the order in which the Flax model uses layers."""
         return min(map(self._evidence.order.__getitem__, target.tensors()))
 
     def _is_upward(self, target: Layer) -> bool:
-        """Tells whether the Flax model uses a kernel as a ConvTranspose with a stride does."""
+        """Returns True if the Flax model uses the layer as a ConvTranspose with a stride."""
         return not self._evidence.upward.isdisjoint(target.tensors())
 
-    # --- what may be otherwise ------------------------------------------------------------------
+    # --- changes of a reading -------------------------------------------------------------------
 
     def _changes(self, reading: Reading) -> Iterator[Change]:
-        """Lists the single changes of a reading, the likeliest first."""
+        """Yields the single changes of a reading, the likeliest first."""
         forms = self._forms(reading)
         matrices = []
-        kernels = []  # rarely another order, nor a ConvTranspose but where it is used with a stride
+        kernels = []  # these rarely have another order, or are a ConvTranspose without a stride
         for choice in forms:
             if len(choice.layers[0].shape("weight")) < 3:
                 matrices.append(choice)
@@ -196,7 +195,10 @@ class Search:
                 yield from _changed(reading, [choice._replace(layers=[layer])])
 
     def _forms(self, reading: Reading) -> list[Choice]:
-        """Lists the weights that fit in several forms, layers of one name together."""
+        """Lists the weights with several forms; layers whose names differ in numbers are together.
+
+        Weights for which the user has answered are left out.
+        """
         forms = reading.forms()
         unanswered = [layer for layer in forms if not self._answered.answer(layer).form]
         choices = []
@@ -205,9 +207,9 @@ class Search:
         return sorted(choices, key=lambda choice: len(choice.values))
 
     def _maps(self, reading: Reading) -> list[Choice]:
-        """Lists the layers that may read or give a map, or other values beside one.
+        """Lists the layers that may read or give a map, also with other values beside the map.
 
-        Those come first that read or give as many values as Flax flattens, and norms last.
+        Layers whose width is that of a map that Flax flattens come first, and norms come last.
         """
         likely = []
         unlikely = []
@@ -219,7 +221,7 @@ class Search:
                 layers = [layer for layer in alike if not self._says(option, layer)]
                 patterns = getattr(self._match.options, option)
                 if not layers or (patterns == () and not is_norm):
-                    continue  # {} says that there is none
+                    continue  # the user's {} means that there is none
                 maps: list[Maps] = [()]
                 beside = []
                 for size, channels in self._evidence.maps:
@@ -236,7 +238,7 @@ class Search:
                     unlikely.append(whole)
                     continue
                 if len(layers) > 1:
-                    # A map is read by the first of several Linears, and given by the last.
+                    # Of several Linears the first one reads a map, and the last one gives a map.
                     in_turn = sorted(layers, key=lambda layer: self._place(reading.partners[layer]))
                     nearest = in_turn[0]
                     if option == "unflatten":
@@ -246,12 +248,12 @@ class Search:
         return likely + unlikely + norms
 
     def _says(self, option: str, layer: Layer) -> bool:
-        """Tells whether the user says if a layer reads or gives a map."""
+        """Returns True if the user has answered whether a layer reads or gives a map."""
         pattern, _ = self._match.options.map_of(option, layer)
         return pattern is not None or bool(getattr(self._answered.answer(layer), option))
 
     def _exchanges(self, reading: Reading) -> Iterator[Change]:
-        """Exchanges layers, or modules, that are alike in torch, or in Flax."""
+        """Yields changes that exchange equal layers or modules, in torch or in Flax."""
         for ones, others in _exchangeable(reading.partners):
             yield from self._exchanged(reading, ones, others)
         back = {target: layer for layer, target in reading.partners.items()}
@@ -264,7 +266,7 @@ class Search:
     def _exchanged(
         self, reading: Reading, ones: Sequence[Layer], others: Sequence[Layer]
     ) -> Iterator[Change]:
-        """Exchanges the partners of some layers with those of others, if they fit."""
+        """Yields the change that exchanges the partners of two lists of layers, if all fit."""
         layers = [*ones, *others]
         if not self._match.by_rule.isdisjoint(layers):
             return
@@ -277,10 +279,10 @@ class Search:
             text = f"{first}, and {second}, or the other way round"
             yield Change(text, Reading(partners, reading.answers))
 
-    # --- does the example tell? -----------------------------------------------------------------
+    # --- other readings with the same outputs ---------------------------------------------------
 
     def _neighbours(self, reading: Reading) -> Iterator[Change]:
-        """Lists for what names do not tell one other reading each."""
+        """Yields one changed reading for each choice that names do not decide."""
         yield from _changed(reading, self._forms(reading))
         for choice in self._maps(reading):
             if choice.layers[0] in reading.answers:
@@ -292,38 +294,38 @@ class Search:
                     yield from self._exchanged(reading, [one], [other])
 
     def _check(self, proved: Reading) -> None:
-        """Runs neighbours of a reading: what gives the same outputs is not told by the example.
+        """Runs the neighbours of a reading, and refuses it if one gives torch's outputs, too.
 
         Raises:
-          CheckpointMismatch: With every layer that could as well be another.
+          CheckpointMismatch: The example does not tell some layers apart; the error lists all.
         """
         leaves = self._leaves_of(proved)
         doubtful = []
         for text, reading in itertools.islice(self._neighbours(proved), _CHECKS):
             others = self._leaves_of(reading)
             if all(np.array_equal(leaves[path], others[path]) for path in leaves):
-                continue  # equal values, wherever they go
+                continue  # the exchanged leaves have equal values
             if self._evidence.apart(others).is_rounding:
                 doubtful.append(text)
         if doubtful:
             raise CheckpointMismatch(
-                "The Flax model gives torch's outputs, but it would with some layers exchanged, "
-                "too, so that the example does not tell which is which. Take other inputs, or say "
-                "it with these arguments.",
+                "The Flax model gives torch's outputs, but also with some layers exchanged, so the "
+                "example does not tell which is which. Use other inputs, or answer with these "
+                "arguments.",
                 ambiguous=doubtful,
                 parameters=("rules", "conv1d", "conv_transpose", "flatten"),
             )
 
     def _refusal(self, apart: Apart, reading: Reading) -> CheckpointMismatch:
-        """Says how far the nearest reading is off, and what could have been otherwise."""
+        """Returns the error if no reading gives torch's outputs, with the layers in doubt."""
         doubtful = [text for text, _ in itertools.islice(self._neighbours(reading), _SHOWN)]
-        hint = "All layers have their places, so that the two models seem to compute something else"
+        hint = "No layer is in doubt, so the two models seem to compute different functions"
         if apart.largest < _SLIGHT:
-            hint = "So little is rarely a layer in another's place, and often another formula"
+            hint = "So small a difference is rarely a wrong layer, and often another formula"
         elif doubtful:
             hint = (
-                "The layers in doubt are listed; say of them what you know (rules, flatten, "
-                "conv1d, conv_transpose). If all are right, the models compute something else"
+                "The layers in doubt are listed; answer for those that you know (rules, flatten, "
+                "conv1d, conv_transpose). If all are right, the models compute different functions"
             )
         return CheckpointMismatch(
             f"The Flax model does not give torch's outputs: after {self._evidence.runs} tries the "
@@ -337,7 +339,7 @@ class Search:
 
 
 def _changed(reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:
-    """Lists the readings with another value of a choice."""
+    """Yields the changes that give one choice another value."""
     for layers, field, values in choices:
         names = str(layers[0])
         if len(layers) > 1:
@@ -356,9 +358,9 @@ def _changed(reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:
 
 
 def _in_turn(layers: Sequence[Layer]) -> list[Layer]:
-    """Orders layers as if lists of modules that stand one behind the other were called in turn.
+    """Returns layers in the order of a loop that calls several lists of modules in turn.
 
-    So lists of filters and of gates become the first filter, the first gate, the second filter.
+    A list of filters and a list of gates become first filter, first gate, second filter, ...
     """
     ordered = []
     for _, run in itertools.groupby(layers, lambda layer: bool(_places_in_lists(layer))):
@@ -371,9 +373,10 @@ def _places_in_lists(layer: Layer) -> list[int]:
 
 
 def _exchangeable(layers: Iterable[Layer]) -> Iterator[tuple[list[Layer], list[Layer]]]:
-    """Lists modules that can be exchanged, as two lists of the layers in them.
+    """Yields modules that can be exchanged, as two lists of the layers in them.
 
-    First all modules of one name with all of another (every query with every key), then any two.
+    First come all modules of one name and all of another (every query and every key), then any two
+    modules with equal contents.
     """
     nodes = {}
     for layer in layers:
