@@ -315,7 +315,7 @@ def record_of_state(
     matrix_dims: MatrixDimsFn | None,
     pairs: Pairs,
 ) -> PowerSGDRecord:
-    """Makes the record of which `powersgd_to_torch` makes torch's object, with fresh arrays.
+    """Makes the record from which `powersgd_to_torch` makes torch's object, with fresh arrays.
 
     Raises:
       CheckpointMismatch: As in `powersgd_to_torch`.

@@ -19,8 +19,8 @@ class UnusedState(NamedTuple):
 def until_gradient(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Makes no updates until the first nonzero gradient, and applies `inner` from then on.
 
-    torch skips a parameter whose ``grad`` is None. JAX gives an unused leaf a gradient of zeros, by
-    which `inner` alone would count steps and decay the weights.
+    torch skips a parameter whose ``grad`` is None. In JAX an unused leaf has a gradient of zeros,
+    and `inner` alone would count steps and decay its weights.
 
     Args:
       inner: The transformation; its leaves start together, at the first nonzero gradient of one.

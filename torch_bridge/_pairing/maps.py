@@ -1,4 +1,4 @@
-"""A reading of two models, and the layers in it that may read or give a flattened map.
+"""A reading of two models, and the layers in it that may read or output a flattened map.
 
 torch flattens a map as (C, H, W) and Flax as (H, W, C), and no shape shows the difference. H and W
 keep their order, so only the number of channels and the number of places (H * W) matter.
@@ -67,7 +67,7 @@ class Conv(NamedTuple):
     Attributes:
       place: The convolution's position among the layers.
       channels: ``flatten``: the channels of a map that is flattened behind the convolution;
-        ``unflatten``: those of a map that a Linear before the convolution gives.
+        ``unflatten``: those of a map that a Linear before the convolution outputs.
       space: The number of spatial axes.
     """
 
@@ -126,10 +126,10 @@ class Flow:
         return self.sizes[layer].keys() == {"", "unflatten"}
 
     def proposal(self, option: str, layer: Layer) -> Flattened | None:
-        """Proposes the map that a layer may read (or give); None if it cannot be a map.
+        """Proposes the shape of the map that a layer may read (or output); None if it has no map.
 
-        A map that is read has as many channels as a convolution gives, and a map that is given has
-        as many as a convolution reads. A model without convolutions may read or give pictures.
+        A layer reads a map with the output channels of a convolution, and outputs a map with the
+        input channels of a convolution. A model without convolutions may read or output pictures.
         """
         values = self.sizes[layer][option]
         place = self.layers.index(layer)
@@ -175,7 +175,7 @@ class Flow:
         """Returns the answers, with those of norms beside a map added.
 
         A norm is reordered like the map if it stands directly before the layer that reads the map,
-        or directly behind the layer that gives it. A norm that has an answer keeps it.
+        or directly behind the layer that outputs it. A norm that has an answer keeps it.
         """
         following = dict(self._answers)
         for layer, answer in self._answers.items():

@@ -229,8 +229,8 @@ def leaves_from_torch(
     Args:
       pairs: The pairs that `pair` returned.
       tensors: Name -> tensor, with the shapes of the pairs.
-      mean: Whether a leaf of several tensors (the two biases of an LSTM) gets their mean, which is
-        right for gradients and moments, instead of their sum.
+      mean: Whether a leaf of several tensors (the two biases of an LSTM) gets their mean instead of
+        their sum. The mean is right for gradients and moments.
 
     Returns:
       Path -> leaf.
@@ -265,8 +265,8 @@ def tensors_from_flax(
     Args:
       pairs: The pairs that `pair` returned.
       leaves: Path -> leaf.
-      mean: Whether every tensor of a sum gets the leaf, which is the inverse of `leaves_from_torch`
-        with ``mean=True``. Otherwise the first tensor gets the leaf and the others get zeros.
+      mean: Whether every tensor of a sum gets the leaf: the inverse of `leaves_from_torch` with
+        ``mean=True``. Otherwise the first tensor gets the leaf, and the others get zeros.
     """
     tensors = {}
     used = set()

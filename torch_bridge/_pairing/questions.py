@@ -182,7 +182,7 @@ class Questions:
                 self.wrong.append(f"{answer}: none of these {VERBS[option]} values in a row")
 
     def _ask_maps(self, option: str) -> None:
-        """Asks for each layer that may read or give a map, and names norms of the same width."""
+        """Asks for each layer that may read or output a map, and names norms of the same width."""
         flow = self._flow
         for layers, values in flow.movable(option):
             if layers[0].is_vector or flow.is_table(layers[0]):

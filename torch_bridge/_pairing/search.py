@@ -207,7 +207,7 @@ class Search:
         return sorted(choices, key=lambda choice: len(choice.values))
 
     def _maps(self, reading: Reading) -> list[Choice]:
-        """Lists the layers that may read or give a map, also with other values beside the map.
+        """Lists the layers that may read or output a map, also with other values beside the map.
 
         Layers whose width is that of a map that Flax flattens come first, and norms come last.
         """
@@ -238,7 +238,7 @@ class Search:
                     unlikely.append(whole)
                     continue
                 if len(layers) > 1:
-                    # Of several Linears the first one reads a map, and the last one gives a map.
+                    # Of several Linears the first one reads a map, and the last one outputs a map.
                     in_turn = sorted(layers, key=lambda layer: self._place(reading.partners[layer]))
                     nearest = in_turn[0]
                     if option == "unflatten":
@@ -248,7 +248,7 @@ class Search:
         return likely + unlikely + norms
 
     def _says(self, option: str, layer: Layer) -> bool:
-        """Returns True if the user has answered whether a layer reads or gives a map."""
+        """Returns True if the user has answered whether a layer reads or outputs a map."""
         pattern, _ = self._match.options.map_of(option, layer)
         return pattern is not None or bool(getattr(self._answered.answer(layer), option))
 
@@ -339,7 +339,7 @@ class Search:
 
 
 def _changed(reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:
-    """Yields the changes that give one choice another value."""
+    """Yields each reading in which one choice has another value."""
     for layers, field, values in choices:
         names = str(layers[0])
         if len(layers) > 1:
