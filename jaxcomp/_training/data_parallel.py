@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -46,7 +47,15 @@ from jaxcomp._training.on_mesh import (
     named_axis,
     the_mesh,
 )
-from jaxcomp._training.outputs import Outputs, check_aux, judged, put_together, reduced, taken_apart
+from jaxcomp._training.outputs import (
+    Outputs,
+    as_array,
+    check_aux,
+    judged,
+    put_together,
+    reduced,
+    taken_apart,
+)
 from jaxcomp._training.stacked_layers import note_stacked_layers
 
 
@@ -180,9 +189,10 @@ class DataParallel:
           The tree for ``aux=``, with None where no word fits; None without auxiliary outputs.
 
         Raises:
-          ValueError: If the loss is not a mean over its examples, or the batch cannot be halved. (A
-            loss that divides by a constant, such as the size of the global batch, is too small by
-            the number of replicas, and so are its gradients.)
+          ValueError: If the loss is not a mean over its examples, the batch cannot be halved or is
+            traced, or an output is not a number. (A loss that divides by a constant, such as the
+            size of the global batch, is too small by the number of replicas, and so are its
+            gradients.)
 
         Example:
           >>> import jax, jax.numpy as jnp, jaxcomp
@@ -200,6 +210,11 @@ class DataParallel:
         """
         check_keywords(kwargs, self.grad_fn)
         call = self._call(((params, *batch), kwargs), replicas=2)
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((call.arrays, weight))):
+            raise ValueError(
+                "outputs compares numbers, and inside of jax.jit there are none yet. Call it once "
+                "before, outside, with arrays."
+            )
         shares = np.ones(2)
         if weight is not None:
             spec = weight_spec(weight, call.examples, self.axis_name, 2)
@@ -209,7 +224,9 @@ class DataParallel:
 
         def outputs_of(arrays: PyTree) -> PyTree:
             local_args, local_kwargs = with_arrays(on_replica(call.arguments), arrays)
-            return taken_apart(self.grad_fn(*local_args, **local_kwargs))[0]
+            value, *auxiliary = taken_apart(self.grad_fn(*local_args, **local_kwargs))[0]
+            arrays_of = [jax.tree.map_with_path(as_array, tree) for tree in auxiliary]
+            return (value, *arrays_of)
 
         return examined(outputs_of, call.arrays, call.specs, self.axis_name, shares)
 

@@ -137,9 +137,12 @@ def _verdict(
     precision = _ROUNDING
     if floating:
         precision = max(precision, 2 * float(jnp.finfo(whole.dtype).eps))
-    whole = whole[0].astype(np.float64)
-    swapped = swapped[0].astype(np.float64)
-    first, second = halves.astype(np.float64)
+    wide: Any = np.float64
+    if np.iscomplexobj(whole):
+        wide = np.complex128
+    whole = whole[0].astype(wide)
+    swapped = swapped[0].astype(wide)
+    first, second = halves.astype(wide)
     scale = max(map(_largest, (whole, first, second)))
     rounding = precision * scale
     if not np.isfinite(scale):

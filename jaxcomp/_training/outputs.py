@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxcomp._base.checks import is_integer
 from jaxcomp._base.leaves import in_words, is_array, is_floating, is_key, leaf_name, with_arrays
-from jaxcomp._base.typing import Array, AxisName, PyTree
+from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.collectives import as_local, known_equal, maximum, total, vma_axes
 from jaxcomp._mesh.weights import averaged
 
@@ -109,7 +109,7 @@ def judged(
             kinds.append(_EQUAL)
             line.append("mean")
             continue
-        x = _as_array(name, leaf)
+        x = as_array(path, leaf)
         leaves.append(x)
         if word is None:
             unsaid += f"\n  {name}: {described(x)}"
@@ -129,8 +129,8 @@ def judged(
     return Outputs(leaves, jax.tree.structure(outputs), tuple(kinds))
 
 
-def _as_array(name: str, leaf: Any) -> Array:
-    """Converts a leaf to an array.
+def as_array(path: KeyPath, leaf: Any) -> Array:
+    """Converts a leaf of the auxiliary output to an array.
 
     Raises:
       ValueError: If this is not possible.
@@ -138,9 +138,10 @@ def _as_array(name: str, leaf: Any) -> Array:
     try:
         return jnp.asarray(leaf)
     except TypeError as error:
+        kind = getattr(leaf, "dtype", type(leaf).__name__)
         raise ValueError(
-            f"The auxiliary output {name} is a {getattr(leaf, 'dtype', type(leaf).__name__)}, and "
-            "what a gradient function returns is arrays of numbers. Leave it out, or close over it."
+            f"The auxiliary output {leaf_name(path)} is a {kind}, and what a gradient function "
+            "returns is arrays of numbers. Leave it out, or close over it."
         ) from error
 
 

@@ -247,6 +247,14 @@ def test_outputs_that_one_batch_cannot_tell_apart_have_no_word():
     assert make(loss, mesh=grid(2)).outputs(params, x.at[0].set(60), y) == (None,) * 5
 
 
+def test_outputs_looks_at_both_parts_of_complex_numbers():
+    def loss(params, x, y):
+        losses = per_example(params, x, y)[1]
+        return losses.mean(), (1j * losses.max(), losses.sum() + 1j * x.sum(), 1j * losses)
+
+    assert make(loss, mesh=grid(2)).outputs(*data()) == (None, "sum", "join")
+
+
 def test_outputs_may_be_numbers_of_python(capsys):
     def loss(params, x, y):
         return per_example(params, x, y)[1].mean(), {"examples": len(y), "rate": 0.5, "on": True}
@@ -288,8 +296,15 @@ def test_a_value_that_is_no_scalar_is_one_sentence(result, message):
         return result(*jax.value_and_grad(loss)(params))
 
     run = jaxcomp.data_parallel(gradients, reducer("allreduce"), mesh=grid(2))
-    with pytest.raises(ValueError, match=message):
-        stepped(run, *data())
+    for call in (functools.partial(stepped, run), run.outputs):
+        with pytest.raises(ValueError, match=message):
+            call(*data())
+
+
+def test_outputs_is_not_called_inside_jit():
+    run = make(loss_with("mean"), mesh=grid(2))
+    with pytest.raises(ValueError, match=r"inside of jax\.jit there are none"):
+        jax.jit(run.outputs)(*data())
 
 
 class Metrics(flax.struct.PyTreeNode):
