@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
-from jaxcomp._base.leaves import is_array, is_floating, nodes_of, replaced
+from jaxcomp._base.leaves import (
+    boxed_as,
+    is_array,
+    is_floating,
+    leaf_name,
+    nodes_of,
+    replaced,
+    unboxed,
+)
 from jaxcomp._base.typing import PyTree
 from jaxcomp._mesh.collectives import is_bound, known_equal
 from jaxcomp._mesh.per_replica import accumulators, is_reducer_state, reducer_states
@@ -95,8 +102,10 @@ def state_in(
     Raises:
       ValueError: If the tree holds no fitting state, or several.
     """
-    if is_alone(tree, reducer):
+    if not isinstance(reducer, Reducer):
         return tree, lambda state: state
+    if is_alone(tree, reducer):
+        return unboxed(tree), lambda state: boxed_as(state, tree)
     for node in accumulators(tree):
         if reducer_states(node.inner_opt_state):
             raise ValueError(
@@ -111,7 +120,10 @@ def state_in(
         expected.append(jax.tree.structure(Held()))
 
     def is_it(node: Any) -> bool:
-        return jax.tree.structure(node) in expected
+        structure = jax.tree.structure(node)
+        if structure.num_leaves == fresh.num_leaves and structure not in expected:
+            structure = jax.tree.structure(unboxed(node))  # nnx.Optimizer puts it into boxes
+        return structure in expected
 
     states = nodes_of(tree, is_it)
     if not fresh.num_leaves:
@@ -123,14 +135,27 @@ def state_in(
         if states or not like_params:
             return fresh_state, lambda state: tree
     if len(states) != 1:
-        raise ValueError(_not_one_state(tree, type(fresh_state), len(states)))
-    (state,) = states
-    return state, functools.partial(replaced, tree, state)
+        raise ValueError(_not_one_state(tree, fresh_state, len(states)))
+    (held,) = states
+
+    def put_back(state: PyTree) -> PyTree:
+        return replaced(tree, held, boxed_as(state, held))
+
+    return unboxed(held), put_back
 
 
-def _not_one_state(tree: PyTree, kind: type, fitting: int) -> str:
+def _not_one_state(tree: PyTree, fresh: PyTree, fitting: int) -> str:
     """Returns the message for a tree with no fitting state, or with several."""
-    if not fitting and kind in map(type, reducer_states(tree)):
+    kind = type(fresh)
+    same_kind = [node for node in reducer_states(tree) if type(node) is kind]
+    if not fitting and same_kind:
+        names = list(map(leaf_name, dict(jax.tree.leaves_with_path(fresh))))
+        if names == list(map(leaf_name, dict(jax.tree.leaves_with_path(unboxed(same_kind[0]))))):
+            return (
+                f"The {kind.__name__} in the first argument has a leaf for each of the parameters, "
+                "in other containers than theirs, such as a dict and a FrozenDict. Make both of "
+                "the same ones."
+            )
         return (
             f"The {kind.__name__} in the first argument is that of other parameters than the "
             "second: inside of optax.partition or optax.masked hold_state sees a part of them, and "

@@ -2,19 +2,22 @@
 
 import functools
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 from numpy.testing import assert_allclose
 
 import jaxcomp
+from jaxcomp.extend import unboxed
 from tests.helpers.classifier import WIDTH, bare_loss, batch, grid, new_params, placed, stepped
-from tests.helpers.leaves import close, equal
+from tests.helpers.leaves import close, equal, normal
 from tests.helpers.reducers import reducer
 from tests.helpers.runners import MAPPINGS, over_replicas, start
 
@@ -191,6 +194,43 @@ def test_a_state_held_for_a_part_of_the_parameters_is_refused(optimizer):
     mesh = grid(2)
     with pytest.raises(ValueError, match=r"of other parameters .* To freeze a part, pass it"):
         mean_gradients(mesh)(held_by(optimizer, mesh), PARAMS, *DATA)
+
+
+def test_a_state_held_in_other_containers_than_the_parameters_is_refused():
+    mesh = grid(2)
+    state = optax.chain(jaxcomp.hold_state(TX)).init(flax.core.freeze(PARAMS))
+    with pytest.raises(ValueError, match="in other containers than theirs, such as a dict and a F"):
+        mean_gradients(mesh)(jaxcomp.shard_state(state, mesh, "data"), PARAMS, *DATA)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_optimizer_of_nnx_holds_the_state(whole):
+    """Puts every array of it into a box, which no reducer has."""
+    mesh = grid(2)
+    model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+    held = optax.chain(jaxcomp.hold_state(TX), optax.sgd(0.1))
+    optimizer = nnx.Optimizer(model, held, wrt=nnx.Param)
+    graphdef, params = nnx.split(model)
+    x = jnp.asarray(normal(8, WIDTH))
+    run = jaxcomp.value_and_grad(
+        lambda params, x: jnp.mean((nnx.merge(graphdef, params)(x) - x) ** 2), TX, mesh=mesh
+    )
+    optimizer = jaxcomp.shard_state(optimizer, mesh, "data")
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        state = optimizer if whole else optimizer.opt_state
+        (_, grads), state = run(state, nnx.state(model, nnx.Param), x)
+        optimizer.opt_state = state.opt_state if whole else state
+        optimizer.update(model, grads)
+        return grads
+
+    (_, expected), alone = jax.jit(run)(run.init(params), params, x)
+    close(step(model, optimizer, x), expected)
+    close(unboxed(optimizer.opt_state[0]), alone)
+    optimizer.opt_state = run.restore(jaxcomp.consolidate(optimizer.opt_state), params)
+    held = jaxcomp.consolidate(unboxed(optimizer.opt_state[0]))
+    close(held, jaxcomp.consolidate(alone))
 
 
 def test_parts_freeze_as_the_error_says():
