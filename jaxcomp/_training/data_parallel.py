@@ -104,7 +104,7 @@ class DataParallel:
         check_differentiable(params)
         state = self.reducer.init(params)
         note_stacked_layers(params, state)
-        return shard_state(state, mesh, axes_of_state(self.reducer, params, mesh, self.axis_name))
+        return shard_state(state, mesh, self._axes_of_state(params, mesh))
 
     def restore(self, state: PyTree, params: PyTree) -> PyTree:
         """Places the state of a checkpoint on this mesh, after comparing it with the parameters.
@@ -123,7 +123,7 @@ class DataParallel:
         """
         params = arrays_or_shapes(params)
         mesh = the_mesh(self.mesh, self.axis_name, params)
-        axes = axes_of_state(self.reducer, params, mesh, self.axis_name)
+        axes = self._axes_of_state(params, mesh)
         fresh = self.reducer.init(params)
         if is_alone(state, self.reducer) or not reducer_states(state):
             return shard_state(state, mesh, axes, like=fresh)
@@ -237,6 +237,10 @@ class DataParallel:
             (params,) = params
         return params
 
+    def _axes_of_state(self, params: PyTree, mesh: Any) -> AxisName:
+        """Finds out along which axes the reducer's state differs."""
+        return axes_of_state(self.reducer, params, mesh, self.axis_name, check_vma=self.check_vma)
+
     def _call(self, arguments: Any, mesh: Any = None, replicas: int = 1) -> Call:
         """Finds the arrays among positional and keyword arguments, and how each is split."""
         arrays = arrays_only(arguments)
@@ -252,7 +256,7 @@ class DataParallel:
         axes = axis_tuple(self.axis_name)
         mesh = the_mesh(self.mesh, self.axis_name, state, arrays_only(arguments))
         replicas = replicas_on(mesh, axes)
-        state_axis = axes_of_state(self.reducer, params, mesh, self.axis_name)
+        state_axis = self._axes_of_state(params, mesh)
         check_replica_axis(state, mesh, state_axis)
         check_params(params, mesh, axes)
         call = self._call(arguments, mesh, replicas)

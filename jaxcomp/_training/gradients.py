@@ -91,7 +91,8 @@ def check_averaged(means: PyTree, axis_name: AxisName) -> None:
         if leaf.dtype != jax.dtypes.float0 and apart:
             raise ValueError(
                 f"`reducer` leaves the gradient {leaf_name(path)} different on every replica along "
-                f"{', '.join(map(repr, apart))}: it is no reducer. Pass jaxcomp.powersgd(...) "
-                "or another one of jaxcomp's, or an optax.chain that begins with one; the "
-                "optimizer comes behind this call."
+                f"{', '.join(map(repr, apart))}: it is no reducer, or one of a part of the "
+                "parameters, as in optax.masked. Pass jaxcomp.powersgd(...) or another one of "
+                "jaxcomp's, or an optax.chain that begins with one; the optimizer comes behind "
+                "this call."
             )

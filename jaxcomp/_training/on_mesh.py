@@ -89,7 +89,8 @@ _NOTES = {
         "If no assertion of yours failed, JAX did, as with jax.ensure_compile_time_eval in a "
         "mapped function, under jax.set_mesh or beside Explicit axes. Compute what is constant "
         "with NumPy (np.arange); or pass mesh= to jaxcomp.data_parallel, on Auto axes, in the "
-        "place of jax.set_mesh."
+        "place of jax.set_mesh. Or as with a pmean over an axis of jax.vmap, which Equinox's "
+        "BatchNorm has: pass check_vma=False."
     ),
     "^ManualAxisType": (
         "This is a fault of JAX: beside another mesh axis jnp.zeros_like takes no shape from "
@@ -203,24 +204,29 @@ def only_replica(function: Callable[..., Any], axes: Sequence[str]) -> Callable[
     return run
 
 
-def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) -> AxisName:
+def axes_of_state(
+    reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName, *, check_vma: bool
+) -> AxisName:
     """Finds the axes of the replicas along which a reducer's state differs.
 
     The state of a `Reducer` differs along the axes of the reducer. In a chain of an exact average
     along one axis and a compressed average along another, it differs along the second axis only.
     This is read from the types of the chain's results, because the chain itself does not say it.
+    The types also show a transformation that leaves some gradients as they are, such as
+    `optax.masked` of a reducer.
 
     Args:
       reducer: A transformation.
       params: The parameters: arrays, or other objects with ``shape`` and ``dtype``.
       mesh: The mesh.
       axis_name: All axes of the replicas.
+      check_vma: Whether the step itself is typed: then it refuses such a transformation.
 
     Raises:
       ValueError: If gradients or replicated leaves of the state differ along an axis.
     """
     names = axis_tuple(axis_name)
-    if isinstance(reducer, Reducer) or len(names) == 1:
+    if isinstance(reducer, Reducer) or (len(names) == 1 and check_vma):
         return axis_name
 
     def differing() -> dict[str, tuple[()]]:
@@ -249,7 +255,7 @@ def axes_of_state(reducer: Any, params: PyTree, mesh: Any, axis_name: AxisName) 
     common = tuple(name for name in names if name in along)
     if len(common) == 1:
         return common[0]
-    return common or names
+    return common or axis_name
 
 
 def check_replica_axis(state: PyTree, mesh: Any, axis_name: AxisName) -> None:

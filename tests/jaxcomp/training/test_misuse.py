@@ -60,6 +60,14 @@ CASES = {
         lambda: stepped(make(loss, optax.sgd(0.1), axis_name="data"), PARAMS, X),
         "different on every replica along 'data': it is no reducer",
     ),
+    "a part left as it is": (
+        lambda: make(
+            tx=optax.masked(REDUCER, {"up": True, "down": False, "bias": True}),
+            axis_name="data",
+            check_vma=False,
+        ).init(PARAMS),
+        r"the gradient \['down'\] different on every replica along 'data'",
+    ),
     "parameters first": (
         lambda: make()(PARAMS, state(), X),
         r"first argument must be the reducer's state.*'down'",
