@@ -115,8 +115,13 @@ class LocalSGDRound:
                     f"sync_every={self.sync_every} steps needs a leading axis of that length, one "
                     "batch for each step."
                 )
-        if self.mesh is None or is_bound(self.axis_name):
+        if is_bound(self.axis_name):
             return self._on_replica(params, state, batches, weight)
+        if self.mesh is None:
+            raise ValueError(
+                "There is no mesh. Pass mesh= to jaxcomp.local_sgd_round, or call the round in a "
+                f"function that is mapped over {self.axis_name!r}."
+            )
         return self._on_mesh(self.mesh, params, state, batches, weight)
 
     def _on_mesh(

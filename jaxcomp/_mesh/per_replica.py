@@ -103,10 +103,15 @@ def _has_averaged_before(tree: PyTree) -> bool:
 
 
 def _is_chain_behind(node: Any) -> bool:
-    """Tells whether a node is a chain's state with a reducer and, at any depth, an accumulator."""
-    if type(node) is not tuple or not accumulators(node):
+    """Tells whether a node is a chain's state with an accumulator, at any depth, behind a reducer."""
+    if type(node) is not tuple:
         return False
-    return any(is_reducer_state(link) and not is_accumulator(link) for link in node)
+    averaged = False
+    for link in node:
+        if averaged and accumulators(link):
+            return True
+        averaged |= is_reducer_state(link) and not is_accumulator(link)
+    return False
 
 
 def is_reducer_state(node: Any) -> bool:
@@ -189,7 +194,7 @@ def without_row(state: PyTree) -> PyTree:
                 "jaxcomp.shard_state and give jax.shard_map jaxcomp.state_specs(state, axis_name), "
                 "or give jax.vmap and jax.pmap in_axes=jaxcomp.state_axes(state). Behind "
                 "jaxcomp.value_and_grad, which has averaged, the chain takes "
-                "jaxcomp.hold_state(reducer)."
+                "jaxcomp.hold_state(reducer), in front of jaxcomp.accumulate in the same chain."
             )
         return leaf.reshape(leaf.shape[1:])
 
