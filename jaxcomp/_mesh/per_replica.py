@@ -103,7 +103,7 @@ def _has_averaged_before(tree: PyTree) -> bool:
 
 
 def _is_chain_behind(node: Any) -> bool:
-    """Tells whether a node is a chain's state with an accumulator, at any depth, behind a reducer."""
+    """Tells whether a node is a chain's state with a reducer and, behind it, an accumulator."""
     if type(node) is not tuple:
         return False
     averaged = False

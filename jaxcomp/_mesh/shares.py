@@ -320,7 +320,8 @@ def _from_bytes(row: Array, dtype: Any) -> Array:
     """Inverts `_as_bytes`."""
     size = jnp.dtype(dtype).itemsize
     values = row.reshape(*row.shape[:-1], -1, size)
-    return lax.bitcast_convert_type(values, dtype)
+    # The axis of a value's bytes is gone, but for values of one byte.
+    return lax.bitcast_convert_type(values, dtype).reshape(values.shape[:-1])
 
 
 def _padded(x: Array, size: int) -> Array:

@@ -101,6 +101,20 @@ def test_the_result_is_the_same_at_every_size(name, dtype):
             assert_allclose(np.float64(x) / scale, expected[leaf], rtol=0, atol=atol)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize("name", ["allreduce", "powersgd-int6", "feedback-int8"])
+def test_gradients_may_have_eight_bits(name, dtype):
+    """Compares with the same numbers in float32, also of a leaf that travels as it is."""
+    grads = {leaf: x.astype(dtype) for leaf, x in UNIT.items()}
+    wide = {leaf: x.astype(np.float32) for leaf, x in grads.items()}
+    outputs, _ = simulate("vmap", reducer(name), grads)
+    expected, _ = simulate("vmap", reducer(name), wide)
+    for leaf, x in outputs.items():
+        assert x.dtype == dtype
+        atol = float(jnp.finfo(dtype).eps)
+        assert_allclose(x.astype(np.float32), expected[leaf], rtol=0, atol=atol)
+
+
 NEAR_THE_END = {
     "powersgd": powersgd(1),
     "powersgd start": powersgd(1, start_step=2),
