@@ -16,7 +16,14 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxcomp._base.checks import check_axis_name
-from jaxcomp._base.leaves import boxed_as, is_floating, leaf_name, saturated, unboxed
+from jaxcomp._base.leaves import (
+    boxed_as,
+    is_floating,
+    is_masked,
+    leaf_name,
+    saturated,
+    unboxed,
+)
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import mesh_axes, varying, vma_axes
 from jaxcomp._mesh.explicit import call_on_automatic_axes, typed_specs
@@ -146,8 +153,8 @@ class Reducer(Transformation):
         refuse_misspelt_weight(extra_args)
         gradients = unboxed(updates)
         params = unboxed(params)
-        check_gradients(gradients, self.axis_name)
         check_shapes(gradients, params)
+        check_gradients(gradients, self.axis_name)
         check_state(state, jax.eval_shape(self.init, gradients))
         average = self._average
         if mesh_axes(AxisType.Explicit):
@@ -239,7 +246,8 @@ def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
                 "shard_map(check_vma=True) or a pmean of your own, so there is nothing left to "
                 "reduce. Leave the pmean out, or take the gradient with "
                 f"jaxcomp.local_value_and_grad(loss, {axis_name!r}), or mark the parameters with "
-                f"jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad."
+                f"jax.lax.pcast(params, {axis_name!r}, to='varying') before jax.grad. If it is a "
+                f"constant, mark it: jaxcomp.as_local(gradient, {axis_name!r})."
             )
 
 
@@ -282,17 +290,14 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
             line = f"{name}: expected {expected.get(name)}, got {shape}"
             wrong.append(line.replace("None", "none"))
     if not wrong and jax.tree.structure(state) != jax.tree.structure(fresh):
-        wrong.append(
-            "its trees are made of other containers than those of the gradients, or lack what was "
-            "a Python number among the parameters: make it an array, jnp.asarray(number)"
-        )
+        wrong = _leaves_of_one(state, fresh)
     if not wrong:
         return
     hint = (
         "Make the state with init() of a tree like the gradients and use the arguments that it was "
         "made with, or bring it to others with jaxcomp.adapt_state"
     )
-    if any("residual" in line for line in wrong):
+    if any("residual" in line and "expected" in line for line in wrong):
         hint += (
             "; if a residual has an axis of replicas too many or lacks one, place the state with "
             "jaxcomp.shard_state and map it with jaxcomp.state_specs"
@@ -301,6 +306,28 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
     raise ValueError(
         f"The state does not fit these gradients and this reducer's arguments:\n  {listed}\n{hint}."
     )
+
+
+def _leaves_of_one(state: PyTree, fresh: PyTree) -> list[str]:
+    """Lists the leaves that only one of two states of equal arrays has a place for."""
+    names, expected = _places(state), _places(fresh)
+    lacking = [name for name in names if name not in expected]
+    added = [name for name in expected if name not in names]
+    wrong = []
+    if lacking:
+        wrong.append(f"{', '.join(lacking)}: no gradient")
+    if added:
+        wrong.append(
+            f"{', '.join(added)}: the state has none, as of what was a Python number among the "
+            "parameters: make it an array, jnp.asarray(number)"
+        )
+    return wrong or ["its trees are made of other containers than those of the gradients"]
+
+
+def _places(tree: PyTree) -> list[str]:
+    """Returns the paths of leaves, also of those that a state has nothing for."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_masked)
+    return [leaf_name(path).removeprefix(".") for path, _ in leaves]
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:

@@ -150,8 +150,13 @@ RESIDUAL = FED_BACK.init(zeros({"w": (4, 3)}))
             r"(?s)residual\['w'\]: expected \(2, 3\), got \(4, 3\).*Make the state with init",
         ),
         (FED_BACK, RESIDUAL, {"v": (4, 3)}, r"residual\['w'\]: expected none"),
+        (
+            TX, TX.init(zeros(TWO | {"bias": (3,)})), TWO,
+            r"(?s)q\['bias'\]: no gradient(?!.*axis of replicas)",
+        ),
+        (TX, STATE, TWO | {"bias": (3,)}, r"q\['bias'\]: the state has none, as of what was a Py"),
     ],
-    ids=["rank", "tree", "a factor", "rows", "shape", "name"],
+    ids=["rank", "tree", "a factor", "rows", "shape", "name", "no gradient", "no place"],
 )  # fmt: skip
 def test_a_state_that_does_not_fit_the_gradients_is_refused(tx, state, shapes, words):
     grads = {name: jnp.zeros((2, *shape)) for name, shape in shapes.items()}
@@ -169,6 +174,17 @@ def test_what_a_users_reducer_returns_has_the_names_of_the_gradients():
     tx = jaxcomp.Reducer(lambda params: optax.EmptyState(), renamed, AXIS)
     with pytest.raises(ValueError, match="'z'"):
         updated(tx, {"a": jnp.ones((2, 3)), "b": jnp.ones((2, 3))})
+
+
+def test_a_gradient_of_another_shape_is_told_before_what_is_the_same_everywhere():
+    def step(params):
+        return TX.update({"w": jnp.zeros((3, 3))}, TX.init(params), params)
+
+    mapped = sharded(2, step, jax.P(), jax.P())
+    with pytest.raises(ValueError, match=r"gradient of \['w'\] has shape \(3, 3\), the parameter"):
+        jax.eval_shape(mapped, {"w": jnp.zeros((4, 4))})
+    with pytest.raises(ValueError, match=r"If it is a constant, mark it: jaxcomp\.as_local"):
+        jax.eval_shape(mapped, {"w": jnp.zeros((3, 3))})
 
 
 def test_gradients_that_are_summed_already_are_refused_with_a_remedy_for_all_axes():
