@@ -78,8 +78,8 @@ def check(
       True
     """
     networks = _networks(reducer, params, steps)
+    program = read_program(compiled)  # refuses what is not compiled
     mesh = mesh or mesh_of(compiled)
-    program = read_program(compiled)
     listed = collectives(compiled, mesh=mesh)
     expected = []
     axes: dict[str, None] = {}

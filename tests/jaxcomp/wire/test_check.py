@@ -193,6 +193,8 @@ def test_a_step_without_its_reducer_is_refused():
         jaxcomp.check(local, NOW, PARAMS)
     with pytest.raises(ValueError, match=r"`reducer` must be a jaxcomp reducer, got Gradient"):
         jaxcomp.check(local, optax.chain(NOW), PARAMS)
+    with pytest.raises(ValueError, match=r"must be a compiled program.*\.lower\(.*\)\.compile\(\)"):
+        jaxcomp.check(jax.jit(jnp.sin), NOW, PARAMS)
 
 
 # Several steps or several networks in one program.
