@@ -109,7 +109,7 @@ def state_in(
     for node in accumulators(tree):
         if reducer_states(node.inner_opt_state):
             raise ValueError(
-                f"A {type(node).__name__} around jaxcomp.hold_state would accumulate what is "
+                f"{type(node).__name__} around jaxcomp.hold_state would accumulate what is "
                 "averaged already. Accumulate in the gradient function, as docs/adopt.md shows, "
                 "or behind: optax.chain(hold_state(reducer), optax.MultiSteps(...))."
             )
@@ -158,10 +158,11 @@ def _not_one_state(tree: PyTree, fresh: PyTree, fitting: int) -> str:
             )
         return (
             f"The {kind.__name__} in the first argument is that of other parameters than the "
-            "second: inside of optax.partition or optax.masked hold_state sees a part of them, and "
-            "all of their gradients are averaged. Put it around: optax.chain(jaxcomp.hold_state("
-            "reducer), optax.partition(...)). To freeze a part, pass it as an argument of its own "
-            "behind the parameters, with jax.P() in batch_specs: then it has no gradient to send."
+            "second: inside of optax.partition or optax.masked hold_state sees a part of them, in "
+            "optax.flatten one vector, and all of their gradients are averaged. Put it around: "
+            "optax.chain(jaxcomp.hold_state(reducer), optax.partition(...)). To freeze a part, "
+            "pass it as an argument of its own behind the parameters, with jax.P() in "
+            "batch_specs: then it has no gradient to send."
         )
     names = f"a {type(tree).__name__}"
     if isinstance(tree, dict):
