@@ -16,7 +16,7 @@ from jaxcomp._base.checks import is_traced
 from jaxcomp._base.leaves import compute_dtype, is_masked, leaf_name, widest
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 from jaxcomp._mesh.collectives import varying
-from jaxcomp._mesh.per_replica import OWNER, has_rows, is_reducer_state, leaves_marked
+from jaxcomp._mesh.per_replica import OWNER, has_rows, is_reducer_state, leaves_marked, marks
 from jaxcomp._states.consolidate import consolidate, layout_of
 
 # Below this share the residual holds more energy than the output.
@@ -111,6 +111,7 @@ def diagnostics(state: PyTree) -> Diagnostics:
       Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
       Optimization. NeurIPS 2019. Algorithm 1.
     """
+    marks(state)  # refuses a state that has lost its classes
     paths: list[KeyPath] = []
     nodes: list[Any] = []
     for path, node in jax.tree.leaves_with_path(state, is_leaf=_is_low_rank):

@@ -147,6 +147,8 @@ def test_what_cannot_be_told_is_refused():
     ):
         with pytest.raises(ValueError, match="must hold a state"):
             jaxcomp.diagnostics(tx.init(PARAMS))
+    with pytest.raises(ValueError, match="lost its classes"):
+        jaxcomp.diagnostics(powersgd(3).init(PARAMS)._asdict())
 
 
 def test_the_table_says_which_ranks_are_off():
