@@ -1,1 +1,1 @@
-"""What tests of more than one subject use: runners of steps, oracles, tolerances, processes."""
+"""Helpers for tests of several subjects: runners of steps, oracles, tolerances, processes."""

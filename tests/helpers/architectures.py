@@ -1,10 +1,10 @@
-"""Small models of many kinds in torch and in Flax, and what it takes to move each.
+"""Small models of many kinds in torch and in Flax, and the arguments that convert each of them.
 
     python -m tests.helpers.architectures [NAME ...]
 
-prints a table: with one example, how often the Flax model was run and how far its outputs are from
-torch's; without one, what had to be answered; and of some the losses of ten steps in JAX, and of
-four more in torch after the way back, beside those of the run that stayed.
+prints a table: with an example, how far the Flax outputs are from torch's; without an example, the
+arguments or the questions. For some models it trains ten steps in JAX and four more in torch after
+the way back, and prints how far the losses are from those of a run that stays in torch.
 """
 
 import sys
@@ -22,25 +22,25 @@ from tests.helpers.bridge import move_weights, randomize, steps_in_jax, steps_in
 from tests.helpers.two_frameworks import NEVER, FlaxModel, TorchModel
 from tests.helpers.zoo import images, sequences
 
-TOLERANCE = 1e-5  # of the largest output
+TOLERANCE = 1e-5  # relative to the largest output
 
 
 class Case(NamedTuple):
     body: Callable[..., Any]
-    inputs: tuple[Any, ...]  # their shapes in torch, or numbers of positions of integers below 11
-    names: dict[str, str] | None = None  # in Flax; where there is none, those of torch
-    declared: str = ""  # what torch declares before the rest
-    channels: int = NEVER  # axes of the inputs whose channels come first in torch
-    answers: dict[str, Any] | None = None  # what `pair` has to be told without an example
+    inputs: tuple[Any, ...]  # shapes in torch; a number is the length of rows of integers below 11
+    names: dict[str, str] | None = None  # torch name -> Flax name; None: torch's names
+    declared: str = ""  # layers that torch declares before the others
+    channels: int = NEVER  # inputs with at least as many axes have their channels first in torch
+    answers: dict[str, Any] | None = None  # the arguments that `pair` needs without an example
 
 
 def twin(body, *inputs, **answers):
-    """Makes a case of the same names on both sides, and of channels that are last on both."""
+    """Makes a case with equal names on both sides, and with the channels last on both sides."""
     return Case(body, inputs, answers=answers)
 
 
 def user(body, *inputs, names=None, declared="", channels=4):
-    """Makes a case as a Flax user writes it, with layers that Flax numbers."""
+    """Makes a case in the style of a Flax user, in which Flax numbers the layers."""
     return Case(body, inputs, names or {}, declared, channels)
 
 
@@ -152,7 +152,7 @@ CASES = {
     "highway": user(sequences.highway, (4, 8), declared="nonlinear"),
     "graph convolution": user(sequences.graph, (3, 6, 8), (3, 6, 6)),
 }
-# They train for the table, too.
+# The models that the table also trains.
 TRAINED = (
     *("VGG", "GPT-2", "ResNet-18", "T5", "LSTM", "MLP of colour images", "autoencoder"),
     *("ResNet of Flax's example", "FCN-8s", "decoder with cross attention", "Llama, tied", "DLRM"),
@@ -160,7 +160,7 @@ TRAINED = (
 
 
 class Built(NamedTuple):
-    """A torch module with values of its own, the Flax module, inputs, and variables of Flax."""
+    """A torch module with random weights, its Flax module, the inputs, and the Flax shapes."""
 
     module: Any
     flax: Any
@@ -169,12 +169,12 @@ class Built(NamedTuple):
     like: Any
 
     def example(self):
-        """Returns inputs and outputs of the torch module."""
+        """Returns the inputs and the outputs of the torch module."""
         outputs = self.module(*map(torch.from_numpy, self.inputs))
         return tuple(self.inputs), outputs.detach().numpy()
 
     def difference(self, variables):
-        """Returns how far the outputs are apart, as a share of the largest."""
+        """Returns the largest difference of the outputs, relative to the largest output."""
         ours = np.asarray(jax.jit(self.flax.apply)(variables, *self.flax_inputs))
         _, theirs = self.example()
         if theirs.shape != ours.shape:
@@ -198,14 +198,14 @@ def build(name):
     torch.manual_seed(0)
     module = TorchModel(case.body, case.declared, case.channels)
     flax = FlaxModel(case.body, names=case.names)
-    module(*map(torch.from_numpy, inputs))  # which makes the layers
+    module(*map(torch.from_numpy, inputs))  # the first call makes the layers
     randomize(module.eval())
     like = jax.eval_shape(flax.init, jax.random.key(0), *flax_inputs)
     return Built(module, flax, inputs, flax_inputs, like)
 
 
 class Training:
-    """Trains a model in torch on its inputs, all with one optimizer."""
+    """Trains a torch module on its own inputs with AdamW."""
 
     def __init__(self, built):
         self.module = built.module
@@ -222,7 +222,7 @@ class Training:
 
 
 def run_that_stays(name, steps, seed):
-    """Returns the losses of a control, whose weights are moved before each step."""
+    """Returns the losses of a control: before each step its weights change by one rounding."""
     training = Training(build(name))
     training.steps(steps[0])
     losses = []
@@ -233,7 +233,7 @@ def run_that_stays(name, steps, seed):
 
 
 def there_and_back(name, steps=(2, 10, 4)):
-    """Returns losses after the first move: of a run that moves, one that stays, and controls."""
+    """Returns the losses after the first move: of a moved run, of a run that stays, of controls."""
     built = build(name)
     training = Training(built)
     training.steps(steps[0])
@@ -265,7 +265,7 @@ def there_and_back(name, steps=(2, 10, 4)):
 
 
 def without_an_example(built):
-    """Says what a conversion without an example comes to."""
+    """Returns the table's cell for a conversion without an example."""
     state = built.module.state_dict()
     for answer in ({}, {"plain": True}):
         try:
@@ -283,7 +283,7 @@ def without_an_example(built):
 
 
 def row(name):
-    """Makes a line of the table."""
+    """Returns one line of the table."""
     built = build(name)
     state = built.module.state_dict()
     evidence = {"apply": built.flax.apply, "example": built.example()}

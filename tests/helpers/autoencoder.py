@@ -1,4 +1,4 @@
-"""A small autoencoder, and how its weights may lie over an axis beside that of the replicas."""
+"""A small autoencoder, and shardings of its weights over a mesh axis beside the replicas' axis."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
-"""Files that must be refused: damaged ones, and those of other kinds.
+"""Files that must be refused: damaged files, and files of other kinds.
 
-Each table maps what is wrong to the bytes and to a part of what the error must say.
+Each table maps the name of a fault to the file's bytes and to a part of the error message.
 """
 
 import gzip
@@ -27,7 +27,7 @@ def flipped(raw, position, bit):
 
 
 def damaged():
-    """70 files that are cut short, and 100 with one bit flipped where it is read."""
+    """Makes 70 files that are cut short, and 100 files with one flipped bit in the data."""
     random, good = np.random.RandomState(0), files.saved(files.documented())
     found = {f"cut at {k}": good[:k] for k in random.randint(1, len(good) - 1, 70)}
     positions = []
@@ -43,7 +43,7 @@ def damaged():
 
 
 WORDS = torch.zeros(624, dtype=torch.int64)
-WRONG_GENERATORS = {  # in our own format
+WRONG_GENERATORS = {  # fault -> the changed field in the format of save_checkpoint
     "a position behind the last word": {"pos": 5_000},
     "a position one behind the last": {"pos": 625},
     "a negative position": {"pos": -1},
@@ -60,7 +60,7 @@ WRONG_GENERATORS = {  # in our own format
 
 
 def _generators():
-    """Random states that no generator of NumPy's is in, in our own format and as NumPy pickles."""
+    """Makes impossible states of a NumPy generator, in our format and in NumPy's pickles."""
     lacking = {"key": WORDS, "pos": 3, "has_gauss": 0}
     good = lacking | {"cached_gaussian": 0.0}
     found = {
@@ -82,7 +82,7 @@ def _with_generator(rng):
 
 
 def foreign():
-    """Files of other kinds, and documents of torch's that are no checkpoint."""
+    """Makes files of other kinds, and torch files that are not a checkpoint."""
     npz, tar, other = io.BytesIO(), io.BytesIO(), io.BytesIO()
     np.savez(npz, a=np.zeros(3))
     with tarfile.open(fileobj=tar, mode="w") as file:

@@ -1,8 +1,8 @@
-"""Pickles that must be refused: what would run, and what would take hours or gigabytes.
+"""Pickles that must be refused: those that run code, and those that take hours or gigabytes.
 
-Assembled opcode by opcode, so that each says exactly which trick it plays; every payload that could
-run creates the canary file. Each table maps what a file does to its bytes and to what the error
-must say: of `UnsafeCheckpoint` the global, else a part of the sentence.
+Each pickle is assembled opcode by opcode, so that its trick is visible. Code that ran would create
+the canary file. Each table maps the name of a trick to the file's bytes and to a part of the error
+message, which for `UnsafeCheckpoint` is the name of the global.
 """
 
 import io
@@ -19,9 +19,9 @@ SYSTEM = assemble(f"os:system 'touch {CANARY}' TUPLE1 REDUCE")
 DEEP = assemble("(EMPTY_LIST) * 100000 (APPEND) * 99999")
 
 
-# --- what would run ---------------------------------------------------------------------------
+# --- pickles that run code --------------------------------------------------------------------
 
-# As module and name, old names of Python 2 and attributes of attributes included.
+# Functions as module:name, with names of Python 2 and attributes of attributes.
 CALLED = """
 posix:system builtins:eval __builtin__:getattr copy_reg:_reconstructor pickle:loads torch:load
 operator:attrgetter functools:partial types:FunctionType torch.nn.modules.linear:Linear
@@ -50,7 +50,7 @@ CALLS = {
 
 
 def unsafe():
-    """Calls of what is not on the allow-list, wherever a checkpoint has room for a value."""
+    """Makes files that call a forbidden function, at every place of a value in a checkpoint."""
     found = {"os.system in a tensor's hooks": (files.tensor_call(hooks=SYSTEM), "os.system")}
     for name in CALLED.split():
         module, _, function = name.partition(":")
@@ -129,17 +129,17 @@ VIEWS = {
 
 
 def tricks():
-    """Lists what an unpickler could be made to do with harmless objects."""
+    """Makes files that misuse harmless objects of the allow-list."""
     bodies = {name: assemble(program) for name, program in TRICKS.items()}
     for name, options in VIEWS.items():
         bodies[name] = files.tensor_call(**options)
     return {name: (files.beside(body), "xpected") for name, body in bodies.items()}
 
 
-# --- what would take hours or gigabytes -------------------------------------------------------
+# --- pickles that take hours or gigabytes -----------------------------------------------------
 
-# Each starts from two values: one nested deeply, one that is a pair of a pair of ... of one value.
-ENDLESS = {  # a value of endless ``repr`` where a message could show it
+# Each file has two values: a deeply nested one, and a pair of a pair of ... of one value.
+ENDLESS = {  # a value whose ``repr`` never ends, at a place that a message could show
     "device": "torch:device value TUPLE1 REDUCE",
     "function": "torch._tensor:_rebuild_from_type_v2 MARK value NONE NONE NONE TUPLE REDUCE",
     "generator": "generator EMPTY_TUPLE REDUCE MARK value 1 1 1 1 TUPLE BUILD",
@@ -150,7 +150,7 @@ DOUBLING = "EMPTY_TUPLE BINPUT 0x00 (GET0 GET0 TUPLE2 BINPUT 0x00) * 60"
 
 
 def _keys():
-    """Keys that have one hash, are huge, or are nested, in every container."""
+    """Makes keys with equal hashes, huge keys, and nested keys, in every kind of container."""
     of_one_hash = [str(1 + k * (2**61 - 1)) for k in range(8)]
     tuples = ["EMPTY_DICT MARK"]
     for key in itertools.islice(itertools.product(of_one_hash, repeat=8), 5_000):
@@ -171,7 +171,7 @@ def _keys():
     }
 
 
-# Small calls that copy one large value again and again, or each make something large.
+# Small calls that copy one large value many times, or that each make a large value.
 COPIED = {
     "a size made of an expanded array": "torch:Size expanded TUPLE1 REDUCE",
     "a mapping of an expanded array": "collections:OrderedDict expanded TUPLE1 REDUCE",
@@ -192,8 +192,8 @@ COPIED = {
     "a bytearray by number": "builtins:bytearray 1000000000000 TUPLE1 REDUCE",
 }
 
-# Long values that cost nothing to show again: names, keys, text to be joined or encoded. Equal ones
-# are not one object, so that each look-up compares them.
+# Long values that a pickle can repeat in few bytes: names, keys, text to join or to encode. Equal
+# values are different objects, so each look-up must compare them.
 FILLED = "EMPTY_DICT GET0 NONE SETITEM (GET1 NONE SETITEM) * 50000"
 LONG = {
     "a long name": "'torch' KEEP letters KEEP (GET0 GET1 STACK_GLOBAL POP) * 3000 NONE",
@@ -209,7 +209,7 @@ LONG = {
 
 
 def amplified():
-    """Files that a naive reader would take hours or gigabytes for, within one entry."""
+    """Makes files whose pickle a naive reader would read for hours or into gigabytes."""
     bytes_of_one = files.storage("1", 24, ("torch", "ByteStorage"))
     parts = {
         "expanded": files.tensor_call(size=(25 << 20,), stride=(0,), source=bytes_of_one),
@@ -250,7 +250,7 @@ UNPACKED = {
 
 
 def packed():
-    """Small archives whose contents would unpack to far more: refused by `max_bytes`."""
+    """Makes small archives that unpack to far more bytes than `max_bytes` allows."""
     parts = {
         "wide": text("\U0001f600"),
         "words": sized("BINBYTES", bytes(2496)),

@@ -1,4 +1,4 @@
-"""Weights of torch and trees of Flax, steps of both, and parts of torch_bridge with options."""
+"""Torch weights, Flax trees, training steps of both, and short forms of torch_bridge's calls."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from tests.helpers.control import apart
 
 
 def values(*shape, dtype=np.float32):
-    """Draws always the same values for a shape."""
+    """Draws normal values, always the same values for a shape."""
     return np.random.default_rng(len(shape) + sum(shape)).standard_normal(shape).astype(dtype)
 
 
@@ -33,7 +33,7 @@ def norm(width):
 
 
 def randomize(module):
-    """Outputs of about the size of inputs, and positive variances."""
+    """Draws weights with which outputs have about the size of inputs, and positive variances."""
     with torch.no_grad():
         for name, value in module.state_dict().items():
             if value.is_floating_point():
@@ -43,7 +43,7 @@ def randomize(module):
 
 
 def move_weights(module, seed):
-    """Moves every weight by one rounding, for a control; see control.py."""
+    """Changes every weight by one rounding, for a control; see control.py."""
     with torch.no_grad():
         for k, parameter in enumerate(module.parameters()):
             moved = apart(parameter.numpy(), 1_000 * seed + k)
@@ -58,7 +58,7 @@ def params_to_torch(params, like, **said):
 def ddp_job(module, steps=4, scaler=None, **options):
     """Trains a module in DDP at rank 2, compressed from the third step on.
 
-    Returns the model of DDP, the hook's state and the optimizer; `options` are of the state.
+    Returns the DDP model, the hook's state and the optimizer. `options` are arguments of the state.
     """
     ddp = DistributedDataParallel(module)
     settings = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2} | options
@@ -76,7 +76,7 @@ def ddp_job(module, steps=4, scaler=None, **options):
 
 
 def steps_in_torch(loss, optimizer, batches):
-    """Returns the losses of one step with each batch."""
+    """Takes one training step with each batch; returns the losses."""
     losses = []
     for batch in batches:
         optimizer.zero_grad()
@@ -88,7 +88,7 @@ def steps_in_torch(loss, optimizer, batches):
 
 
 def steps_in_jax(loss, tx, params, opt_state, batches):
-    """Trains on one replica; returns parameters, state and the losses."""
+    """Takes one step with each batch on one replica; returns parameters, state and losses."""
 
     def step(params, opt_state, batch):
         value, grads = jax.value_and_grad(loss)(params, batch)
@@ -97,7 +97,7 @@ def steps_in_jax(loss, tx, params, opt_state, batches):
 
     mapped = jax.jit(jax.vmap(step, in_axes=(None, None, 0), axis_name="data"))
     losses = []
-    with jax.numpy_dtype_promotion("standard"):  # which optax's Adam needs
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam needs it
         for batch in batches:
             stacked = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
             results = mapped(params, opt_state, stacked)

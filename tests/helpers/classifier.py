@@ -1,4 +1,4 @@
-"""A small sequence classifier with all that real loops return beside the loss, and its meshes."""
+"""A small sequence classifier with the auxiliary outputs of real training loops, and its meshes."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def batch(seed=1, size=16):
     return x, rng.integers(0, CLASSES, size=(size, LENGTH))
 
 
-# What each of the auxiliary outputs below is.
+# The kind of each auxiliary output below.
 AUX = {
     "logits": "join",
     "flat": "join",
@@ -48,7 +48,7 @@ AUX = {
 
 
 def loss_fn(params, x, y):
-    """Returns a classifier's loss, and everything that real loops return beside it."""
+    """Returns the classifier's loss and its auxiliary outputs."""
     hidden = jnp.tanh(x @ params["up"])
     logits = hidden @ params["down"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
@@ -69,5 +69,5 @@ def bare_loss(params, x, y):
 
 
 def stepped(run, params, *data, **named):
-    """Returns the outputs of a first step, compiled."""
+    """Returns the outputs of one compiled step from the initial state."""
     return jax.jit(run)(run.init(params), params, *data, **named)[0]

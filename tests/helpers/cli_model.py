@@ -1,4 +1,4 @@
-"""A Flax model for the command line's `--params`, and a torch run of the same."""
+"""A Flax model for the command line's `--params`, and a torch checkpoint of the same model."""
 
 import functools
 
@@ -16,14 +16,14 @@ APPLY = ("--apply", f"{__name__}:apply")
 
 
 def apply(params, x):
-    """Runs the Flax model."""
+    """Returns the outputs of the Flax model."""
     for layer in ("fc1", "fc2"):
         x = x @ params[layer]["kernel"] + params[layer]["bias"]
     return x
 
 
 def document():
-    """Makes what a run of one rank with momentum leaves behind; random factors and errors."""
+    """Makes the checkpoint of a run of one rank with momentum, and random factors and errors."""
     torch.manual_seed(0)
     model = torch.nn.Sequential()
     model.add_module("fc1", torch.nn.Linear(32, 24))

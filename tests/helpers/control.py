@@ -1,7 +1,7 @@
-"""Tolerances for whole runs: what a control shows, the same run begun one rounding apart.
+"""Tolerances for whole runs, from controls: the same run, started with values one rounding apart.
 
-Training enlarges what is rounded, on each processor another way: no constant can say how far two
-right runs part, and a tolerance from arithmetic holds for a step, not for a run.
+Training enlarges rounding errors, differently on each processor. So no constant can say how far two
+correct runs differ, and a tolerance from arithmetic holds for a step, but not for a run.
 """
 
 import jax
@@ -10,13 +10,13 @@ import numpy as np
 
 from tests.helpers.rounding import rounding
 
-# Two right runs round in every operation of every step, a control only where it is told to; and
-# how far one control parts is a matter of luck. A wrong one parts by thousands of controls.
+# Two correct runs round in every operation of every step, a control only at one place, and the
+# difference of one control is partly chance. A wrong run differs by thousands of controls.
 FACTOR = 10
 
 
 def apart(tree, seed=0):
-    """Moves every floating value of a tree to one of its neighbours, up or down at random."""
+    """Changes every floating-point value of a tree to the next larger or smaller one, at random."""
     rng = np.random.default_rng(seed)
 
     def moved(leaf):
@@ -30,7 +30,7 @@ def apart(tree, seed=0):
 
 
 def distance(tree, other):
-    """Returns the largest difference of any value."""
+    """Returns the largest absolute difference between two trees."""
 
     def largest(a, b):
         return float(np.abs(np.subtract(a, b, dtype=np.float64)).max())
@@ -39,19 +39,20 @@ def distance(tree, other):
 
 
 def record(difference, allowed):
-    """Does nothing; `tests.perturb` sets what notes how much of a tolerance is used."""
+    """Does nothing; `tests.perturb` replaces it, to record how much of each tolerance is used."""
 
 
 def assert_no_further(values, expected, *controls, terms=100, level=0.0):
-    """Asserts that a run ends as near to another as controls of it do.
+    """Asserts that a run differs from another no more than controls of that run allow.
 
     Args:
-      values: What the run gives: an array, or a tree of them.
-      expected: What the other one gives.
-      *controls: What the other one gives where it is moved by one rounding, see `apart`.
-      terms: How many terms a value is a sum of, in all; for values that are rounded already in the
-        first step, before anything is enlarged.
-      level: How far two values are apart that a narrow wire rounds to different sides.
+      values: The run's results: an array, or a tree of arrays.
+      expected: The other run's results.
+      *controls: The other run's results after a change by one rounding, see `apart`.
+      terms: The number of terms that are summed for one value, for rounding in the first step,
+        which training has not enlarged.
+      level: The distance between neighbouring values on a narrow wire, which may round two nearly
+        equal values to different sides.
     """
     furthest = max(distance(control, expected) for control in controls)
     largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(expected))

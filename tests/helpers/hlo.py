@@ -1,6 +1,6 @@
-"""The collectives of a compiled program, read apart from `jaxcomp.collectives`: its oracle.
+"""Reads the collectives of a compiled program without `jaxcomp.collectives`, as its oracle.
 
-What stands in loops and branches, which takes a reader of whole programs, is the library's.
+It does not count the turns of loops and branches, for which the tests use the library.
 """
 
 import math
@@ -42,9 +42,9 @@ def collectives(compiled):
 
 
 def read(compiled, mesh=None):
-    """Lists what `jaxcomp.collectives` sees in a program's text, which XLA's parser reads first.
+    """Lists the collectives that the library finds in a program's text, read with XLA's parser.
 
-    The parser does not take every text that XLA writes; `jaxcomp.collectives` needs no text.
+    The parser does not accept every text that XLA writes; `jaxcomp.collectives` needs no text.
     """
     mesh = mesh or jax.sharding.AbstractMesh((8,), ("devices",))
     message = _hlo.hlo_module_from_text(compiled).as_serialized_hlo_module_proto()
@@ -52,10 +52,10 @@ def read(compiled, mesh=None):
 
 
 def results(collective):
-    """Lists the results of one of `jaxcomp.collectives`, as `collectives` does."""
+    """Lists the results of one collective of the library, in the form of `collectives`."""
     return [(collective.kind, element, values) for element, values in collective.arrays]
 
 
 def sent_bytes(listed):
-    """Adds up the bytes of what `collectives` lists."""
+    """Returns the sum of the bytes of all results that `collectives` lists."""
     return sum(BYTES[element] * values for _, element, values in listed)

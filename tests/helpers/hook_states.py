@@ -1,4 +1,4 @@
-"""States of the PowerSGD hook made by hand, with their buffers packed as torch's hook has them."""
+"""States of the PowerSGD hook made by hand, with buffers packed as in torch's hook."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from torch_bridge import BucketLayout, Checkpoint, PowerSGDRecord
 
 
 def packed(layout, errors, factors, rank=2, rate=2.0, dtype=np.float32, **fields):
-    """Makes the record of one rank, from arrays by name: errors, and factors (P, Q)."""
+    """Makes one rank's record from errors by name and factors (P, Q) by name."""
     record = PowerSGDRecord(rank, 20, {}, {}, {}, min_compression_rate=rate, **fields)
     for name, sizes in layout.buffer_sizes(record).items():
         for bucket, size in sizes.items():
@@ -26,10 +26,10 @@ def ranks_of(layout, rank, rate):
 
 
 def random_run(model, order, rank=2, rate=2.0, ranks=1, dtype=np.float32, unused=(), **fields):
-    """Makes a checkpoint of random buffers; also the errors of its last rank and the factors.
+    """Returns a checkpoint with random buffers, the errors of its last rank, and the factors.
 
-    Those of `unused` are NaN, which torch leaves for a layer that is never used. `fields` are of
-    the hook's state.
+    The values of parameters in `unused` are NaN, as torch leaves them for a layer that is never
+    used. `fields` are fields of the hook's state.
     """
     rng = np.random.default_rng(5)
     layout = BucketLayout.from_order(order, model)
@@ -53,9 +53,10 @@ def random_run(model, order, rank=2, rate=2.0, ranks=1, dtype=np.float32, unused
 
 
 def compressed_step(layout, model, ranks=2, rank=2):
-    """Makes a checkpoint without a layout, of which every rank has compressed one gradient.
+    """Makes a checkpoint without a layout, in which every rank has compressed one gradient.
 
-    What is not compressed cancels over the ranks, and P has taken its part of the rest.
+    The errors of uncompressed parameters cancel over the ranks. The mean error of a compressed
+    parameter is orthogonal to its P.
     """
     rng = np.random.default_rng(0)
     gradients = {name: rng.standard_normal((ranks, *model[name].shape)) for name in layout.names}

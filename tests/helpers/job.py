@@ -1,4 +1,4 @@
-"""The processes of a training job, with the arguments of a user, and what they say."""
+"""Starts the processes of a training job with a user's arguments, and reads their output."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.paths import LANGUAGE_MODEL
 from tests.helpers.script import wait_for
 
-# Each is forked from a process that has imported what takes seconds, and computed nothing.
+# Each process is forked from one that has imported the slow modules and computed nothing.
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["orbax.checkpoint", "flax.linen", "optax"])
 
@@ -36,13 +36,13 @@ def _run(said, arguments, environment, largest_file):
 
 
 def in_this_process(module, *arguments):
-    """Calls ``main()`` of an example with such arguments, and returns what it prints."""
+    """Calls ``main()`` of an example with these arguments, and returns its output as text."""
     printed = io.StringIO()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, arguments)])
         patch.setenv("COLUMNS", "200")
-        with jax.numpy_dtype_promotion("standard"):  # what a user has
+        with jax.numpy_dtype_promotion("standard"):  # the user's default
             assert not module.main()
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -50,15 +50,16 @@ def in_this_process(module, *arguments):
 
 
 class Job:
-    """So many processes of examples/language_model/train.py; a context that leaves none behind."""
+    """Several processes of examples/language_model/train.py; the context ends them on exit."""
 
     def __init__(
         self, processes, directory, *arguments, scheduler=None, each=(), largest_file=None
     ):
-        """`each` are further arguments of each process; no file may have more bytes than this.
+        """Starts the processes, whose output goes to files in `directory`.
 
-        `scheduler` gives the variables by which a scheduler tells a process who the others are;
-        without it flags do. What they say goes to files in `directory`.
+        `each` has further arguments for each process. `scheduler` returns a process's environment
+        variables, as a cluster's scheduler sets them; without it, flags name the other processes.
+        No process can write a file of more than `largest_file` bytes.
         """
         self._said = [directory / f"said{index}.txt" for index in range(processes)]
         self.processes = []
@@ -104,7 +105,7 @@ class Job:
         )
 
     def codes(self, seconds=300):
-        """Returns the exit codes, once all have ended; None for one that has not by then."""
+        """Waits for the processes; returns their exit codes, with None for one that still runs."""
         end = time.monotonic() + seconds
         for process in self.processes:
             process.join(max(0.1, end - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Trees of the tests: few shapes, so that what is compiled for one test serves the others."""
+"""The tests' trees: few shapes, so that tests can share compiled programs."""
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ def zeros(shapes=SHAPES, dtype=np.float32):
 
 
 def zeros_of_one(grads):
-    """Parameters for gradients ``(n, steps, *shape)``."""
+    """Makes zero parameters for gradients ``(n, steps, *shape)``."""
     return jax.tree.map(lambda g: np.zeros(g.shape[2:], g.dtype), grads)
 
 
@@ -26,7 +26,7 @@ def normal(*shape, seed=0):
 
 
 def random_grads(shapes, n, steps, seed=0):
-    """Draws normal gradients ``(n, steps, *shape)`` with a part in common to all."""
+    """Draws normal gradients ``(n, steps, *shape)``, to all of which one common part is added."""
     rng = np.random.default_rng(seed)
     return {
         name: np.asarray(
@@ -44,14 +44,14 @@ def with_value(x, index, value):
 
 
 def by_layer(path, leaf):
-    """Takes each matrix of a stack by itself, and everything else by the default rule."""
+    """Treats each matrix of a stack separately, and all other leaves by the default rule."""
     if leaf.ndim == 3:
         return MatrixDims(batch=(0,), rows=(2,), cols=(1,))
     return default_matrix_dims(path, leaf)
 
 
 def as_matrix(name, x):
-    """Returns a leaf of SHAPES as (rows, cols) by the documented rule, without the library."""
+    """Returns a leaf of SHAPES as a (rows, cols) matrix by the documented rule, without jaxcomp."""
     x = np.asarray(x, np.float64)
     if name == "embedding":
         return x
@@ -60,19 +60,19 @@ def as_matrix(name, x):
 
 
 def all_finite(tree):
-    """Tells whether every value of a tree is finite."""
+    """Returns True if every value of a tree is finite."""
     leaves = jax.tree.leaves(jax.device_get(tree))
     return all(np.isfinite(np.asarray(x, np.float32)).all() for x in leaves)
 
 
 def all_nan(tree):
-    """Tells whether every value of a tree is NaN."""
+    """Returns True if every value of a tree is NaN."""
     leaves = jax.tree.leaves(jax.device_get(tree))
     return all(np.isnan(np.asarray(x, np.float32)).all() for x in leaves)
 
 
 def close(found, expected, rtol=1e-5, atol=1e-6):
-    """Asserts that two trees are about equal, leaf by leaf."""
+    """Asserts that two trees are equal within tolerances."""
 
     def compare(one, other):
         np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)

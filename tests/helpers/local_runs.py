@@ -1,4 +1,4 @@
-"""Training loops of several replicas whose parameters differ, under each of JAX's mappings."""
+"""Training loops whose replicas have different parameters, under each of JAX's mappings."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def towards(params, target):
 
 
 def step_of(optimizer):
-    """Makes a step `towards` a target, for a round; it returns its parameters besides."""
+    """Makes the step of a round, `towards` a target; its third result is the parameters."""
 
     def step(params, state, target):
         updates, state = optimizer.update(towards(params, target), state, params)
@@ -37,10 +37,10 @@ def step_of(optimizer):
 
 
 def run(mapping, tx, params, targets, gradient=towards):
-    """Trains every replica towards its own targets ``(n, steps, *shape)``, an update for each.
+    """Trains every replica towards its own targets ``(n, steps, *shape)``, one update for each.
 
-    Returns the parameters after every step, ``(n, steps, *shape)``, and the final state as the
-    mapping leaves it, both in NumPy.
+    Returns the parameters after every step, ``(n, steps, *shape)``, and the final state with the
+    mapping's axes, both as NumPy arrays.
     """
     n = jax.tree.leaves(targets)[0].shape[0]
     state, specs = start(mapping, tx.init(params), n)
@@ -68,8 +68,8 @@ def rounds(round_, params, targets, state=None, mapping="shard_map", weights=Non
 
     They begin with a consolidated state, by default ``round_.init(params)``.
 
-    Returns the parameters as each device has them, ``(n, *shape)``; the state; and what the steps
-    returned besides, ``(n, steps, ...)``.
+    Returns the parameters of each device, ``(n, *shape)``; the state; and the third results of the
+    steps, ``(n, steps, ...)``.
     """
     n, steps = jax.tree.leaves(targets)[0].shape[:2]
     if state is None:
@@ -92,7 +92,7 @@ def rounds(round_, params, targets, state=None, mapping="shard_map", weights=Non
 
     mapped = over_replicas(mapping, train, n, specs, shared=1, out=(WHOLE, jax.P(AXIS)))
     (params, ends), state = mapped((targets, weights), state, params)
-    if mapping == "shard_map":  # the same array on every device: each has its own copy
+    if mapping == "shard_map":  # a replicated array: each device has a copy
         params = jax.tree.map(lambda x: np.stack([s.data for s in x.addressable_shards]), params)
     return params, state, jax.device_get(ends)
 
@@ -103,11 +103,11 @@ NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 def in_numpy(start, targets, period, turn, delay, alpha):
     """Trains one fragment by Streaming DiLoCo in NumPy: SGD(0.1) inside, `NESTEROV` outside.
 
-    An average is used `period` steps after the last, first after the step `turn`, counted from 1;
-    it is taken `delay` steps before, and a share `alpha` of the local parameters is kept. With
-    ``delay=alpha=0`` and ``turn=period`` it is DiLoCo's Algorithm 1.
+    An average is used after every `period` steps, the first time after step `turn` (from 1). The
+    average is of the parameters `delay` steps earlier, and a share `alpha` of the local parameters
+    is kept. With ``delay=alpha=0`` and ``turn=period`` this is DiLoCo's Algorithm 1.
 
-    Returns the local parameters after each step, ``(n, steps, *shape)``, and the global ones.
+    Returns the local parameters after each step, ``(n, steps, *shape)``, and the global parameters.
     """
     targets = np.asarray(targets, np.float64)
     local = np.full_like(targets[:, 0], start)

@@ -1,10 +1,10 @@
-"""Harms a run with signals, full disks and flipped bits, spread over its whole life.
+"""Disturbs a training run with signals, full disks and flipped bits, at times over its whole life.
 
 python -m tests.helpers.many_faults --each 20 --disks 5 --bits 100
 
-After each of them the run is started again with the same command. Then everything that was saved
-must still be there, and the losses be those of a run that nothing happened to, in every digit.
-The disk that fills up is a small tmpfs, which takes root to mount.
+After each fault the run is started again with the same command. All saved steps must still exist,
+and the losses must be those of an undisturbed run, in every digit. The full disk is a small tmpfs,
+and only root can mount it.
 """
 
 import argparse
@@ -34,13 +34,13 @@ from training import AXIS, Run
 STEPS = 60
 MODEL = ["--layers", 1, "--width", 32, "--heads", 2, "--context", 16, "--rank", 2]
 MODEL += ["--batch-size", 8, "--start-step", 2, "--eval-sequences", 16]
-# A run goes on with the mean of residuals that it saves. This one saves after every step, so that
-# the save of a SIGTERM is no further one.
+# A run continues with the mean of the residuals that it saves. This run saves after every step, so
+# that the save after a SIGTERM is not an additional one.
 RUN = [*MODEL, "--steps", STEPS, "--eval-every", 20, "--checkpoint-every", 1]
 
 
 def curve(log):
-    """Returns by step the loss, the held-out loss where there is one, and the bytes sent so far."""
+    """Returns step -> (loss, held-out loss or else the loss, bytes sent so far)."""
     _, *lines = log.read_text().splitlines()
     by_step = {}
     for line in lines:
@@ -51,25 +51,25 @@ def curve(log):
 
 
 def losses_of(curve):
-    """Returns a curve's losses, and those that were held out, in the order of their steps."""
+    """Returns a curve's losses and held-out losses, in the order of the steps."""
     return np.array([curve[step][:2] for step in sorted(curve)])
 
 
 def saved(directory):
-    """Lists the steps of which there are checkpoints."""
+    """Lists the steps that have a checkpoint."""
     if not directory.is_dir():
         return []
     return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
 
 
 def restored(directory, like, must_equal):
-    """Returns the newest checkpoint, and what was stored beside it."""
+    """Returns the newest checkpoint and the entries that were stored beside it."""
     with contextlib.closing(Checkpoints(directory, keep=2, resume=True)) as checkpoints:
         return checkpoints.restore(like, must_equal)
 
 
 def files_of(checkpoint):
-    """Returns the files of a saved step that have bytes, and how many."""
+    """Returns the files of a saved step that are not empty, with their sizes in bytes."""
     files = []
     for path in sorted(checkpoint.rglob("*")):
         size = path.stat().st_size
@@ -79,9 +79,9 @@ def files_of(checkpoint):
 
 
 def flipped(spots, read):
-    """Flips one bit (file, byte, bit) after another, and reads.
+    """Flips one bit (file, byte, bit) after the other, and reads the checkpoint each time.
 
-    Returns what the errors say; where there is none, what is read must not have changed.
+    Returns the error messages. A read without an error must return unchanged values.
     """
     errors = []
     whole = read()
@@ -99,21 +99,21 @@ def flipped(spots, read):
 
 
 def fresh():
-    """Makes the state that a run begins with, as it would be saved."""
+    """Makes the initial state of a run, consolidated as in a checkpoint."""
     config = train.config_of(train.parser().parse_args([*map(str, RUN)]))
     return Run(config, Mesh(jax.devices()[:1], (AXIS,))).consolidated()
 
 
 class Campaign:
-    """Runs the same job in one folder after another, and harms it; rows of a table come out."""
+    """Runs the same job in one folder after the other, with one fault in each folder."""
 
     def __init__(self, root, processes):
         self.root = root
         self.processes = processes
-        self.expected = None  # the curve of a run that nothing happened to
+        self.expected = None  # the curve of an undisturbed run
 
     def start(self, name):
-        """Begins or continues a run on two devices in all."""
+        """Starts or continues a run on two devices in total."""
         here = self.root / name
         (here / "run").mkdir(parents=True, exist_ok=True)
         files = ["--log", here / "log", "--checkpoint-dir", here / "run", "--resume"]
@@ -123,7 +123,7 @@ class Campaign:
         return max(saved(self.root / name / "run"), default=0)
 
     def finish(self, name):
-        """Runs to the end, from what is saved; returns the curve and the seconds."""
+        """Continues a run to its end; returns the curve and the seconds that this took."""
         newest = self.newest(name)
         began = time.monotonic()
         with self.start(name) as job:
@@ -134,7 +134,10 @@ class Campaign:
         return found, time.monotonic() - began
 
     def harmed(self, name, harm):
-        """Does harm to a run, and finishes it; says how it ended, and what was saved by then."""
+        """Runs a job with a fault; returns its output, and the cells of a table row.
+
+        The cells are the exit codes, the seconds until all ended, and the step saved before.
+        """
         with self.start(name) as job:
             harm(job)
             before = self.newest(name)
@@ -149,7 +152,7 @@ class Campaign:
 
         def harm(job):
             time.sleep(after)
-            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            with contextlib.suppress(ProcessLookupError):  # the process may have ended
                 job.signal(number, self.processes - 1)
 
         _, ended = self.harmed(name, harm)
@@ -157,7 +160,7 @@ class Campaign:
         return f"{number.name} after {after:.1f} s | {ended}"
 
     def full_disk(self, name, kilobytes):
-        """Saves on a disk that is too small, and again when it is larger."""
+        """Runs a job on a disk that is too small, and continues when the disk is larger."""
         disk = self.root / name / "run"
         disk.mkdir(parents=True)
         mount = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "none", disk]
@@ -172,7 +175,7 @@ class Campaign:
         return f"a disk of {kilobytes} kB: {said.strip().splitlines()[-1]} | {ended}"
 
     def random_bits(self, name, count):
-        """Flips bits of the newest checkpoint; what is refused must be refused by its name."""
+        """Flips bits of the newest checkpoint; every error must name the checkpoint."""
         generator = np.random.default_rng(0)
         checkpoint = self.root / name / "run" / str(self.newest(name))
         files = files_of(checkpoint)
@@ -188,7 +191,7 @@ class Campaign:
 
 def rows(campaign, each, disks, bits):
     """Yields the rows of the table."""
-    campaign.expected, _ = campaign.finish("first")  # which fills the cache
+    campaign.expected, _ = campaign.finish("first")  # this run also fills the cache
     _, life = campaign.finish("undisturbed")
     yield f"none | | {life:.1f} | {campaign.newest('undisturbed')}"
     yield campaign.random_bits("undisturbed", bits)

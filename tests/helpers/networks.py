@@ -1,11 +1,11 @@
-"""Whether this machine has what `benchmarks.cluster` measures with."""
+"""Checks whether `benchmarks.cluster` can measure on this machine."""
 
 from benchmarks.cluster.net import Network, NetworkUnavailable, check_available
 from benchmarks.cluster.plan import parse_rate
 
 
 def work_here():
-    """Returns whether there are shaped networks: root alone does not say so."""
+    """Returns True if networks with a limited rate can be made, for which root is not enough."""
     try:
         check_available()
         with Network(1) as network:

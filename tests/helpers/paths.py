@@ -1,4 +1,4 @@
-"""Where the parts of the repository lie, and what they import."""
+"""The folders of the repository, and the imports of a program."""
 
 import ast
 import pathlib
@@ -9,7 +9,7 @@ LANGUAGE_MODEL = EXAMPLES / "language_model"
 
 
 def imports(source):
-    """Modules that a program imports, also inside of functions."""
+    """Yields the modules that a program imports, also inside functions."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
             yield node.module

@@ -1,4 +1,4 @@
-"""The ranks of a torch job over gloo, which share what importing torch costs."""
+"""Runs the ranks of a torch job over gloo, forked so that torch is imported only once."""
 
 import os
 import sys
@@ -10,15 +10,15 @@ import torch.multiprocessing as mp
 
 
 def run_ranks(worker, world, *arguments):
-    """Calls ``worker(rank, *arguments)`` in as many processes; for the main program of a script.
+    """Calls ``worker(rank, *arguments)`` in `world` processes; for the main program of a script.
 
-    They are a process group, with a thread each. Gloo meets through a file, so that no port need
-    be found.
+    The processes are a process group, with one thread each. They connect through a file, so that
+    no free port is needed, and end with their parent.
 
     Raises:
-      ProcessRaisedException, ProcessExitedException: If one fails. They end with their parent.
+      ProcessRaisedException, ProcessExitedException: A process fails.
     """
-    # DistributedDataParallel does, a second in each process: what is forked has it.
+    # DistributedDataParallel imports this, which takes a second; forked processes have it already.
     import torch._dynamo  # noqa: F401
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,4 +1,4 @@
-"""Every reducer of the package, every way in which one of them goes, and one of a user's own."""
+"""All reducers of the package with their main options, and a reducer that a user wrote."""
 
 import functools
 
@@ -9,8 +9,7 @@ import jaxcomp
 from jaxcomp import extend
 from tests.helpers.runners import AXIS
 
-# Always the same one for the same arguments, so that tests of the same shapes share what is
-# compiled for it.
+# Equal arguments return the same reducer, so that tests with equal shapes share compiled programs.
 allreduce = functools.cache(functools.partial(jaxcomp.allreduce, axis_name=AXIS))
 batched = functools.cache(functools.partial(jaxcomp.batched_powersgd, axis_name=AXIS, start_step=0))
 powersgd = functools.cache(
@@ -21,10 +20,10 @@ feedback = jaxcomp.error_feedback
 
 
 def users_own(check=True):
-    """Sends gradients in float16 and counts, as a user would write it: with our blocks, or bare."""
+    """Makes a user's reducer, which sends float16 and counts, or without `check` a plain mean."""
 
     def reduce(updates, state, params=None, **extra_args):
-        assert "weight" not in extra_args  # which the door has multiplied in
+        assert "weight" not in extra_args  # jaxcomp.Reducer has multiplied the gradients by it
         if not check:
             mean = jax.tree.map(lambda x: jax.lax.pmean(x, AXIS), updates)
             return jaxcomp.Reduction(mean, state, updates, jnp.array(True))
@@ -38,7 +37,7 @@ def users_own(check=True):
     return jaxcomp.Reducer(lambda params: jnp.zeros([], jnp.int32), reduce, AXIS)
 
 
-# From the step at which those that begin with exact averages change over.
+# Name -> function of the step at which a reducer that begins with exact averages compresses.
 REDUCERS = {
     "allreduce": lambda _: allreduce(),
     "allreduce-fp16": lambda _: allreduce(comm_dtype="float16"),
@@ -60,7 +59,7 @@ REDUCERS = {
     "own": lambda _: users_own(),
     "feedback-own": lambda _: feedback(users_own()),
 }
-# One that checks nothing itself: what all refuse is refused at the door.
+# A reducer that checks nothing itself: jaxcomp.Reducer refuses what all reducers refuse.
 BARE = {
     "bare": lambda _: users_own(check=False),
     "feedback-bare": lambda _: feedback(users_own(check=False)),
@@ -69,5 +68,5 @@ BARE = {
 
 @functools.cache
 def reducer(name, start=0):
-    """Returns always the same one, so that tests of the same shapes share what is compiled."""
+    """Returns a reducer by name; a call with equal arguments returns the same object."""
     return (REDUCERS | BARE)[name](start)

@@ -1,4 +1,4 @@
-"""PowerSGD in NumPy, written from the paper's Algorithms 1 and 2; float64, one matrix at a time."""
+"""PowerSGD in NumPy float64, one matrix at a time, written from the paper's Algorithms 1 and 2."""
 
 import numpy as np
 
@@ -10,15 +10,16 @@ def orthogonalize(matrix):
 
 
 class Reference:
-    """State of one ``(rows, cols)`` matrix on every replica."""
+    """The state of one ``(rows, cols)`` matrix on every replica."""
 
     def __init__(self, replicas, rows, cols, q):
         self.residual = np.zeros((replicas, rows, cols))
         self.q = np.asarray(q, np.float64)
-        self.condition = self.largest = 0.0  # of what was orthogonalised, of what was multiplied
+        # The largest condition number of an orthogonalised matrix, the largest value of a factor.
+        self.condition = self.largest = 0.0
 
     def step(self, gradients, decay=1.0):
-        """Turns local gradients ``(replicas, rows, cols)`` into the output ``(rows, cols)``."""
+        """Returns the output ``(rows, cols)`` for local gradients ``(replicas, rows, cols)``."""
         m = gradients + decay * self.residual
         left = (m @ orthogonalize(self.q)).sum(0)
         self.condition = max(self.condition, np.linalg.cond(left))
@@ -31,17 +32,17 @@ class Reference:
 
 
 def assert_steps(gradients, outputs, residual, q, worst=np.inf, dtype=None):
-    """Asserts that ``(replicas, steps, rows, cols)`` gave such outputs and left such residuals.
+    """Asserts that outputs and residuals are the reference's, up to rounding.
 
-    Up to rounding, for conditions of at most `worst` and residuals in `dtype`; returns the last
-    factor and what is allowed of a value.
+    The gradients are ``(replicas, steps, rows, cols)``. The tolerance holds for condition numbers
+    of at most `worst` and residuals in `dtype`. Returns the last Q factor and the tolerance.
     """
     n, steps, rows, cols = gradients.shape
     reference = Reference(n, rows, cols, q)
     for t in range(steps):
         expected = reference.step(gradients[:, t])
         how = {"largest": reference.largest, "condition": min(reference.condition, worst)}
-        # Of each step so far: the mean, the products with both factors, and theirs.
+        # Sums in each step so far: the mean, the products with both factors, and their product.
         allowed = rounding(*[n, rows, cols, np.shape(q)[-1]] * (t + 1), **how)
         allowed += rounding(n, largest=reference.largest, dtype=dtype) if dtype else 0
         np.testing.assert_allclose(outputs[t], expected, rtol=0, atol=allowed)

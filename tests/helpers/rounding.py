@@ -1,4 +1,4 @@
-"""Tolerances from arithmetic: what rounding may do, never what one processor happened to do."""
+"""Tolerances from arithmetic, which hold on every processor."""
 
 import math
 
@@ -6,20 +6,20 @@ import jax.numpy as jnp
 
 
 def rounding(*sums, largest=1.0, dtype="float32", condition=1):
-    r"""Returns how far a value may be off after a chain of sums, or of products of matrices.
+    r"""Returns the tolerance for a value after a chain of sums, or of matrix products.
 
-    With `n` terms in all it is at most :math:`\lambda \sqrt{n} u` of the largest value, but for a
-    share :math:`2 e^{-\lambda^2 / 2}` of the values, whatever the order of the terms (Higham and
-    Mary, "A new approach to probabilistic rounding error analysis", 2019). Six for `lambda`: one
-    value in thirty million.
+    With `n` terms in total the error is at most :math:`\lambda \sqrt{n} u` times the largest value,
+    in any order of the terms, except for a share :math:`2 e^{-\lambda^2 / 2}` of the values (Higham
+    and Mary, "A new approach to probabilistic rounding error analysis", 2019). `lambda` is six, so
+    one value in thirty million exceeds it.
 
     Args:
-        *sums: How many terms each of them has: replicas of a mean, columns of a product.
-        largest: The largest magnitude, or an array that has it, of what goes in: a residual and a
-            weight count; of a product with orthonormal columns it is that of the other factor.
-        dtype: The narrowest type that anything is rounded to.
-        condition: By how much the problem enlarges what goes in: the condition number of what is
-            orthogonalised, where a basis and not its span is compared.
+        *sums: The number of terms of each sum: replicas of a mean, columns of a product.
+        largest: The largest magnitude of the inputs, or an array with it. A residual and a weight
+            count as inputs; in a product with orthonormal columns only the other factor counts.
+        dtype: The narrowest dtype of any result.
+        condition: The factor by which the problem enlarges errors of its inputs: the condition
+            number of an orthogonalised matrix, if a basis is compared and not its span.
 
     Returns:
         An absolute tolerance.

@@ -1,7 +1,7 @@
 """Runs an Optax transformation on several replicas under each of JAX's three mappings.
 
-One step is compiled and called for every step; each of these runs also asserts that its state keeps
-structure, shapes and dtypes, so that one compilation serves every step.
+One compiled step is called for every step. Each run also asserts that the state keeps its
+structure, shapes and dtypes, so that one compilation is enough for all steps.
 """
 
 import jax
@@ -21,7 +21,7 @@ def mesh_of(n, axis=AXIS):
 
 
 def sharded(mesh, function, in_specs, out_specs, **options):
-    """Returns a jitted `jax.shard_map` over a mesh, or over AXIS of so many devices."""
+    """Returns a jitted `jax.shard_map` over a mesh, or over `mesh` devices along AXIS."""
     if isinstance(mesh, int):
         mesh = mesh_of(mesh)
     mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
@@ -29,22 +29,22 @@ def sharded(mesh, function, in_specs, out_specs, **options):
 
 
 def first(tree):
-    """Takes this replica's entry of arrays with a leading axis of length 1."""
+    """Returns the only entry of arrays whose leading axis has length 1."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
 def stack(tree, n):
-    """Returns what a script gets from flax.jax_utils.replicate."""
+    """Repeats each leaf `n` times along a new leading axis, as flax.jax_utils.replicate does."""
     return jax.tree.map(lambda x: np.broadcast_to(x, (n, *np.shape(x))), jax.device_get(tree))
 
 
 def spread(tree, n):
-    """Places arrays ``(n, ...)`` as the outputs of pmap are, one entry on each device."""
+    """Places one entry of arrays ``(n, ...)`` on each device, as pmap places its outputs."""
     return jax.device_put(tree, jax.NamedSharding(mesh_of(n), jax.P(AXIS)))
 
 
 def steps_of(grads):
-    """Splits a tree of ``(n, steps, *shape)`` into one of ``(n, *shape)`` for each step."""
+    """Splits a tree of ``(n, steps, *shape)`` arrays into one tree of ``(n, *shape)`` per step."""
     grads = jax.device_get(grads)
     count = jax.tree.leaves(grads)[0].shape[1]
 
@@ -55,12 +55,14 @@ def steps_of(grads):
 
 
 def simulate(mapping, tx, grads, state=None, params=None, *, optimised=False, **extra):
-    """Feeds gradients ``(n, steps, *shape)`` to `tx` over AXIS, in one program compiled for a step.
+    """Updates `tx` with gradients ``(n, steps, *shape)`` over AXIS, with one compiled step.
 
-    It begins with a consolidated state, by default the initial one, and may be compiled as for a
-    user. Outputs ``(steps, *shape)`` are asserted to be equal on all replicas, under shard_map by
-    check_vma=True; they come in NumPy, with the state, of whose leaves those that are per-replica
-    are ``(n, *shape)``.
+    The run begins with a consolidated state, by default the initial state. `optimised` compiles as
+    for a user. The outputs are asserted to be equal on all replicas, under shard_map by
+    check_vma=True.
+
+    Returns the outputs ``(steps, *shape)`` and the state as NumPy arrays. Per-replica leaves of the
+    state are ``(n, *shape)``.
     """
     n = jax.tree.leaves(grads)[0].shape[0]
     if state is None:
@@ -87,7 +89,7 @@ def simulate(mapping, tx, grads, state=None, params=None, *, optimised=False, **
 
 
 def start(mapping, state, n):
-    """Places a consolidated state as a step would; returns it, and its specs."""
+    """Places a consolidated state as a step expects it; returns the state and its specs."""
     if mapping == "shard_map":
         return jaxcomp.shard_state(state, mesh_of(n), AXIS), jaxcomp.state_specs(state, AXIS)
     state = stack(state, n)
@@ -97,13 +99,13 @@ def start(mapping, state, n):
 
 
 def _replicated(x):
-    """Takes one of the replicas' entries, which must be equal."""
+    """Returns the first replica's entry; asserts that all replicas' entries are equal."""
     np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
     return x[0]
 
 
 def types_of(tree):
-    """Returns structure, shapes and dtypes, to compare."""
+    """Returns a tree's structure, shapes and dtypes, for comparison."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *((np.shape(x), str(jax.dtypes.result_type(x))) for x in leaves)
 
@@ -116,13 +118,13 @@ def forget_programs():
 
 
 def _compiled(mapping, tx, n, specs, arguments, optimised):
-    """Returns the executable of one step, the same for the same transformation and shapes."""
+    """Returns the compiled step; equal transformations and shapes share one."""
     key = (mapping, tx, n, optimised, types_of(arguments))
     if key not in _programs:
         program = _mapped(mapping, tx, n, specs)
         if optimised:
             program = as_users_get_it(program.lower(*arguments))
-        elif mapping != "pmap":  # whose executables want the arguments of the shard_map inside
+        elif mapping != "pmap":  # pmap's executables need the arguments of the shard_map inside
             program = program.lower(*arguments).compile()
         _programs[key] = program
     return _programs[key]
@@ -136,11 +138,11 @@ def _mapped(mapping, tx, n, specs):
 
 
 def over_replicas(mapping, step, n, specs, shared=0, out=WHOLE):
-    """Maps a step of one replica, from `own` and a state to outputs and a state, over all.
+    """Maps one replica's step, ``(own, state, *shared) -> (outputs, state)``, over all replicas.
 
-    What is a replica's own has a leading axis of them, and so have outputs, but for those that are
-    `WHOLE` under shard_map, where check_vma has proved that they are the same everywhere. Behind
-    `own` and the state come so many `shared` arguments.
+    `own` and the outputs have a leading axis of replicas. Under shard_map, outputs whose spec is
+    `WHOLE` have none, because check_vma has proved that they are equal on all replicas. `shared` is
+    the number of arguments after `own` and the state, which are the same for all replicas.
     """
     over = {"axis_name": AXIS, "in_axes": (0, 0, *[None] * shared)}
     if mapping == "vmap":
@@ -161,7 +163,7 @@ def over_replicas(mapping, step, n, specs, shared=0, out=WHOLE):
 
 
 def updated(tx, grads, params=None, **extra):
-    """Updates each replica once, from its initial state: gradients ``(n, *shape)`` to averages."""
+    """Returns the outputs of one update from the initial state, for gradients ``(n, *shape)``."""
 
     def update(grads):
         return tx.update(grads, tx.init(grads), params, **extra)[0]
@@ -170,7 +172,7 @@ def updated(tx, grads, params=None, **extra):
 
 
 def lower_update(tx, shapes, n, platforms=None, **extra):
-    """Lowers one update of `n` replicas for gradients ``(n, *shape)`` that nobody has to make."""
+    """Lowers one update of `n` replicas from the shapes of the parameters, without gradients."""
     shapes = jax.eval_shape(lambda: shapes)
     grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype), shapes)
     state = jax.eval_shape(tx.init, shapes)
@@ -180,5 +182,5 @@ def lower_update(tx, shapes, n, platforms=None, **extra):
 
 
 def placed(state, n):
-    """Returns the shapes of a state after shard_state."""
+    """Returns the shapes of a state after `jaxcomp.shard_state`."""
     return jax.eval_shape(lambda state: jaxcomp.stack_replicas(state, n), state)

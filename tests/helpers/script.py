@@ -1,4 +1,4 @@
-"""Another Python, which is expected to end well, and what is waited for meanwhile."""
+"""Runs another Python process that must succeed, and waits for conditions."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import time
 
 
 def python(*arguments, executable=sys.executable, cwd=None, **environment):
-    """Runs it with such arguments, and returns what it prints."""
+    """Runs Python with these arguments; returns its output, and fails if its exit code is not 0."""
     done = subprocess.run(
         [executable, *map(str, arguments)],
         cwd=cwd,
@@ -21,7 +21,7 @@ def python(*arguments, executable=sys.executable, cwd=None, **environment):
 
 
 def wait_for(condition, running=lambda: True, seconds=200, said=lambda: None):
-    """Returns when the condition holds; fails, with what was said, if nothing runs, or too late."""
+    """Waits until `condition` holds; fails with `said()` if nothing runs, or after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert running(), said()

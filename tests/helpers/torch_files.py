@@ -1,4 +1,4 @@
-"""Torch files for the reading tests: good ones, written by torch, and pickles opcode by opcode."""
+"""Torch files for the tests of the reader: files that torch wrote, and pickles from opcodes."""
 
 import io
 import pickletools
@@ -25,7 +25,7 @@ def hook_state(rank=2, buckets=1):
 
 
 def slots(**changes):
-    """Returns what ``__getstate__()`` gives, as little as the reader needs where it is changed."""
+    """Returns the slots of a ``PowerSGDState``; with `changes` only the required ones and these."""
     if not changes:
         return hook_state().__getstate__()
     base = {"matrix_approximation_rank": 1, "iter": 3}
@@ -49,7 +49,7 @@ def documented(prefix="module."):
 
 
 def own_format(**changes):
-    """As `save_checkpoint` writes it, for two ranks."""
+    """Makes a document in the format of `save_checkpoint`, for two ranks."""
     hook = {name: value for name, value in slots(iter=3).items() if name != "error_dict"}
     return {
         "format": "torch_bridge.checkpoint",
@@ -68,7 +68,7 @@ def saved(value, **options):
 
 
 def archive(data_pkl, entries=(), compression=zipfile.ZIP_STORED):
-    """Makes a zip as torch lays it out, around any pickle."""
+    """Makes a zip archive with torch's layout around a pickle."""
     entries = {"data.pkl": data_pkl, "byteorder": b"little", **dict(entries), "version": b"3\n"}
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", compression) as file:
@@ -113,16 +113,16 @@ def call(function, *args):
 
 
 def sized(opcode, raw):
-    """Returns an opcode whose argument has its length before it, in four bytes."""
+    """Returns an opcode with its argument, whose length stands before it in four bytes."""
     return OPCODES[opcode] + struct.pack("<I", len(raw)) + raw
 
 
 def assemble(program, **parts):
-    """Makes a pickle's body of the names that `pickletools` gives opcodes, and of values.
+    """Makes the body of a pickle from the opcodes' names in `pickletools` and from values.
 
-    ``module:name`` is a global, ``'a'`` is text, ``7`` a number, ``0xff`` a byte as it is; what is
-    at place 3 of the memo is ``GET3``, and ``(NONE POP) * 9`` is that again and again. Other words
-    are of `PARTS` or `parts`.
+    ``module:name`` is a global, ``'a'`` text, ``7`` a number and ``0xff`` one byte. ``GET3`` reads
+    position 3 of the memo, and ``(NONE POP) * 9`` repeats two opcodes nine times. All other words
+    are names in `PARTS` or `parts`.
     """
     parts = PARTS | parts
     body = []
@@ -168,7 +168,7 @@ def tensor_call(source=None, offset=0, size=(2, 3), stride=(3, 1), hooks=EMPTY):
 
 
 PARTS = {
-    "KEEP": b"\x940",  # in the memo, and not on the stack
+    "KEEP": b"\x940",  # moves the top of the stack into the memo
     "tensor": tensor_call(),
     "storage": storage(),
     "rebuild": glob("torch._utils", "_rebuild_tensor_v2"),
@@ -184,6 +184,6 @@ def pickle_of_tensor(**options):
 
 
 def beside(body, name="extra", protocol=4, compression=zipfile.ZIP_STORED):
-    """Makes a file with one tensor, and `body` as another entry."""
+    """Makes a file with one tensor and with `body` as a second entry."""
     document = assemble(f"{MODEL} '{name}' body SETITEM", body=body)
     return archive(whole(document, protocol), STORAGES, compression)

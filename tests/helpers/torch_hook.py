@@ -2,10 +2,9 @@
 
     python -m tests.helpers.torch_hook INPUT.npz OUTPUT.npz START RANK:EPS [RANK:EPS ...]
 
-INPUT holds one array ``(replicas, steps, *torch_shape)`` per parameter. OUTPUT gets the hook's
-result of every step (``RANK:EPS/out/NAME``: ``(steps, *torch_shape)``) and the right factors that
-the first compressed step draws (``RANK:EPS/q/NAME``: ``(cols, r)``), before torch orthogonalises
-them.
+INPUT has one array ``(replicas, steps, *torch_shape)`` for each parameter. OUTPUT gets the hook's
+results of all steps (``RANK:EPS/out/NAME``: ``(steps, *torch_shape)``), and the Q factors that the
+first compressed step draws (``RANK:EPS/q/NAME``: ``(cols, r)``), before torch orthogonalises them.
 """
 
 import collections
@@ -20,7 +19,7 @@ from tests.helpers.ranks import run_ranks
 
 
 class Recorded(torch.nn.Module):
-    """Its gradients are what it is given: the loss is the inner product with them."""
+    """A module with given gradients: its loss is the inner product of parameters and gradients."""
 
     def __init__(self, shapes):
         super().__init__()
@@ -32,7 +31,7 @@ class Recorded(torch.nn.Module):
 
 
 def first_factors(order, shapes, rank, min_rate):
-    """Draws the factors of the first compressed step by name, as torch does: shape by shape."""
+    """Draws the Q factors of the first compressed step as torch does, shape by shape; by name."""
     groups = collections.defaultdict(list)
     for name in order:
         rows, *rest = shapes[name]
@@ -48,11 +47,11 @@ def first_factors(order, shapes, rank, min_rate):
 
 
 def run(index, data, setting, start):
-    """Returns every step's result of the hook on this process, and the first factors."""
+    """Returns the hook's results of all steps on this process, and the first Q factors."""
     rank, eps = map(float, setting.split(":"))
     shapes = {name: x.shape[2:] for name, x in data.items()}
     module = Recorded(shapes)
-    # One bucket: with several, the hook's collectives over gloo wait for each other for ever.
+    # One bucket, because over gloo the collectives of several buckets wait for each other for ever.
     model = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1000)
     state = hook.PowerSGDState(
         None,

@@ -2,8 +2,8 @@
 
     python -m tests.helpers.torch_local_sgd FOLDER WORLD
 
-Runs the cases of its number of processes with the folder's data.npz, and writes the weights of each
-rank to ``RANK.npz``.
+Runs the cases for WORLD processes with the folder's data.npz, and writes the weights of each rank
+to ``RANK.npz``.
 """
 
 import importlib.util

@@ -1,8 +1,8 @@
-"""One function of layers and inputs as a model of torch and as a model of Flax.
+"""Makes a torch model and a Flax model from one function of layers and inputs.
 
-Arrays have their channels last in the function; torch's layers get them first, as everywhere. A
-layer ``h.0.attn`` of torch is ``h_0_attn`` in Flax, and one that is a number has the name Flax
-gives; with `names`, all have but those that stand there.
+In the function arrays have their channels last; torch's layers get them with the channels first.
+The torch layer ``h.0.attn`` is named ``h_0_attn`` in Flax, and a layer whose name is a number gets
+Flax's automatic name. With `names`, all layers get automatic names, except for those in `names`.
 """
 
 import functools
@@ -22,7 +22,7 @@ NEVER = 99  # axes
 
 
 def attend(n, q, k, v, heads=2, bias=None):
-    """Attention between projections, each (batch, length, width)."""
+    """Computes attention between projections, each (batch, length, width)."""
     q, k, v = (x.reshape(*x.shape[:-1], heads, -1) for x in (q, k, v))
     weights = n.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
     if bias is not None:
@@ -32,7 +32,7 @@ def attend(n, q, k, v, heads=2, bias=None):
 
 
 def projected(n, x, of, name, words, biased=True, **more):
-    """Attention of `x` to `of`, with the layers of such words."""
+    """Computes attention of `x` to `of`, with four layers that `words` name below `name`."""
     query, key, value, out = (f"{name}.{word}" for word in words)
     q = n.dense(x, query, 8, biased)
     y = attend(n, q, n.dense(of, key, 8, biased), n.dense(of, value, 8, biased), **more)
@@ -40,9 +40,10 @@ def projected(n, x, of, name, words, biased=True, **more):
 
 
 class TorchModel(tnn.Module):
-    """Makes each layer when `body` first asks for it; those in `declared` come before all others.
+    """A torch model of `body`, which makes each layer at its first use.
 
-    Inputs and outputs of `channels` axes and more have their channels first.
+    Layers in `declared` come before all others. Inputs and outputs with at least `channels` axes
+    have their channels first.
     """
 
     def __init__(self, body, declared="", channels=NEVER):
@@ -72,7 +73,7 @@ class FlaxModel(nn.Module):
 
 
 class Conv1D(tnn.Module):
-    """The Linear of transformers, whose weight is stored (in, out)."""
+    """The Linear layer of transformers, which stores its weight as (in, out)."""
 
     def __init__(self, ins, out):
         super().__init__()
@@ -84,7 +85,7 @@ class Conv1D(tnn.Module):
 
 
 class TorchLayers:
-    """Layers of torch, of the module that they are made in."""
+    """The layers of a torch module, by name; a layer is made at its first use."""
 
     max = staticmethod(torch.amax)
     asarray = staticmethod(torch.as_tensor)
@@ -93,11 +94,11 @@ class TorchLayers:
         self.module = module
 
     def __getattr__(self, name):
-        """Takes a function without parameters from torch."""
+        """Returns a function without parameters from torch."""
         return getattr(F, name, None) or getattr(torch, name)
 
     def _at(self, name, make, *sizes, **more):
-        """Returns the layer of such a name, made at the first time."""
+        """Returns the layer with this name; makes it at the first call."""
         parent, _, last = name.rpartition(".")
         node = self._at(parent, tnn.Module) if parent else self.module
         layer = getattr(node, last, None)
@@ -123,11 +124,11 @@ class TorchLayers:
         return self._of_map(x, name, make, out, k, s, p)
 
     def pointwise(self, x, name, out):
-        """Convolves with a kernel of one place, which is a Dense in Flax."""
+        """Applies a convolution with a kernel of size 1, which is a Dense in Flax."""
         return self.conv(x, name, out, 1)
 
     def rows_conv(self, x, name, out, k):
-        """Convolves over whole rows of two axes, which in Flax are channels."""
+        """Applies a Conv2d over whole rows, whose values are channels in Flax."""
         layer = self._at(name, tnn.Conv2d, 1, out, (k, x.shape[-1]))
         return layer(x[:, None])[..., 0].movedim(1, -1)
 
@@ -146,16 +147,16 @@ class TorchLayers:
         return self._at(name, tnn.Linear, x.shape[-1], out, bias)(x)
 
     def packed(self, x, name, out):
-        """Three projections of one layer, which are three in Flax."""
+        """Applies one layer that packs three projections, which are three layers in Flax."""
         y = self.dense(x, name, 3 * out)
         return y.chunk(3, -1)
 
     def matrix(self, x, name, out):
-        """Multiplies with the weight of a layer, which is a bare parameter in Flax."""
+        """Multiplies by the weight of a layer, which is a bare parameter in Flax."""
         return self.dense(x, name, out, bias=False)
 
     def bare(self, x, name, out):
-        """Multiplies with a bare parameter, which is the kernel of a layer in Flax."""
+        """Multiplies by a bare parameter, which is the kernel of a layer in Flax."""
         return x @ self.param(name, x.shape[-1], out)
 
     def bilinear(self, x, y, name, out):
@@ -177,7 +178,7 @@ class TorchLayers:
         return self._at(name, tnn.Embedding, size, width)(ids)
 
     def tied(self, x, name, table):
-        """Makes a head of the weights of an embedding."""
+        """Applies a head whose weight is tied to an embedding."""
         weight = self._at(table, None).weight
         head = self._at(name, tnn.Linear, *weight.shape[::-1], bias=False)
         head.weight = weight
@@ -189,7 +190,7 @@ class TorchLayers:
         return layer(x, of, of)[0]
 
     def separate(self, x, name, words):
-        """Attention of four layers, which are one in Flax."""
+        """Computes attention with four layers, which are one layer in Flax."""
         return projected(self, x, x, name, words)
 
     def recurrent(self, x, name, kind, width, layers=1, both=False):
@@ -210,7 +211,7 @@ class TorchLayers:
 
 
 class Bare(nn.Module):
-    """A parameter beside layers."""
+    """A module with one bare parameter."""
 
     @nn.compact
     def __call__(self, name, shape):
@@ -228,7 +229,7 @@ class FlaxLayers:
         self.made = {}
 
     def __getattr__(self, name):
-        """Takes a function without parameters from JAX or Flax."""
+        """Returns a function without parameters from JAX or Flax."""
         return getattr(jnp, name, None) or getattr(nn, name)
 
     def _name(self, name):
@@ -237,7 +238,7 @@ class FlaxLayers:
         return None if name.isdecimal() else name.replace(".", "_")
 
     def _at(self, name, make, *sizes, **more):
-        """Returns the layer of such a name in torch, made at the first time."""
+        """Returns the layer with this name in torch; makes it at the first call."""
         if name not in self.made:
             self.made[name] = make(*sizes, name=self._name(name), **more)
         return self.made[name]

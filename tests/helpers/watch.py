@@ -1,37 +1,37 @@
-"""What reading a file does: the events of Python's audit hooks, processor time and memory."""
+"""Measures the reading of a file: events of Python's audit hooks, processor time and memory."""
 
 import sys
 import time
 import tracemalloc
 from typing import NamedTuple
 
-# What reading a file must never cause.
+# Audit events that reading a file must never cause.
 FORBIDDEN = {
     "import", "compile", "exec", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.remove",
     "os.rename", "os.mkdir", "subprocess.Popen", "shutil.rmtree", "socket.connect", "ctypes.dlopen",
     "pickle.find_class",
 }  # fmt: skip
-_SEEN = []  # a list while something is watched
+_SEEN = []  # holds one list of events while `watched` runs
 
 
 class Cost(NamedTuple):
-    error: Exception | None  # what it raised
-    executed: list[str]  # events that no file may cause
-    seconds: float  # of a processor
-    peak: int  # bytes of memory, where it was traced
+    error: Exception | None  # the error that the call raised
+    executed: list[str]  # the forbidden events
+    seconds: float  # processor time
+    peak: int  # the most bytes of memory, or 0 if memory was not traced
 
 
 def _hook(event, arguments):
-    # The C library of the process itself is asked to return freed memory.
+    # `torch_bridge` opens the process's own C library, as None, to return freed memory.
     if _SEEN and event in FORBIDDEN and arguments != (None,):
         _SEEN[-1].append(f"{event} {arguments!r:.100}")
 
 
-sys.addaudithook(_hook)  # which nothing removes
+sys.addaudithook(_hook)  # stays until the process ends
 
 
 def watched(call, *, memory=True):
-    """Calls it, and says what it did; tracing memory takes most of the time."""
+    """Calls `call` and returns its cost; tracing memory takes most of the time."""
     error = None
     if memory:
         tracemalloc.start()
@@ -42,6 +42,6 @@ def watched(call, *, memory=True):
     except Exception as raised:
         error = raised
     took, executed = time.process_time() - start, _SEEN.pop()
-    peak = tracemalloc.get_traced_memory()[1]  # 0 where nothing is traced
+    peak = tracemalloc.get_traced_memory()[1]  # 0 if memory is not traced
     tracemalloc.stop()
     return Cost(error, executed, took, peak)

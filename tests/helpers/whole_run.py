@@ -1,11 +1,11 @@
-"""Runs DDP jobs of two ranks over gloo that stay in torch, wait for JAX, and go on from its files.
+"""Runs DDP jobs of two ranks over gloo that stay in torch, or continue from files of JAX.
 
     python -m tests.helpers.whole_run FOLDER CASE [CASE ...]
 
-Per case: STEPS steps without a break, with ``CASE.to_jax.pt`` and, as torch documents it,
-``CASE.RANK.pt`` saved at MOVES[0]; the same steps as controls, whose gradients are one rounding
-apart from MOVES[0] on; then, as soon as ``CASE.to_torch.pt`` is there, the steps from MOVES[1] on.
-Losses go to ``CASE.RANK.json``.
+For each case it runs STEPS steps without a break. At MOVES[0] it saves ``CASE.to_jax.pt`` and, in
+torch's documented form, ``CASE.RANK.pt``. Then it runs the same steps as controls, whose gradients
+differ by one rounding from MOVES[0] on. When ``CASE.to_torch.pt`` exists, it runs the steps from
+MOVES[1] on. The losses go to ``CASE.RANK.json``.
 """
 
 import json
@@ -29,7 +29,7 @@ WORLD, START, MOVES, STEPS, CLASSES = 2, 3, (6, 11), 16, 5
 
 
 def network(n, x):
-    """Has BatchNorm, a flatten, a frozen layer, one that is never used, and two of one shape."""
+    """Computes a network with BatchNorm, a flatten, a frozen layer, an unused layer, and twins."""
     x = n.gelu(n.bn(n.conv(x, "conv1", 16, 3), "norm"))
     x = n.dense(n.flatten(n.gelu(n.conv(x, "conv2", 32, 3, 2))), "frozen", 48)
     n.dense(n.zeros((1, 40)), "unused", 24)
@@ -37,7 +37,7 @@ def network(n, x):
 
 
 def batch(step, rank):
-    """Returns noisy patterns, and which each is."""
+    """Returns noisy patterns and their classes."""
     patterns = np.random.default_rng(0).standard_normal((CLASSES, 3, 7, 7))
     random = np.random.default_rng([step, rank])
     y = random.integers(CLASSES, size=16)
@@ -46,7 +46,7 @@ def batch(step, rank):
 
 
 def own_hook(state, bucket):
-    """Wraps a hook, as somebody may have wrapped torch's."""
+    """Wraps the hook in a function of the user's."""
     return torch_bridge.waiting_hook(state, bucket)
 
 
@@ -54,20 +54,20 @@ HOOKS = {
     "own": own_hook,
     "rebuilt": own_hook,
     "half": fp16_compress_wrapper(torch_bridge.waiting_hook),
-    "static": powerSGD_hook,  # in one bucket, where torch's own does not hang over gloo
+    "static": powerSGD_hook,  # with one bucket torch's own hook does not hang over gloo
 }
-# How many controls tell how far two right runs part: what one of them shows is a matter of luck.
+# The number of controls; the difference of a single control is partly chance.
 CONTROLS = 3
 RANKS = dict.fromkeys(HOOKS, 2) | {"static": 4}
 
 
 def fresh(case):
-    """Makes the model in buckets, which DDP cuts anew if it need not look for unused layers."""
+    """Makes the optimizer and the DDP model, which rebuilds its buckets in two of the cases."""
     torch.manual_seed(1)
     module = TorchModel(network)
     looks = case in ("own", "half")
     static = case == "static"
-    module(torch.from_numpy(batch(0, 0)[0]))  # which makes the layers
+    module(torch.from_numpy(batch(0, 0)[0]))  # the first call makes the layers
     module.norm.reset_running_stats()
     module.conv2.to(memory_format=torch.channels_last)
     module.frozen.requires_grad_(False)
@@ -79,7 +79,7 @@ def fresh(case):
         static_graph=static,
     )
     trained = [(n, p) for n, p in model.module.named_parameters() if p.requires_grad]
-    if case == "own":  # an optimizer without names: the layout's are taken
+    if case == "own":  # an optimizer without names, which come from the layout
         trained = [parameter for _, parameter in trained]
     return model, torch.optim.SGD(trained, lr=0.1, momentum=0.9)
 
@@ -94,12 +94,12 @@ def train(model, optimizer, rank, first, last):
 
 
 def end_of(losses, model):
-    """Returns what is compared: the losses, and a running mean at the end."""
+    """Returns the results to compare: the losses, and the final running mean of a norm."""
     return losses, model.module.norm.running_mean.tolist()
 
 
 def stayed(case, rank, folder):
-    """Trains without a break, and saves on the way."""
+    """Trains without a break, and saves both kinds of checkpoint at MOVES[0]."""
     model, optimizer = fresh(case)
     state = PowerSGDState(None, RANKS[case], start_powerSGD_iter=START)
     model.register_comm_hook(state, HOOKS[case])
@@ -112,7 +112,7 @@ def stayed(case, rank, folder):
         "epoch": 3,
     }
     torch.save(document, folder / f"{case}.{rank}.pt")
-    # What rank 0 cannot write is said on both, and neither waits for the other.
+    # If rank 0 cannot write, both ranks raise, and neither waits for the other.
     with pytest.raises(RuntimeError, match="hooks of `extra`"):
         torch_bridge.save_checkpoint(folder / "never.pt", model, state, extra={"hooks": [len]})
     path = folder / f"{case}.to_jax.pt"
@@ -122,9 +122,9 @@ def stayed(case, rank, folder):
 
 
 def apart(hook, seed):
-    """Moves all values of a bucket by one rounding of its type, up or down, before the hook.
+    """Returns a hook that first changes all values of a bucket by one rounding, up or down.
 
-    In half precision that is what torch rounds and JAX does not: P, Q and the error.
+    In half precision torch rounds P, Q and the error by as much, and JAX does not.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -139,7 +139,7 @@ def apart(hook, seed):
 
 
 def control(case, rank, seed):
-    """Trains as the run that stays, its gradients one rounding apart from the first move on."""
+    """Trains like `stayed`, but from MOVES[0] on gradients are changed by one rounding."""
     model, optimizer = fresh(case)
     state = PowerSGDState(None, RANKS[case], start_powerSGD_iter=START)
     inner = torch_bridge.waiting_hook if case == "half" else HOOKS[case]
@@ -157,7 +157,7 @@ def control(case, rank, seed):
 
 
 def returned(case, rank, folder):
-    """Trains on from what JAX left."""
+    """Continues the training from the file that JAX wrote."""
     path = folder / f"{case}.to_torch.pt"
     wait_for(path.exists)
     model, optimizer = fresh(case)

@@ -1,9 +1,9 @@
-"""How XLA compiles the tests: quickly, except where the assertion is about the optimised program.
+"""Makes XLA compile the tests quickly, except where a test is about the optimised program.
 
-Compilation is nearly all of the suite's time, and most of it goes into optimising code that runs
-for a millisecond. What is asserted about values holds for any correct compiler; what is asserted
-about the program itself, its collectives and memory, uses `users_program`, and `optimised` what is
-asserted about bits and numbers that are none.
+Compilation takes nearly all of the suite's time, and most of that goes into optimising code that
+runs for a millisecond. Assertions about values hold with any correct compiler. Assertions about the
+program itself, its collectives and memory, use `users_program`. Assertions about exact bits and NaN
+use `optimised`.
 """
 
 import os
@@ -11,10 +11,10 @@ import re
 import subprocess
 import sys
 
-# Passes over the program as a whole, which decide about collectives, stay as they are. The emitters
-# of fusions take two thirds of the time and 130 MB. A module in one piece takes three quarters of
-# the time of one in 32.
-_EMITTERS = "xla_cpu_use_fusion_emitters"  # jaxlib 0.11 knows no others
+# Passes over the whole program, which decide about collectives, are not changed. The emitters of
+# fusions take two thirds of the time and 130 MB. A module in one part takes three quarters of the
+# time of a module in 32 parts.
+_EMITTERS = "xla_cpu_use_fusion_emitters"  # jaxlib 0.11 has no other emitters
 _QUICK = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -23,19 +23,19 @@ _QUICK = {
 }
 _OPTIMISED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
-# What jaxlib does before anything is compiled: it reads XLA_FLAGS.
+# Makes jaxlib read XLA_FLAGS, without compiling anything.
 _START = "from jaxlib import xla_client; xla_client.make_cpu_client()"
 
 
 def compile_quickly(cache):
-    """Sets how XLA compiles in this process and in those that tests start; before JAX starts.
+    """Sets XLA's flags for this process and for those that tests start; call it before JAX starts.
 
-    Flags that this jaxlib does not know are left out: with one of them it would end the process,
-    and what it says of it would be lost.
+    Flags that this jaxlib does not know are left out, because an unknown flag would end the process
+    and its message would be lost.
 
     Args:
-      cache: A directory of this test process and its children, who write into it one at a time:
-        JAX may read what another process has written half.
+      cache: A directory for this test process and its children, of which only one writes at a time,
+        because JAX may read a file that another process has written in part.
 
     Raises:
       SystemExit: jaxlib does not know a flag that was in XLA_FLAGS before, or does not start.
@@ -43,7 +43,7 @@ def compile_quickly(cache):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     if "PYTEST_XDIST_WORKER" in os.environ:
-        return  # it has the flags of the process that started it
+        return  # a worker inherits the flags of the process that started it
     before = os.environ.get("XLA_FLAGS", "")
     flags = [f"--{name}={str(value).lower()}" for name, value in _QUICK.items()]
     unknown = _unknown_flags([*flags, before])
@@ -55,7 +55,7 @@ def compile_quickly(cache):
 
 
 def _unknown_flags(flags):
-    """Asks jaxlib in a process of its own, which it ends at the first unknown flag."""
+    """Returns the flags that jaxlib does not know, from a process that an unknown flag ends."""
     environment = {**os.environ, "XLA_FLAGS": " ".join(flags)}
     command = [sys.executable, "-c", _START]
     started = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -69,17 +69,17 @@ def _unknown_flags(flags):
 
 
 def _users_options():
-    """Returns what undoes the flags that change the program, as far as jaxlib knows them."""
+    """Returns the options that undo those quick flags that change the program, if they are set."""
     if f"--{_EMITTERS}=" in os.environ.get("XLA_FLAGS", ""):
         return {_EMITTERS: True}
     return {}
 
 
 def users_program(lowered):
-    """Compiles what a user gets, in text and memory; its machine code is not optimised."""
+    """Compiles a program with the user's text and memory, but without optimised machine code."""
     return lowered.compile(compiler_options=_users_options())
 
 
 def optimised(lowered):
-    """Compiles the executable that a user gets."""
+    """Compiles a program exactly as for a user."""
     return lowered.compile(compiler_options=_users_options() | _OPTIMISED)

@@ -1,11 +1,11 @@
-"""Models of images, each a function of layers (`two_frameworks`) and inputs.
+"""Image models, each a function of layers (`two_frameworks`) and inputs.
 
 Sequential's numbers and torchvision's names are those of the originals.
 """
 
 
 def halved(reduce, x):
-    """Reduces blocks of two along every axis of space."""
+    """Reduces blocks of length two along every spatial axis."""
     shape = [len(x)]
     for size in x.shape[1:-1]:
         shape += [size // 2, 2]
@@ -44,7 +44,7 @@ def resnet(n, x, bottleneck):
 
 
 def densenet(n, x, growth, config, first, bn_size):
-    """Laid out as torchvision's, norm5 and the dotted names included."""
+    """Computes a DenseNet with torchvision's names, including norm5 and the dotted names."""
 
     def norm_conv(x, name, k, *shape):
         return n.conv(n.relu(n.bn(x, f"{name}.norm{k}")), f"{name}.conv{k}", *shape, bias=False)
@@ -122,13 +122,13 @@ def generator(n, x):
 
 
 def two_heads(n, x):
-    """As AlphaZero has them: both convolutions are declared before what reads them."""
+    """Computes AlphaZero's two heads, whose convolutions are declared before their Linears."""
     x = n.relu(n.conv(x, "stem", 16, 3, 1, 1))
     policy, value = n.conv(x, "policy_conv", 2, 1), n.conv(x, "value_conv", 1, 1)
     return n.dense(n.flatten(policy), "policy_fc", 7) + n.dense(n.flatten(value), "value_fc", 7)
 
 
-# --- as their authors name the layers in torch; Flax numbers them -------------------------------
+# --- torch has the authors' names of the layers; Flax numbers the layers ------------------------
 
 
 def colour_mlp(n, x):
@@ -148,7 +148,7 @@ def c3d(n, x):
 
 
 def separable(n, x):
-    """Depthwise and pointwise convolutions with GroupNorm."""
+    """Computes depthwise and pointwise convolutions with GroupNorm."""
     for k in (0, 6):
         x = n.conv(x, f"net.{k}", 8, 3, p=1, groups=8, bias=False)
         x = n.relu(n.gn(x, f"net.{k + 1}", 2))
@@ -192,7 +192,7 @@ def autoencoder(n, x):
 
 
 def dcgan(n, z):
-    """Every layer but the last is without a bias and with BatchNorm."""
+    """Computes layers without bias and with BatchNorm, and a last layer with bias."""
     x = z[:, None, None, :]
     for k in (0, 3):
         x = n.conv_transpose(x, f"main.{k}", 8, 2, bias=False)
@@ -201,7 +201,7 @@ def dcgan(n, z):
 
 
 def conditional(n, x, label):
-    """Reads the picture's values beside those of its label."""
+    """Computes a network that reads a picture's values and its label's embedding side by side."""
     label = n.embed(label, "label_embedding", 11, 10)[:, 0]
     x = n.concatenate([n.flatten(x), label], -1)
     for name in ("model.0", "model.2"):
@@ -210,14 +210,14 @@ def conditional(n, x, label):
 
 
 def projection(n, x, label):
-    """Has a flattened map meet a table of as many columns, and a matrix."""
+    """Computes a network in which a flattened map meets a table of equal width, and a matrix."""
     x = n.flatten(n.leaky_relu(n.conv(x, "c1", 8, 3, 2, 1), 0.2))
     row = n.embed(label, "l_y", 11, 72)[:, 0]
     return n.dense(x, "l5", 1)[:, 0] + (row * x).sum(-1)
 
 
 def mixer_block(n, x):
-    """Mixes the tokens with convolutions of one place, as in lucidrains' version."""
+    """Computes an MLP-Mixer that mixes tokens with convolutions of size 1, as lucidrains does."""
     y = n.ln(x, "norm1").swapaxes(1, 2)
     y = n.pointwise(n.gelu(n.pointwise(y, "token.0", 12)), "token.2", 9)
     x = x + y.swapaxes(1, 2)
@@ -248,7 +248,7 @@ def siamese(n, left, right):
 
 
 def rectified(n, x):
-    """PReLU, and a list of bare parameters."""
+    """Computes a network with PReLU and a list of bare parameters."""
     for k in (1, 2):
         x = n.prelu(n.conv(x, f"conv{k}", 6, 3, p=1), f"prelu{k}")
     x = pool(x)
@@ -262,5 +262,5 @@ def crnn(n, x):
     rows, height, width, channels = x.shape
     x = n.max(x.reshape(rows, height // 2, 2, width, channels), 2)
     x = n.relu(n.conv(x, "cnn.3", 6, 3, p=1))
-    x = n.flatten(x.swapaxes(1, 2), 2)  # a step for each column
+    x = n.flatten(x.swapaxes(1, 2), 2)  # each column is one step of the sequence
     return n.dense(n.recurrent(x, "rnn", "LSTM", 8, both=True), "embedding", 5)

@@ -1,6 +1,6 @@
 """Models of sequences, graphs and tables, each a function of layers (`two_frameworks`) and inputs.
 
-The names are those of torch, transformers or the models' authors.
+The layers have the names of torch, transformers or the models' authors.
 """
 
 import numpy as np
@@ -41,7 +41,7 @@ def gpt2(n, ids):
 
 
 def bert(n, ids, in_one=False):
-    """`in_one` layer of Flax are the four that torch's attention has."""
+    """Computes a transformer block; with `in_one` the four layers of attention are one in Flax."""
     x = n.embed(ids, "word_embeddings", 11, 8)
     x = n.ln(x + n.embed(n.asarray(POSITIONS), "position_embeddings", 6, 8), "norm")
     words = ("self.query", "self.key", "self.value", "dense")
@@ -58,7 +58,7 @@ def bert(n, ids, in_one=False):
 
 
 def whisper(n, sound, ids):
-    """Two convolutions over time, an encoder and a decoder with attention to it."""
+    """Computes two convolutions over time, an encoder, and a decoder with attention to it."""
     words = ("query", "key", "value", "out")
 
     def mlp(x, name):
@@ -78,7 +78,7 @@ def whisper(n, sound, ids):
 
 
 def t5(n, source, target):
-    """No biases, positions in the first block's attention, and one embedding for all three."""
+    """Computes a T5: no biases, positions in the first block's attention, one shared embedding."""
     words = ("q", "k", "v", "o")
 
     def stack(x, name, mask, of=None):
@@ -104,11 +104,11 @@ def t5(n, source, target):
     return n.tied(y, "lm_head", "shared")
 
 
-# --- as their authors name the layers in torch; Flax numbers them -------------------------------
+# --- torch has the authors' names of the layers; Flax numbers the layers ------------------------
 
 
 def decoder(n, x, memory):
-    """Two layers with attention to themselves and to a memory."""
+    """Computes two decoder layers, with attention to themselves and to a memory."""
     for k in range(2):
         name = f"decoder.layers.{k}"
         x = n.ln(x + n.attention(x, f"{name}.self_attn", 2), f"{name}.norm1")
@@ -136,7 +136,7 @@ def llama(n, ids, tied):
 
 
 def packed(n, x):
-    """One packed kernel in torch, three kernels in Flax."""
+    """Computes attention with one packed kernel in torch, and three kernels in Flax."""
     for k in range(2):
         q, key, v = n.packed(n.ln(x, f"{k}.ln1"), f"{k}.qkv", 8)
         x = x + n.dense(attend(n, q, key, v, bias=CAUSAL), f"{k}.proj", 8)
@@ -152,7 +152,7 @@ def relative_positions():
 
 
 def swin_block(n, x):
-    """Attention in windows of two by two, with a table of relative positions."""
+    """Computes attention in windows of two by two, with a table of relative positions."""
     rows, height, width, c = x.shape
     y = n.ln(x, "norm1").reshape(rows, height // 2, 2, width // 2, 2, c)
     y = n.permute(y, (0, 1, 3, 2, 4, 5)).reshape(-1, 4, c)
@@ -177,7 +177,7 @@ def swin(n, x):
 
 
 def clip(n, image, ids):
-    """One projection is a bare parameter in Flax, too, and one is a Dense."""
+    """Computes two projections: in Flax one is a bare parameter, too, and the other is a Dense."""
     scale = n.exp(n.param("logit_scale"))
     x = n.conv(image, "visual.conv1", 8, 3, 3, bias=False)
     x = n.ln(x.mean((1, 2)), "visual.ln_post") @ n.param("visual.proj", 8, 8)
@@ -205,7 +205,7 @@ def mamba(n, u):
 
 
 def wavenet(n, x, normed):
-    """Dilated convolutions with gates; with or without weight_norm."""
+    """Computes dilated convolutions with gates, with or without weight_norm."""
 
     def conv(x, name, out=6, k=1, dilation=0):
         past = n.conv(x, name, out, k, p=dilation, dilation=max(dilation, 1), normed=normed)
@@ -244,13 +244,13 @@ def lora(n, x):
 
 
 def biaffine(n, x):
-    """Two projections of one shape, and a Bilinear."""
+    """Computes two projections of one shape, and a Bilinear."""
     head, dependent = n.tanh(n.dense(x, "mlp_head", 6)), n.tanh(n.dense(x, "mlp_dep", 6))
     return n.bilinear(head, dependent, "bilinear", 6)
 
 
 def translator(n, source, target):
-    """Two GRUs, the second of which looks back at the first."""
+    """Computes two GRUs, the second of which attends to the first."""
     memory = n.recurrent(n.embed(source, "encoder.embedding", 11, 8), "encoder.gru", "GRU", 8)
     x = n.recurrent(n.embed(target, "decoder.embedding", 11, 8), "decoder.gru", "GRU", 8)
     weights = n.softmax(n.einsum("btd,bsd->bts", n.dense(x, "attn", 8), memory), -1)
@@ -274,7 +274,7 @@ def highway(n, x):
 
 
 def graph(n, x, edges):
-    """Takes a matrix of neighbours; each layer has two matrices."""
+    """Computes layers with two matrices each, on a graph given by its matrix of neighbours."""
     for k in range(2):
         own = n.dense(x, f"convs.{k}.lin_root", 8, False)
         x = n.relu(own + n.dense(edges @ x, f"convs.{k}.lin_rel", 8))
