@@ -1,4 +1,4 @@
-"""``python -m jaxcomp``: whether compression pays on a network, and which reducer to use."""
+"""``python -m jaxcomp``: recommends whether to compress on a network, and with which reducer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ opt_state=... what a rank costs your own run.
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command; an error is a sentence on standard error and exit code 2.
 
-    What is not given has the defaults of `advise`.
+    Options that are not passed have the defaults of `advise`.
     """
     parser = argparse.ArgumentParser(
         prog="jaxcomp",
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         print(advise(**options))
     except ValueError as error:
-        # The function's arguments, `step_time`, are options here.
+        # Arguments of the function, such as `step_time`, are options here.
         parser.error(re.sub(r"^`(\w+)`", _as_option, str(error)))
 
 

@@ -1,8 +1,8 @@
-"""Building blocks for those who write a reducer of their own.
+"""Building blocks for writing your own reducer.
 
-What the reducers of this package are made of: which leaves are compressed and how they become
-matrices, orthonormal bases, means of several arrays in one collective, and weights. Names here are
-public, as those of `jaxcomp` itself are.
+The reducers of this package use these functions: they decide which leaves are compressed and view
+them as matrices, make orthonormal bases, average several arrays in one collective, and apply
+weights. The names here are public, like those of `jaxcomp`.
 """
 
 from jaxcomp._base.leaves import floating_leaves, unboxed, with_leaves

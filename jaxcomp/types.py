@@ -1,4 +1,4 @@
-"""What functions of this package return, to annotate with; users make none of these themselves."""
+"""Classes of the results of this package's functions, for type annotations."""
 
 from jaxcomp._adviser.advice import Advice, Prediction
 from jaxcomp._adviser.model import Calibration

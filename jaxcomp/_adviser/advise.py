@@ -127,7 +127,7 @@ def advise(
     if senders < workers:
         notes.append(
             f"{workers // senders} workers of each host average among themselves first "
-            "(docs/meshes.md), which is not counted; what is sent goes from host to host"
+            "(docs/meshes.md), which is not counted; bytes are those from host to host"
         )
     deep = 0
     values = 0
@@ -160,8 +160,8 @@ def advise(
     predictions = _predictions(params, link, compute_time, constants, losses, matrix_dims)
     if not any(prediction.rank for prediction in predictions):
         notes.append(
-            f"PowerSGD is left out: at rank {min(losses)}, the lowest that was looked at, it "
-            f"sends no less than {constants.half}; lower ranks take a larger loss_budget"
+            f"PowerSGD is left out: at rank {min(losses)}, the lowest rank that was tried, it "
+            f"sends no fewer bytes than {constants.half}; lower ranks need a larger loss_budget"
         )
     baseline = min(predictions[:2], key=lambda prediction: prediction.step_time)
     recommended = _recommended(predictions, baseline)
@@ -183,7 +183,7 @@ def _losses_of_run(
     """Finds the lowest rank that keeps the budget, from the momentum of a run.
 
     Returns:
-      The lowest that does, what is lost at any rank, and what that rests on.
+      The lowest such rank, a function from rank to expected loss, and a note on the evidence.
     """
     momentum = read_momentum(opt_state, matrix_dims)
     law = momentum.law
@@ -220,7 +220,7 @@ def _losses_by_law(
     """Finds the lowest rank that keeps the budget, from width and tokens.
 
     Returns:
-      The lowest that does, what is lost at any rank, and what that rests on.
+      The lowest such rank, a function from rank to expected loss, and a note on the evidence.
     """
     if optimizer not in LAWS:
         raise ValueError(

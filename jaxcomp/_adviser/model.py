@@ -95,7 +95,7 @@ ASSUMED = {
         powersgd=ReducerCosts(
             40e-6, collectives=2, per_value=2.2e-3 / 124.4e6, per_column=59e-6 / 124.4e6
         ),
-        training_flops=400e12,  # 40% of what an H200's data sheet has for bfloat16
+        training_flops=400e12,  # 40% of the bfloat16 rate in an H200's data sheet
     ),
     "cpu": Calibration(
         device=(

@@ -28,7 +28,7 @@ def check_axis_name(axis_name: Any) -> Any:
 
 
 def is_traced(value: Any) -> bool:
-    """Tells a value of which a trace knows the type alone."""
+    """Tells whether a value is a tracer, whose type but not value is known."""
     return isinstance(value, jax.core.Tracer)
 
 

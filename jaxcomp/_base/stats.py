@@ -28,7 +28,7 @@ class LeafStats:
 
     @property
     def size(self) -> int:
-        """Number of values in the leaf."""
+        """Returns the number of values in the leaf."""
         return math.prod(self.shape)
 
     @property

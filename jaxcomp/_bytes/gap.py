@@ -186,15 +186,15 @@ def read_momentum(opt_state: PyTree, matrix_dims: MatrixDimsFn | None = None) ->
             parts.append(jax.tree.map(_step, fields["mu"], fields["nu"]))
     if not parts:
         raise ValueError(
-            "`opt_state` holds no moments `mu` and `nu`. Pass the state of adam, adamw or their "
-            "like, or of optax.contrib.muon; behind other optimizers no law is known."
+            "`opt_state` holds no moments `mu` and `nu`. Pass the state of adam, adamw or the "
+            "like, or of optax.contrib.muon; for other optimizers no law is known."
         )
     # With several optimizers, each leaf belongs to one of them and is masked for the others.
     tree = jax.tree.map(lambda *leaves: min(leaves, key=is_masked), *parts, is_leaf=is_masked)
     momentum = Momentum(TAIL_LAWS[law], tree, spectra_of(tree, matrix_dims))
     if not momentum.energy > 0:
         raise ValueError(
-            "The momentum in `opt_state` is zero, or has no matrices. Make a quarter of an exact "
+            "The momentum in `opt_state` is zero, or has no matrices. Train a quarter of an exact "
             "run first, and pass its state."
         )
     return momentum

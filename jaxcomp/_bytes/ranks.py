@@ -112,8 +112,8 @@ def ranks_by_spectrum(
     """
     if (ratio is None) == (loss_budget is None):
         raise ValueError(
-            "Pass either `ratio`, for so many times fewer bytes, or `loss_budget`, for a loss so "
-            "far above the exact run's."
+            "Pass either `ratio`, how many times fewer bytes to send, or `loss_budget`, how far "
+            "above the exact run's loss the loss may end."
         )
     check_flag("adaptive", adaptive)
     check_function("matrix_dims", matrix_dims)

@@ -69,8 +69,8 @@ def check_streaming(fragments: Any, delay: Any, alpha: Any, period: int) -> Stre
             re.compile(pattern)
         except (re.error, TypeError) as error:
             raise ValueError(
-                f"`fragments` has {pattern!r}, which is not a regular expression: {error}. "
-                "Pass a number, or a pattern for each fragment such as ['blocks/[0-3]/', '.*']."
+                f"`fragments` has {pattern!r}, which is not a regular expression: {error}. Pass a "
+                "number, or a pattern for each fragment such as ['blocks/[0-3]/', '.*']."
             ) from error
     delay = check_int("fragment_sync_delay", delay, 0)
     alpha = check_static_number("fragment_update_alpha", alpha, 0, 1)
@@ -78,8 +78,8 @@ def check_streaming(fragments: Any, delay: Any, alpha: Any, period: int) -> Stre
     if delay >= apart:
         raise ValueError(
             f"fragments={count} leave {apart} steps of sync_every={period} between two averages, "
-            f"and fragment_sync_delay={delay} must be less: what one sends arrives before the next "
-            "is sent. Pass fewer fragments, a shorter delay or a larger sync_every."
+            f"and fragment_sync_delay={delay} must be less, because an average must end before the "
+            "next one begins. Pass fewer fragments, a shorter delay or a larger sync_every."
         )
     # At least one step apart, because there are no more fragments than steps.
     ends = tuple(k * period // count for k in range(1, count + 1))
@@ -161,7 +161,7 @@ def _by_pattern(paths: Iterable[KeyPath], patterns: tuple[str, ...]) -> dict[Key
         if numbers[path] < 0:
             raise ValueError(
                 f"No pattern of `fragments` is found in the leaf {name!r}, so that it would never "
-                "be averaged. Add one for it, such as '.*' at the end for all that are left."
+                "be averaged. Add a pattern for it, such as '.*' at the end for all other leaves."
             )
     for number, pattern in enumerate(patterns):
         if number not in numbers.values():

@@ -260,9 +260,9 @@ class _LocalSGD:
         shapes, treedef = jax.tree.flatten(jax.eval_shape(optax.tree.zeros_like, params))
         if _sends_something(self.inner, self.sync.axis_name, treedef, tuple(shapes)):
             raise ValueError(
-                "`inner` sends something in every step, which is not counted here: the optimizer "
-                "in local_sgd steps by itself. Take the reducer out of its chain and pass it as "
-                "reducer=, or the axis that it averages over as local_axis_name=."
+                "`inner` sends something in every step, which is not counted here: the inner "
+                "optimizer should take local steps. Take the reducer out of its chain and pass it "
+                "as reducer=, or the axis that it averages over as local_axis_name=."
             )
         periods = self.periods
         start = periods.start_step

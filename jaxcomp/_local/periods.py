@@ -107,8 +107,8 @@ def _check_hierarchy(sync_every: Mapping[AxisName, int], axis_name: AxisName) ->
         fits &= within and wide.period % narrow.period == 0
     if not fits:
         raise ValueError(
-            f"`sync_every` is {dict(sync_every)!r}. Give levels of which each has the axes of the "
-            "one before and more, and a multiple of its period, and the last all axes of "
-            f"axis_name={axis_name!r}; otherwise some replicas would never synchronise."
+            f"`sync_every` is {dict(sync_every)!r}. Each level must have the axes of the level "
+            "before and more, and a multiple of its period; the last level must have all axes of "
+            f"axis_name={axis_name!r}. Otherwise some replicas would never synchronise."
         )
     return tuple(levels)

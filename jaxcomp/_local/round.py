@@ -259,8 +259,9 @@ class LocalSGDRound:
         if not in_three or _types_of(result[:2]) != _types_of(carry):
             raise ValueError(
                 "`step_fn` must return a tuple (params, inner_state, auxiliary), in this order, "
-                "the first two like those it got; None third if there is nothing besides. It got "
-                f"{one_level(carry)} and returned {one_level(result)}."
+                "the first two with the structure and shapes of its arguments; the third is None "
+                f"without auxiliary outputs. It got {one_level(carry)} and returned "
+                f"{one_level(result)}."
             )
         params, inner, auxiliary = result
         # A step may return a constant, whose replicated type would change the type of the carry.

@@ -309,24 +309,24 @@ class LeafPlan:
 
     @property
     def size(self) -> int:
-        """Number of values in the leaf."""
+        """Returns the number of values in the leaf."""
         return math.prod(self.shape)
 
     @property
     def p_shape(self) -> tuple[int, ...]:
-        """Shape ``(*batch, n_rows, r)`` of the left factor."""
+        """Returns the shape ``(*batch, n_rows, r)`` of the left factor."""
         assert self.view is not None
         return (*self.view.batch, self.view.n_rows, self.rank)
 
     @property
     def q_shape(self) -> tuple[int, ...]:
-        """Shape ``(*batch, n_cols, r)`` of the right factor."""
+        """Returns the shape ``(*batch, n_cols, r)`` of the right factor."""
         assert self.view is not None
         return (*self.view.batch, self.view.n_cols, self.rank)
 
     @property
     def wire_size(self) -> int:
-        """Number of values that this leaf puts on the wire in one step."""
+        """Returns the number of values that this leaf puts on the wire in one step."""
         if self.view is None:
             return self.size
         return math.prod(self.p_shape) + math.prod(self.q_shape)

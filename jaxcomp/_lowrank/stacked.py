@@ -93,8 +93,9 @@ def _check_part(part: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
     lengths = {shape[:1] for shape in shapes.values()}
     if len(lengths) > 1 or () in lengths:
         raise ValueError(
-            f"`stacked` takes the leading axis of every leaf in {part} for that of the layers, and "
-            f"they differ: {_listed(shapes)}. Name only parts whose leaves are stacked layers."
+            f"`stacked` takes the leading axis of every leaf in {part} as the axis of layers, but "
+            f"their lengths differ: {_listed(shapes)}. Name only parts whose leaves are stacked "
+            "layers."
         )
     if max(map(len, shapes.values())) < _LEAST_AXES:
         raise ValueError(
@@ -107,8 +108,9 @@ def _check_part(part: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
             thin[name] = shape
     if thin:
         warnings.warn(
-            f"`stacked` compresses nothing of {_listed(thin)} in {part}: one layer is no smaller "
-            "as two factors. Under a name that is not stacked, all its layers are one matrix.",
+            f"`stacked` compresses nothing of {_listed(thin)} in {part}: for one layer two "
+            "factors are not smaller than the matrix. Under a name that is not in `stacked`, all "
+            "layers form one matrix.",
             stacklevel=2,
         )
 

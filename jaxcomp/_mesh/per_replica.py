@@ -54,7 +54,7 @@ def marks(tree: PyTree) -> PyTree:
             return SHARED
         if _is_bare(node):
             raise ValueError(
-                "The state has lost its classes, and with them what each replica has of its own: a "
+                "The state has lost its classes, which name its per-replica leaves: a "
                 f"{type(node).__name__} holds the keys {sorted(map(str, node))}. Pass the "
                 "optimizer itself or its opt_state, not nnx.state, nnx.split or a state dict of it."
             )
@@ -190,11 +190,12 @@ def without_row(state: PyTree) -> PyTree:
         if leaf.shape[0] != 1:
             raise ValueError(
                 f"The leaf {leaf_name(path)} of the state has the rows of {leaf.shape[0]} "
-                "replicas where one is at work. Map the state over them: place it with "
-                "jaxcomp.shard_state and give jax.shard_map jaxcomp.state_specs(state, axis_name), "
-                "or give jax.vmap and jax.pmap in_axes=jaxcomp.state_axes(state). Behind "
-                "jaxcomp.value_and_grad, which has averaged, the chain takes "
-                "jaxcomp.hold_state(reducer), in front of jaxcomp.accumulate in the same chain."
+                "replicas, but this function runs on one replica. Map the state over the replicas: "
+                "place it with jaxcomp.shard_state and give jax.shard_map "
+                "jaxcomp.state_specs(state, axis_name), or give jax.vmap and jax.pmap "
+                "in_axes=jaxcomp.state_axes(state). After jaxcomp.value_and_grad, which has "
+                "already averaged, put jaxcomp.hold_state(reducer) into the chain, before a "
+                "jaxcomp.accumulate in the same chain."
             )
         return leaf.reshape(leaf.shape[1:])
 

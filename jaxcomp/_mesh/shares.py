@@ -43,17 +43,17 @@ class _Layout:
 
     @property
     def _payload(self) -> int:
-        """Bytes of one share, without padding."""
+        """Returns the bytes of one share, without padding."""
         raise NotImplementedError
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one share, in whole words."""
+        """Returns the bytes of one share, in whole words."""
         return _WORD * _quotient_up(self._payload, _WORD)
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of the whole array, in each of the two stages."""
+        """Returns the bytes of the whole array, in each of the two stages."""
         return self.replicas * self.row_bytes
 
     def cut(self, x: Array) -> Array:

@@ -42,7 +42,7 @@ def batched_powersgd(
     comm_dtype: DType | None = None,
     residual_dtype: DType | None = None,
 ) -> Reducer:
-    r"""PowerSGD on one square matrix of all gradients, as torch's ``batched_powerSGD_hook``.
+    r"""Applies PowerSGD to a square matrix of all gradients, as torch's ``batched_powerSGD_hook``.
 
     The gradients are concatenated to a vector of :math:`N` values, padded with zeros, and viewed as
     a matrix of :math:`n \times n`, :math:`n = \lceil\sqrt N\rceil`, which `powersgd` compresses. A

@@ -182,8 +182,8 @@ def _check_reducer(reducer: Any) -> None:
         )
     if reducer.keeps_residual:
         raise ValueError(
-            f"{reducer!r} keeps a residual of its own, and error_feedback around it would add what "
-            "was not sent a second time. Use it as it is, or give powersgd error_feedback=False."
+            f"{reducer!r} keeps a residual of its own, and error_feedback around it would add the "
+            "unsent part a second time. Use it as it is, or pass error_feedback=False to powersgd."
         )
 
 

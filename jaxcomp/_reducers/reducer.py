@@ -278,8 +278,8 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
     if not is_array and type(state) is not type(fresh):
         raise ValueError(
             f"The reducer's update needs its own {type(fresh).__name__}, got "
-            f"{type(state).__name__}. Inside an optax.chain the chain's update takes the chain's "
-            "state; jaxcomp.adapt_state turns another reducer's into this one's."
+            f"{type(state).__name__}. Inside an optax.chain, call the chain's update with the "
+            "chain's state. jaxcomp.adapt_state converts another reducer's state."
         )
     shapes = _shapes(state)
     expected = _shapes(fresh)
@@ -294,12 +294,12 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
     if not wrong:
         return
     hint = (
-        "Make the state with init() of a tree like the gradients and use the arguments that it was "
-        "made with, or bring it to others with jaxcomp.adapt_state"
+        "Make the state with init() of a tree like the gradients and keep the reducer's arguments, "
+        "or convert the state with jaxcomp.adapt_state"
     )
     if any("residual" in line and "expected" in line for line in wrong):
         hint += (
-            "; if a residual has an axis of replicas too many or lacks one, place the state with "
+            "; if a residual has one axis of replicas too many, or lacks it, place the state with "
             "jaxcomp.shard_state and map it with jaxcomp.state_specs"
         )
     listed = "\n  ".join(wrong)
@@ -309,7 +309,7 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
 
 
 def _leaves_of_one(state: PyTree, fresh: PyTree) -> list[str]:
-    """Lists the leaves that only one of two states of equal arrays has a place for."""
+    """Lists the leaves that only one of two states has, if all their arrays are equal."""
     names, expected = _places(state), _places(fresh)
     lacking = [name for name in names if name not in expected]
     added = [name for name in expected if name not in names]
@@ -318,14 +318,14 @@ def _leaves_of_one(state: PyTree, fresh: PyTree) -> list[str]:
         wrong.append(f"{', '.join(lacking)}: no gradient")
     if added:
         wrong.append(
-            f"{', '.join(added)}: the state has none, as of what was a Python number among the "
+            f"{', '.join(added)}: the state has none, as for a Python number among the "
             "parameters: make it an array, jnp.asarray(number)"
         )
-    return wrong or ["its trees are made of other containers than those of the gradients"]
+    return wrong or ["its trees have other containers than the gradients"]
 
 
 def _places(tree: PyTree) -> list[str]:
-    """Returns the paths of leaves, also of those that a state has nothing for."""
+    """Returns the paths of all leaves, masked leaves included."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_masked)
     return [leaf_name(path).removeprefix(".") for path, _ in leaves]
 

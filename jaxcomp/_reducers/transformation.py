@@ -147,7 +147,8 @@ def bytes_of(tx: Any, params: PyTree, replicas: int | None, step: int | None) ->
     """
     if not isinstance(tx, Transformation):
         raise ValueError(
-            f"What {shown(tx)} sends is not known: it is no reducer. Ask the reducer that is in it."
+            f"What {shown(tx)} sends is not known, because it is not a reducer. Call bytes of the "
+            "reducer in it."
         )
     return tx.bytes(params, replicas=replicas, step=step)
 

@@ -134,9 +134,9 @@ def _check_equal_rows(name: str, leaf: Any) -> None:
     both_nan = (leaf != leaf) & (leaf[:1] != leaf[:1])
     if not ((leaf == leaf[:1]) | both_nan).all():
         raise ValueError(
-            f"The leaf {name}, which the replicas share, differs between them. Start every "
-            "replica from the same values; or, if it has no axis of replicas, call "
-            "consolidate(state, axis_name) inside the mapped function."
+            f"The replicated leaf {name} differs between the replicas. Start every replica from "
+            "the same values; or, if the leaf has no axis of replicas, call consolidate(state, "
+            "axis_name) inside the mapped function."
         )
 
 
@@ -217,9 +217,9 @@ def _no_axis(local: dict[str, Any]) -> str:
     for name, leaf in local.items():
         shapes += f"\n  {name}: {np.shape(leaf)}"
     return (
-        "Outside of a mapped function what each replica has of its own needs one leading axis of "
-        f"replicas, the same for all:{shapes}\nPass what pmap or jaxcomp.data_parallel returned, "
-        "or call consolidate(state, axis_name) inside the mapped function."
+        "Outside of a mapped function every per-replica leaf of a state needs one leading axis of "
+        f"replicas, of equal length:{shapes}\nPass what pmap or jaxcomp.data_parallel returned, or "
+        "call consolidate(state, axis_name) inside the mapped function."
     )
 
 
@@ -228,9 +228,9 @@ def _one_replica(name: str, owner: Any) -> str:
     if np.ndim(owner):
         why = "the owners of its rows are not all different"
     return (
-        f"The state holds the residual of one replica only ({why}: {name}), and what the others "
-        "had not sent would be lost. Do not take the first copy of a state, as flax's "
-        "unreplicate does: consolidate the copies. Arrays that claim to be replicated and differ "
-        "come from pmap(out_axes=None) and from shard_map(check_vma=False) with P(): give those "
+        f"The state holds the residual of one replica only ({why}: {name}), and the residuals of "
+        "the other replicas would be lost. Do not take the first copy of a state, as flax's "
+        "unreplicate does: call jaxcomp.consolidate on all copies. Also pmap(out_axes=None), and "
+        "shard_map(check_vma=False) with P(), return the arrays of one replica only: pass them "
         "jaxcomp.state_axes(state) or jaxcomp.state_specs(state, axis_name)."
     )

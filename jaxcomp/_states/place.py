@@ -74,8 +74,9 @@ def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
     check_axis_name(axis_name)
     if has_foreign(state):
         raise ValueError(
-            "optax.MultiSteps cannot take the rows of its accumulated gradients that shard_map "
-            "leaves, and runs the reducer on every micro-batch. Use jaxcomp.accumulate(tx, k)."
+            "optax.MultiSteps cannot handle the leading axis that shard_map leaves on its "
+            "accumulated gradients, and it runs the reducer on every micro-batch. Use "
+            "jaxcomp.accumulate(tx, k)."
         )
     specs = {SHARED: PartitionSpec()}
     return jax.tree.map(lambda mark: specs.get(mark, PartitionSpec(axis_name)), marks(state))
@@ -202,9 +203,9 @@ def _check_structure(state: PyTree, like: PyTree) -> None:
             f"The {kind} is that of other parameters, or of another chain of transformations."
         )
     raise ValueError(
-        f"The state must be a {expected}, got a {kind}. A checkpoint that was restored without its "
-        "classes needs a target, such as jax.eval_shape(reducer.init, params); another reducer's "
-        "state goes through jaxcomp.adapt_state."
+        f"The state must be a {expected}, got a {kind}. To keep the classes, restore a checkpoint "
+        "with a target, such as jax.eval_shape(reducer.init, params). Convert another reducer's "
+        "state with jaxcomp.adapt_state."
     )
 
 
@@ -231,7 +232,7 @@ def _check_shapes(state: PyTree, like: PyTree, replicas: int, has_axis: bool) ->
     if wrong:
         raise ValueError(
             f"The state does not fit these parameters and this reducer:{''.join(wrong)}\nPass what "
-            "the training step or consolidate returned; for another rank, jaxcomp.adapt_state "
+            "the training step or consolidate returned; for another rank, call jaxcomp.adapt_state "
             "first."
         )
 

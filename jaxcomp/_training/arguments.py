@@ -46,7 +46,7 @@ def positions(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> list[int
     several = np.atleast_1d(argnums)
     if several.min() < -len(args) or several.max() >= len(args):
         raise ValueError(
-            f"This was called with {len(args)} arguments behind the state, and argnums={argnums}. "
+            f"This was called with {len(args)} arguments after the state, and argnums={argnums}. "
             "Call it as (state, params, *batch), parameters by position."
         )
     return (several % len(args)).tolist()
@@ -169,7 +169,7 @@ def _one_each(
     if len(each) != others:
         raise ValueError(
             f"`batch_specs` has {len(each)} entries, and the function was called with {others} "
-            "arguments besides the parameters. Give one specification for all of them, or a tuple "
+            "arguments besides the parameters. Pass one specification for all of them, or a tuple "
             "with one for each."
         )
     for i in sorted(params_at):
@@ -193,8 +193,8 @@ def split_spec(
     if axis >= len(shape) or shape[axis] % replicas:
         raise ValueError(
             f"The leaf {name} has shape {shape}, which {kept} cannot split between {replicas} "
-            "replicas. Give batch_specs with P() for what every replica shall see whole, or a "
-            "batch, as an array, that the number of replicas divides."
+            "replicas. Pass batch_specs with P() for an array that every replica gets whole, or a "
+            "batch, as an array, whose length the number of replicas divides."
         )
     return kept
 
@@ -226,9 +226,9 @@ def _check_examples(rows: dict[str, int], keys: dict[str, Any]) -> None:
         if length != rows[first]:
             raise ValueError(
                 f"The leaf {name} has {length} rows, and {first} has {rows[first]}. By default "
-                "everything with axes is taken for examples and split between the replicas. Give "
-                "batch_specs, a PartitionSpec for each argument, with P() for what every replica "
-                "shall see whole (tables, statistics, another model's weights)."
+                "every array with axes counts as examples and is split between the replicas. Pass "
+                "batch_specs, a PartitionSpec for each argument, with P() for arrays that every "
+                "replica gets whole (tables, statistics, another model's weights)."
             )
     for name, key in keys.items():
         if {len(key)}.issuperset(rows.values()):
@@ -285,6 +285,6 @@ def weight_spec(
             return PartitionSpec(*[None] * axis, axis_name)
         other += f", or {length} along axis {axis} as the batch"
     raise ValueError(
-        f"`weight` must have shape ({replicas},), a number for each replica{other}, got "
+        f"`weight` must have shape ({replicas},), one number for each replica{other}, got "
         f"{weight.shape}."
     )

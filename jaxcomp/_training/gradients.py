@@ -73,9 +73,10 @@ def check_loss(loss: Any, axis_name: AxisName) -> None:
     if reduced:
         raise ValueError(
             f"The loss is the same on every replica along {reduced[0]!r}: it depends neither on "
-            "the parameters nor on the examples, or `fun` averages it itself, with lax.pmean or "
-            "psum. Then gradients would be too small by the number of replicas: return the mean "
-            "over this replica's examples alone, and average what is reported behind the gradients."
+            "the parameters nor on the examples, or `fun` averages it already, with lax.pmean or "
+            "psum. Then gradients would be too small by the number of replicas. Return the mean "
+            "over this replica's examples alone, and average the value for reports after the "
+            "gradients are taken."
         )
 
 
@@ -91,8 +92,8 @@ def check_averaged(means: PyTree, axis_name: AxisName) -> None:
         if leaf.dtype != jax.dtypes.float0 and apart:
             raise ValueError(
                 f"`reducer` leaves the gradient {leaf_name(path)} different on every replica along "
-                f"{', '.join(map(repr, apart))}: it is no reducer, or one of a part of the "
-                "parameters, as in optax.masked. Pass jaxcomp.powersgd(...) or another one of "
-                "jaxcomp's, or an optax.chain that begins with one; the optimizer comes behind "
+                f"{', '.join(map(repr, apart))}: it is not a reducer, or reduces only a part of "
+                "the parameters, as in optax.masked. Pass jaxcomp.powersgd(...) or another reducer "
+                "of jaxcomp, or an optax.chain that begins with one; the optimizer comes after "
                 "this call."
             )

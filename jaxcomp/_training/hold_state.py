@@ -70,11 +70,11 @@ def hold_state(reducer: Reducer) -> optax.GradientTransformation:
         if is_bound(axis_name) and not all(known_equal(leaf, axis_name) for leaf in leaves):
             raise ValueError(
                 "hold_state averages nothing, and here, in a function that is mapped over "
-                f"{axis_name!r}, JAX does not know the gradients to be the same on all replicas. "
+                f"{axis_name!r}, JAX does not know that the gradients are equal on all replicas. "
                 "Put the reducer itself into the chain: optax.chain(reducer, optimizer). "
-                "hold_state is for loops in jax.jit, where jaxcomp.data_parallel or value_and_grad "
-                "has averaged before; behind these in a mapped function only for jax.shard_map "
-                "with check_vma=True, which knows it."
+                "hold_state is for loops in jax.jit, after jaxcomp.data_parallel or value_and_grad "
+                "has averaged. In a mapped function it works after these only for jax.shard_map "
+                "with check_vma=True, where JAX knows it."
             )
         return updates, state
 
@@ -109,9 +109,9 @@ def state_in(
     for node in accumulators(tree):
         if reducer_states(node.inner_opt_state):
             raise ValueError(
-                f"{type(node).__name__} around jaxcomp.hold_state would accumulate what is "
-                "averaged already. Accumulate in the gradient function, as docs/adopt.md shows, "
-                "or behind: optax.chain(hold_state(reducer), optax.MultiSteps(...))."
+                f"{type(node).__name__} around jaxcomp.hold_state would accumulate gradients that "
+                "are already averaged. Accumulate in the gradient function, as docs/adopt.md "
+                "shows, or after it: optax.chain(hold_state(reducer), optax.MultiSteps(...))."
             )
     fresh_state = jax.eval_shape(reducer.init, params)
     fresh = jax.tree.structure(fresh_state)
@@ -153,16 +153,17 @@ def _not_one_state(tree: PyTree, fresh: PyTree, fitting: int) -> str:
         if names == list(map(leaf_name, dict(jax.tree.leaves_with_path(unboxed(same_kind[0]))))):
             return (
                 f"The {kind.__name__} in the first argument has a leaf for each of the parameters, "
-                "in other containers than theirs, such as a dict and a FrozenDict. Make both of "
-                "the same ones."
+                "in other containers than theirs, such as a dict and a FrozenDict. Use the same "
+                "containers for both."
             )
         return (
             f"The {kind.__name__} in the first argument is that of other parameters than the "
-            "second: inside of optax.partition or optax.masked hold_state sees a part of them, in "
-            "optax.flatten one vector, and all of their gradients are averaged. Put it around: "
-            "optax.chain(jaxcomp.hold_state(reducer), optax.partition(...)). To freeze a part, "
-            "pass it as an argument of its own behind the parameters, with jax.P() in "
-            "batch_specs: then it has no gradient to send."
+            "second. Inside of optax.partition or optax.masked, hold_state gets only a part of the "
+            "parameters, and inside of optax.flatten one vector, but the gradients of all "
+            "parameters are averaged. Put it outside: optax.chain("
+            "jaxcomp.hold_state(reducer), optax.partition(...)). To freeze a part, pass it as a "
+            "separate argument after the parameters, with jax.P() in batch_specs; "
+            "then it has no gradient to send."
         )
     names = f"a {type(tree).__name__}"
     if isinstance(tree, dict):

@@ -76,7 +76,7 @@ def check_differentiable(params: PyTree) -> None:
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
                 f"The leaf {leaf_name(path)} of the parameters has dtype {dtype} and no gradient. "
-                "Differentiate what is trained alone, nnx.split(model, nnx.Param, ...) or "
+                "Differentiate only trained leaves, with nnx.split(model, nnx.Param, ...) or "
                 "eqx.partition(model, eqx.is_inexact_array), and pass the rest as another argument "
                 "of `fun`."
             )
@@ -86,49 +86,50 @@ def check_differentiable(params: PyTree) -> None:
 _NOTES = {
     # "^$" is an AssertionError of JAX without a text.
     "^$|Unhandled OpSharding type|only AbstractMesh exists": (
-        "If no assertion of yours failed, JAX did, as with jax.ensure_compile_time_eval in a "
-        "mapped function, under jax.set_mesh or beside Explicit axes. Compute what is constant "
-        "with NumPy (np.arange); or pass mesh= to jaxcomp.data_parallel, on Auto axes, in the "
-        "place of jax.set_mesh. Or as with a pmean over an axis of jax.vmap, which Equinox's "
-        "BatchNorm has: pass check_vma=False."
+        "If this is not an assertion of yours, it is one of JAX, as with "
+        "jax.ensure_compile_time_eval in a mapped function, under jax.set_mesh or with Explicit "
+        "axes. Compute constants with NumPy (np.arange); or pass mesh= to jaxcomp.data_parallel, "
+        "with Auto axes, instead of jax.set_mesh. Or as with a pmean over an axis of jax.vmap, "
+        "which Equinox's BatchNorm has: pass check_vma=False."
     ),
     "^ManualAxisType": (
-        "This is a fault of JAX: beside another mesh axis jnp.zeros_like takes no shape from "
-        "jax.eval_shape that is typed as each replica's own. Write jaxcomp.as_local(jnp.zeros("
-        "shape.shape, shape.dtype), axis_name), or zeros_like of the array itself; or pass "
-        "check_vma=False to jaxcomp.data_parallel."
+        "This is a fault of JAX: on a mesh with another axis, jnp.zeros_like does not accept a "
+        "shape from jax.eval_shape whose type is local to a replica. Write "
+        "jaxcomp.as_local(jnp.zeros(shape.shape, shape.dtype), axis_name), or zeros_like of the "
+        "array itself; or pass check_vma=False to jaxcomp.data_parallel."
     ),
     "do_update (?:.|\n)*reject_update": (
         "optax.apply_if_finite and conditionally_transform choose between the average and this "
-        "replica's own gradients: wrap the optimizer behind jaxcomp.data_parallel in them, and "
-        "pass it the reducer itself. A step that is not finite leaves its state as it was."
+        "replica's own gradients: put them around the optimizer, after jaxcomp.data_parallel, and "
+        "pass the reducer itself to data_parallel. A step that is not finite leaves its state as "
+        "it was."
     ),
     "manual axis types": (
-        "In jaxcomp.data_parallel what is trained or split is each replica's own, and what a loop "
-        "carries, or a custom_vjp returns, must keep that type: zeros_like(x) has the type of x, "
-        "zeros(shape) has not, and jaxcomp.as_local gives it to what every replica sees whole. Or "
-        "pass check_vma=False: the same gradients, but a pmean of your own is then only noticed by "
-        "jaxcomp.check."
+        "In jaxcomp.data_parallel, parameters and split arrays have a type that is local to each "
+        "replica, and the carried values of a loop, or the results of a custom_vjp, must keep this "
+        "type. zeros_like(x) has the type of x, zeros(shape) does not, and jaxcomp.as_local gives "
+        "the type to arrays that every replica gets whole. Or pass check_vma=False: the gradients "
+        "are the same, but then only jaxcomp.check detects a pmean of your own."
     ),
     "Closing over inputs to shard_map": (
-        "What the function closes over lies on a mesh of Explicit axes. Pass it as an argument "
-        "behind the batch: scalars and random keys are the same for all replicas."
+        "The function closes over an array on a mesh with Explicit axes. Pass the array as an "
+        "argument after the batch: scalars and random keys are the same for all replicas."
     ),
     "Going from `Manual` AxisType": (
-        "A layer calls jax.sharding.auto_axes, as flax's Embed does with out_sharding=; JAX allows "
-        "that in no mapped function. Call it without out_sharding."
+        "A layer calls jax.sharding.auto_axes, as flax's Embed does with out_sharding=; JAX does "
+        "not allow that in a mapped function. Call the layer without out_sharding."
     ),
     "manual_axis_type|AxisType.Manual|only refer to Auto axes|context mesh": (
         "In jaxcomp.data_parallel a function runs on one replica; its shardings must not name "
-        "{axes}, nor hold a mesh on which it is an axis like any other: write jax.P(None, 'model') "
-        "where there was NamedSharding(mesh, P('data', 'model')), and take the axis out of the "
-        "rules for logical names."
+        "{axes}, nor hold a mesh with that axis: write jax.P(None, 'model') instead of "
+        "NamedSharding(mesh, P('data', 'model')), and remove the axis from the rules for logical "
+        "names."
     ),
     "only valid for values of rank at least": (
-        "flax's DenseGeneral with nn.with_partitioning fails like this wherever a mesh is set, as "
-        "inside jaxcomp.data_parallel: it makes a kernel of two axes under a specification of "
-        "three. Name its axes by nn.with_logical_partitioning, or apply a module made without "
-        "metadata; only init needs it."
+        "flax's DenseGeneral with nn.with_partitioning fails like this if a mesh is set, as inside "
+        "jaxcomp.data_parallel: it makes a kernel of two axes with a specification of three. Name "
+        "its axes with nn.with_logical_partitioning, or apply a module without metadata; only init "
+        "needs the metadata."
     ),
 }
 
@@ -240,9 +241,9 @@ def axes_of_state(
         along = set(map(varying, leaves_marked(state, LOCAL, OWNER).values()))
         if apart or len(along) > 1:
             raise ValueError(
-                "`reducer` keeps things of its state along several axes of the replicas: "
+                "The state of `reducer` differs along several axes of the replicas: "
                 f"{apart or sorted(map(sorted, along))}. Average exactly along the fast axis "
-                "first, and compress, or accumulate, along the slow one behind it: optax.chain("
+                "first, and after that compress, or accumulate, along the slow axis: optax.chain("
                 'jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd(axis_name="slow")).'
             )
         # The names are dictionary keys, because a mapped function cannot return texts.
@@ -300,7 +301,7 @@ def named_axis(reducer: Any, axis_name: AxisName | None) -> AxisName:
         raise ValueError(
             f"`axis_name` is {axis_name!r}, and the reducer averages along {own_axis!r}. Make the "
             "reducer with the axes of all replicas; or average exactly along the fast axis and "
-            "compress along the slow one behind it, as docs/meshes.md shows: optax.chain("
+            "then compress along the slow axis, as docs/meshes.md shows: optax.chain("
             'jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd(axis_name="slow")).'
         )
     return axis_name

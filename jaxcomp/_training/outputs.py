@@ -62,8 +62,8 @@ def taken_apart(result: Any) -> tuple[tuple[Any, ...], PyTree]:
     if not (scalar and is_floating(value)):
         raise ValueError(
             "The value that the gradient function returns first must be a floating scalar, the "
-            f"mean loss of the examples, got {one_level(value)}. Return (loss, gradients), or what "
-            "else there is beside the loss: ((loss, auxiliary), gradients)."
+            f"mean loss of the examples, got {one_level(value)}. Return (loss, gradients), or, "
+            "with auxiliary outputs, ((loss, auxiliary), gradients)."
         )
     return outputs, result[-1]
 
@@ -119,12 +119,12 @@ def judged(
             line.append(word)
     if unsaid:
         raise ValueError(
-            f"What becomes of these auxiliary outputs of the replicas is not said:{unsaid}\nWrite\n"
-            f"  aux={jax.tree.structure(auxiliary).unflatten(line)!r}\n"
-            'with one word in each place: "mean" averages, "sum" adds up, "join" lays rows one '
-            'behind the other (an axis but the first as a number), "stack" gives an axis of '
-            "replicas. To find out: outputs(params, *batch) of this object, outside of jax.jit, "
-            "with a small batch."
+            "`aux` does not say how to combine these auxiliary outputs of the "
+            f"replicas:{unsaid}\nWrite\n  aux={jax.tree.structure(auxiliary).unflatten(line)!r}\n"
+            'with one word in each place: "mean" averages, "sum" adds, "join" concatenates rows '
+            'along axis 0 (an integer: along that axis), "stack" adds an axis of replicas. To find '
+            "the words, call outputs(params, *batch) of this object, outside of jax.jit, with a "
+            "small batch."
         )
     return Outputs(leaves, jax.tree.structure(outputs), tuple(kinds))
 
@@ -140,8 +140,8 @@ def as_array(path: KeyPath, leaf: Any) -> Array:
     except TypeError as error:
         kind = getattr(leaf, "dtype", type(leaf).__name__)
         raise ValueError(
-            f"The auxiliary output {leaf_name(path)} is a {kind}, and what a gradient function "
-            "returns is arrays of numbers. Leave it out, or close over it."
+            f"The auxiliary output {leaf_name(path)} is a {kind}, but a gradient function can "
+            "return only arrays of numbers. Leave it out, or close over it."
         ) from error
 
 

@@ -96,8 +96,8 @@ def check(
 
     reducers = " and ".join(repr(network.reducer) for network in networks)
     lines = [
-        f"The compiled step sends {sent:,.0f} bytes over {', '.join(axes)}, where the right one "
-        f"with {reducers} sends {right:,.0f}, and {allowed:,.0f} besides are allowed (allow=)."
+        f"The compiled step sends {sent:,.0f} bytes over {', '.join(axes)}, but a step with "
+        f"{reducers} sends {right:,.0f}, and {allowed:,.0f} more are allowed (allow=)."
     ]
     times = 0
     if right:
@@ -109,9 +109,9 @@ def check(
         if len(shown) == 1:
             (shown,) = shown
         lines.append(
-            f"  That is {times} times as much. If the reducer runs on every micro-batch, let it "
-            f"run once, on the mean of their gradients. If one call takes {shown} training steps, "
-            f"pass steps={shown}."
+            f"  That is {times} times as much. If the reducer runs on every micro-batch, run it "
+            f"once, on the mean of the micro-batches' gradients. If one call takes {shown} "
+            f"training steps, pass steps={shown}."
         )
     elif sent > right and len(networks) == 1:
         lines.append("  If it trains other networks too, pass lists of reducers and parameters.")

@@ -33,7 +33,7 @@ class Collective:
 
     @property
     def as_all_reduce(self) -> float:
-        """Bytes of an all-reduce of the same cost: half, if this collective is of another kind."""
+        """Returns the bytes of an all-reduce of the same cost: half, for another kind."""
         if self.kind == "all-reduce":
             return self.bytes
         return self.bytes / 2

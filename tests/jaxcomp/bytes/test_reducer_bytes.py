@@ -236,7 +236,7 @@ OWN = jaxcomp.Reducer(lambda params: (), lambda *args: None, AXIS)
         (POWERSGD, {"step": 1, "steps": 2}, "`step` for one step or `steps` for a whole run"),
         (OWN, {}, r"Reducer\(axis_name='data'\) does not know"),
         (jaxcomp.error_feedback(OWN), {}, r"Reducer\(axis_name='data'\) does not know"),
-        (jaxcomp.accumulate(optax.chain(POWERSGD, SGD), 2), {}, "Ask the reducer that is in it"),
+        (jaxcomp.accumulate(optax.chain(POWERSGD, SGD), 2), {}, "Call bytes of the reducer in it"),
         (RUNS["schedule"], {}, "Pass `step`"),
     ],
 )

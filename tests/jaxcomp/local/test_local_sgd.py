@@ -275,11 +275,11 @@ def test_average_keeps_what_has_no_mean():
 BAD = [
     ({"sync_every": 0}, "sync_every=0"),
     ({"sync_every": 2.0}, "positive integer"),
-    ({"sync_every": {}}, "Give levels"),
+    ({"sync_every": {}}, "must have all axes of axis_name"),
     ({"sync_every": {"rack": 2, AXIS: 4}}, "'rack', which is not in axis_name"),
     ({"sync_every": {"x": 4, ("x", "y"): 6}, "axis_name": ("x", "y")}, "a multiple of its period"),
     ({"sync_every": {"x": 4}, "axis_name": ("x", "y")}, "would never synchronise"),
-    ({"sync_every": {"x": 4, "y": 8}, "axis_name": ("x", "y")}, "has the axes of the one before"),
+    ({"sync_every": {"x": 4, "y": 8}, "axis_name": ("x", "y")}, "the axes of the level before"),
     ({"sync_every": {"x": 0, ("x", "y"): 6}, "axis_name": ("x", "y")}, r"sync_every\['x'\]"),
     ({"average_inner_state": "mean"}, "must be True, False or 'reset'"),
     ({"start_step": -1}, "start_step=-1"),

@@ -278,7 +278,7 @@ def test_a_chain_of_two_levels_weighs_along_both(kind):
 def test_a_chain_of_two_levels_accumulates_behind_the_exact_one():
     slow = jaxcomp.powersgd(2, axis_name="slow")
     around = on_two_levels(two_hosts(), jaxcomp.accumulate(optax.chain(EXACT, slow), 2))
-    with pytest.raises(ValueError, match="or accumulate, along the slow one behind it"):
+    with pytest.raises(ValueError, match="or accumulate, along the slow axis"):
         around.init(WEIGHTS)
     run = on_two_levels(two_hosts(), EXACT, jaxcomp.accumulate(slow, 2))
     (_, first), state = jax.jit(run)(run.init(WEIGHTS), WEIGHTS, X)
@@ -313,7 +313,7 @@ def test_wrappers_of_optax_around_a_reducer_are_explained():
         run = jaxcomp.value_and_grad(squares, tx, mesh=mesh, axis_name=axis_name)
         with pytest.raises(TypeError) as error:
             jax.eval_shape(run, run.init(WEIGHTS), WEIGHTS, X)
-        assert any("wrap the optimizer behind" in note for note in error.value.__notes__)
+        assert any("put them around the optimizer" in note for note in error.value.__notes__)
     chain = optax.MultiSteps(optax.chain(EXACT, slow_powersgd(2)), 2)
     run = jaxcomp.value_and_grad(squares, chain, mesh=two_hosts(), axis_name=axes)
     with pytest.raises(ValueError, match=r"MultiSteps cannot .* Use jaxcomp.accumulate"):

@@ -58,7 +58,7 @@ CASES = {
     ),
     "an optimizer": (
         lambda: stepped(make(loss, optax.sgd(0.1), axis_name="data"), PARAMS, X),
-        "different on every replica along 'data': it is no reducer",
+        "different on every replica along 'data': it is not a reducer",
     ),
     "a part left as it is": (
         lambda: make(
@@ -100,7 +100,7 @@ CASES = {
     "by keyword": (lambda: make()(state(), PARAMS, x=X), r"keyword argument .*'x'.* by position"),
     "no parameters": (
         lambda: make()(state(), params=PARAMS),
-        "called with 0 arguments behind the state, and argnums=0",
+        "called with 0 arguments after the state, and argnums=0",
     ),
     "a closure": (
         lambda: make(lambda p: loss(p, X))(state(), PARAMS),

@@ -89,7 +89,7 @@ def test_what_is_said_is_as_without_replicas(replicas, kind):
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_what_is_not_said_is_refused_in_one_error_with_the_line(replicas):
     run = make(loss_with(*OUTPUTS), mesh=grid(replicas), aux={"float sum": "sum"})
-    with pytest.raises(ValueError, match="is not said") as error:
+    with pytest.raises(ValueError, match="does not say how") as error:
         stepped(run, *data())
     message = str(error.value)
     listed = re.findall(r"^  \['([\w ]+)'\]", message, re.M)
@@ -115,7 +115,7 @@ def test_what_is_handed_back_as_it_came_needs_no_word():
     params, x, y = data()
     carried = {"step": jnp.int32(7), "key": jax.random.key(3), "table": jnp.arange(6.0)}
     specs = (P("data"), P("data"), P())
-    with pytest.raises(ValueError, match="is not said") as error:
+    with pytest.raises(ValueError, match="does not say how") as error:
         stepped(make(loss, mesh=mesh, batch_specs=specs), params, x, y, carried)
     assert "['next']" in str(error.value)
     assert "['batch']" in str(error.value)  # of which each replica has its own
@@ -213,7 +213,7 @@ def test_outputs_finds_out_what_each_of_them_is(capsys):
     }.items():
         assert re.search(rf"\['{name}'\].*{remark}", table)
     # What has no word is refused as long as the user has given none.
-    with pytest.raises(ValueError, match="is not said"):
+    with pytest.raises(ValueError, match="does not say how"):
         stepped(make(loss_with(*OUTPUTS), mesh=grid(4), aux=words), *data())
 
 

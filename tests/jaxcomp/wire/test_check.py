@@ -87,7 +87,7 @@ REDUCERS = {
     "factors in bfloat16": POWERSGD(1, start_step=0, comm_dtype=jnp.bfloat16),
 }
 NOW = REDUCERS["now"]
-TOO_MUCH = r"sends [\d,]+ bytes over data, .* besides are allowed \(allow=\)"
+TOO_MUCH = r"sends [\d,]+ bytes over data, .* more are allowed \(allow=\)"
 
 
 def checked(reducer, mesh, params, x, like=None):
