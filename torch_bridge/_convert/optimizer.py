@@ -64,8 +64,9 @@ def optimizer_from_torch(
 
     With one param group the transformation and the structure of its state are those of `optax.sgd`,
     `optax.adam` or `optax.adamw`. For the L2 penalty of SGD and Adam, `optax.add_decayed_weights`
-    comes first. So the state also fits such an optimizer that you build yourself. Several groups
-    become `optax.multi_transform`, and so do parameters with different numbers of steps.
+    comes first. So the state also fits such an optimizer that you build yourself. If there are
+    several groups, or parameters with different numbers of steps, the transformation is an
+    `optax.multi_transform`.
 
     Args:
       optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW`` ``.state_dict()``; tensors or arrays.
@@ -371,9 +372,8 @@ def optimizer_to_torch(
 ) -> dict[str, Any]:
     """Makes a torch optimizer state dict with the momenta and counts of an Optax state.
 
-    The state may be that of any chain with one `optax.trace` or `optax.scale_by_adam` (so
-    `optax.sgd`, `adam`, `adamw`) for each parameter, also inside `optax.multi_transform` or after a
-    reducer.
+    The chain must have one `optax.trace` or `optax.scale_by_adam` for each parameter, as in
+    `optax.sgd`, `adam` and `adamw`. These may be inside `optax.multi_transform` or after a reducer.
 
     Args:
       state: The Optax state.

@@ -329,7 +329,7 @@ class _Cursor:
 
 
 def _entry(item: Any) -> BucketEntry:
-    """Makes the entry that `BucketLayout.to_json` wrote as `item`.
+    """Makes a `BucketEntry` from its part of the JSON text of `BucketLayout.to_json`.
 
     Raises:
       CheckpointMismatch: `item` lacks a field, or no tensor can have its shape.

@@ -6,8 +6,8 @@ tested against the hook state. A layout is accepted only if no other candidate f
 
 - The buffers of errors and factors have exactly the lengths of the candidate.
 - Every P factor is orthonormal, because the hook stores it so.
-- If the errors of all ranks are present, the mean error of a compressed parameter is orthogonal to
-  its P (the mean error is ``M - P P^T M``), and the mean error of an uncompressed parameter is 0.
+- If the errors of all ranks are present, the mean error of a compressed parameter is
+  ``M - P P^T M``, so it is orthogonal to P. The mean error of an uncompressed parameter is 0.
 """
 
 from __future__ import annotations

@@ -133,7 +133,9 @@ def _leave_out_indices(match: Match, tensors: Mapping[str, Any]) -> None:
 
 
 def refuse_lost_statistics(tensors: Mapping[str, Any], tree: Tree, options: Options) -> None:
-    """Refuses running statistics without a place: they would be lost, or old on the way back.
+    """Refuses a Flax tree without a place for torch's running statistics.
+
+    They would be lost on the way to JAX, and torch would keep old statistics on the way back.
 
     Raises:
       CheckpointMismatch: The Flax tree has no statistics; the error lists torch's.

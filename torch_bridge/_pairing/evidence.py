@@ -48,9 +48,9 @@ class Apart(NamedTuple):
     Attributes:
       largest: The largest difference, relative to the largest output.
       mean: The norm of the difference, relative to the norm of the outputs.
-      control: The largest difference between two runs of the Flax model, the second one with leaves
-        and inputs changed by one rounding; infinite if no control was run, because the outputs
-        differ too much.
+      control: The largest difference between two runs of the Flax model, where the second run has
+        leaves and inputs changed by one rounding. If the outputs differ too much from torch's, no
+        control is run and this is infinite.
       allowed: The largest difference that rounding explains, relative to the largest output.
     """
 
@@ -364,11 +364,14 @@ def _merged(wide: Sequence[int], narrow: Sequence[int]) -> list[tuple[int, int]]
 
 
 def _matched(ours: Any, theirs: Iterable[np.ndarray]) -> list[tuple[Any, list[np.ndarray]]]:
-    """Pairs each Flax output with torch's next output of its shape, as Flax may have fewer.
+    """Pairs each Flax output with a torch output of the same shape.
+
+    Both lists are in order, and torch may have more outputs. The torch output may have the same
+    shape as it is, or with its channels last.
 
     Returns:
-      Each Flax output with one or two views of torch's: as it is, and with its channels last, if
-      they have the output's shape. Empty if a Flax output has no partner.
+      Each Flax output with the one or two views of the torch output that have its shape. The list
+      is empty if a Flax output has no partner.
     """
     matched = []
     rest = iter(theirs)

@@ -4,9 +4,10 @@ A kind is a function that lists links. A link has a tensor, a leaf, and a view f
 the shapes allow, the usual form first. Among several forms the user or an example decides.
 
 References: ``torch.nn`` stores Linear as (out, in), Conv as (out, in / groups, *spatial) and
-ConvTranspose as (in, out, *spatial). Flax stores (in, out), (*spatial, in / groups, out) and, with
-``transpose_kernel=False``, (*spatial, in, out) reversed in space, because ``lax.conv_transpose``
-does not reverse the kernel as the gradient of a convolution does.
+ConvTranspose as (in, out, *spatial). Flax stores Dense as (in, out), Conv as (*spatial, in /
+groups, out) and ConvTranspose with ``transpose_kernel=False`` as (*spatial, in, out). The spatial
+axes of the last one are reversed, because ``lax.conv_transpose`` does not reverse the kernel, and
+torch's ConvTranspose, the gradient of a convolution, does.
 """
 
 from __future__ import annotations
@@ -236,8 +237,8 @@ def _attention(torch: Layer, flax: Layer) -> list[Link]:
 def _recurrent(torch: Layer, flax: Layer) -> list[Link]:
     """Links the packed gates of a cell, or of one level and direction, with each gate's kernels.
 
-    torch adds two biases; Flax has both or their sum. nnx.GRUCell has no bias on the hidden side of
-    gate n, which torch multiplies by the reset gate, so these values of torch must be zero.
+    torch adds two biases; Flax has both or their sum. torch multiplies the hidden bias of gate n by
+    the reset gate. nnx.GRUCell does not have this bias, so torch's values must be zero.
     """
     packed, hidden = torch.shape("weight_hh") or (1, 2)
     count, rest = divmod(packed, hidden)

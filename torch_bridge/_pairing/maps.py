@@ -66,8 +66,8 @@ class Conv(NamedTuple):
 
     Attributes:
       place: The convolution's position among the layers.
-      channels: ``flatten``: the channels of a map that is flattened behind the convolution;
-        ``unflatten``: those of a map that a Linear before the convolution outputs.
+      channels: ``flatten`` -> the number of output channels, which a flattened map behind the
+        convolution has; ``unflatten`` -> the number of input channels, which a map before it has.
       space: The number of spatial axes.
     """
 

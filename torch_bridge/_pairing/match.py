@@ -1,9 +1,9 @@
 """Pairs torch layers with Flax layers: by a rule, by name, or by shape.
 
 The user's rules come first. Then layers of equal names are paired (``layers.0.conv1`` and
-``layers_0/conv1``); from then on the layers in two modules of equal names can only be paired with
-each other. Then a layer is paired if its shapes leave only one choice with which all layers have a
-partner. The other layers stay open, in groups of layers that fit each other.
+``layers_0/conv1``). If two modules have equal names, the layers in one can then be paired only with
+layers in the other. Then a layer is paired if its shapes leave only one choice with which all
+layers have a partner. The other layers stay open, in groups of layers that fit each other.
 """
 
 from __future__ import annotations
@@ -138,7 +138,10 @@ class Match:
         return other
 
     def _send(self, layer: Layer, sent: Mapping[Any, tuple[str, list[str]]]) -> list[Layer]:
-        """Pairs a layer with the layer that a rule names, or its equal shares with several layers.
+        """Follows the rule for one layer.
+
+        If the rule names one Flax layer, pairs the two. If it names several, divides the torch
+        layer into as many equal shares of its rows, and pairs each share.
 
         Returns:
           The shares, or the layer alone.
@@ -263,12 +266,14 @@ class Match:
     def assign(
         self, decided: Mapping[Layer, Layer], torch: list[Layer], flax: list[Layer]
     ) -> Partners:
-        """Pairs as many fitting layers as possible, with similar places in two orders.
+        """Pairs as many fitting layers as possible.
+
+        Among the ways to do so it takes the one that pairs layers at similar positions.
 
         Args:
           decided: The pairs that are decided already.
-          torch: The torch layers, in an order.
-          flax: The Flax layers, in an order.
+          torch: The torch layers, in the order whose positions count.
+          flax: The Flax layers, in the order whose positions count.
         """
         ones, others = Group(torch, flax).without(decided)
         strengths = np.zeros((len(ones), len(others)), np.int8)
@@ -362,8 +367,8 @@ def _shared(
     Args:
       torch: The torch layers.
       flax: The Flax layers.
-      named: The numbered names of modules that count as equal, if only names of modules are
-        compared; None to compare names of modules and layers, where all numbered names count.
+      named: If it is a set, only names of modules are compared, and those with numbers count only
+        if the set has them. If it is None, names of modules and layers are compared, and all count.
     """
     sides = []
     for members in (torch, flax):
@@ -403,8 +408,8 @@ def _shared(
 def _meet(layer: Layer, part: str, target: Layer, leaf: str, pattern: str) -> bool:
     """Returns True if a rule for a tensor and a leaf can pair their whole layers.
 
-    That is so if the pair of layers pairs these two, or if the pattern also matches the module's
-    name and the layers have any pair.
+    That is possible if joining the layers links the tensor with the leaf. It is also possible if
+    the pattern matches the module's name, too, and joining the layers gives any link.
     """
     links = join(layer, target).links
     if any((link.tensor, link.leaf) == (part, leaf) for link in links):

@@ -68,8 +68,8 @@ def pair(
       flatten: Regular expression of the module name of a Linear (or of a recurrent layer with its
         suffix, as in ``lstm.l0``) -> the channels-first shape ``(C, H, W)`` of the map that is
         flattened before the layer. Flax flattens ``(H, W, C)``, so the layer's inputs must be
-        reordered. Name all such layers; ``{}`` means that there is none, and None as the shape
-        excludes a layer. With an example, layers that you do not name are tried. If other values
+        reordered. Name all such layers, or pass ``{}`` if there is none. A layer with the shape
+        None reads no map. With an example, layers that you do not name are tried. If other values
         stand beside the map, list all in order: ``[(3, 32, 32), 10]``. A norm of the same width
         directly before the layer is reordered, too; name a norm at any other place.
       unflatten: The same for the outputs of a Linear that are reshaped to ``(C, H, W)``, as before

@@ -208,9 +208,13 @@ def unpaired(names: Iterable[str], pairs: Iterable[Pair]) -> list[str]:
 
 
 def names_in(pairs: Iterable[Pair], known: Collection[str]) -> dict[str, str]:
-    """Maps each pair's torch name to the name that `known` has for the tensor, perhaps an alias.
+    """Finds for each paired tensor the one of its names that is in `known`.
 
-    A tensor without a name in `known`, the names of a bucket layout, is frozen and left out.
+    `known` has the names of a bucket layout or an optimizer. A tensor without a name there is
+    frozen, and left out.
+
+    Returns:
+      The pair's torch name -> the name in `known`, which may be an alias.
     """
     names = {}
     for pair in pairs:

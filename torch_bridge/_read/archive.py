@@ -43,7 +43,7 @@ def read_archive(path: pathlib.Path, max_bytes: int | None) -> tuple[Any, Budget
     """Reads the value that ``torch.save`` wrote, and returns it with the budget that it used.
 
     The arguments are those of `torch_bridge.load`. The value consists of plain containers, numbers
-    and NumPy arrays. A dtype, a class or a function in the file becomes a `Global`, its name.
+    and NumPy arrays. In place of a dtype, a class or a function it has a `Global` with its name.
 
     Raises:
       Malformed: torch did not write the file, or the file is damaged.

@@ -151,8 +151,8 @@ def functions_of(budget: Budget) -> dict[str, Callable[..., Any]]:
 def set_state(value: Any, state: Any, budget: Budget) -> None:
     """Carries out pickle's BUILD opcode: sets the state of `value` in place.
 
-    `value` comes from a function of `functions_of`. The attributes of a dictionary (``_metadata``
-    of a state_dict) are ignored.
+    `value` is an object that a function of `functions_of` made. The attributes of a dictionary
+    (``_metadata`` of a state_dict) are ignored.
     """
     if isinstance(value, Attributes):
         # A class with __slots__ pickles as (instance dict, slots), one with __getstate__ as a dict.

@@ -53,7 +53,7 @@ class Storage:
 
 
 def storage_reader(read: Callable[[str, int], np.ndarray]) -> Callable[..., Storage]:
-    """Makes the function that reads the storage of a persistent id.
+    """Makes the function that returns the storage for the parts of a pickle's persistent id.
 
     Args:
       read: Returns the bytes of an archive's entry, from its name and its size in bytes.
