@@ -1,3 +1,3 @@
-"""The version of the distribution."""
+"""Holds the version of the distribution."""
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""The result of `advise`: a prediction for each reducer, and the verdict in words."""
+"""Holds the result of `advise`: a prediction for each reducer, and the verdict in words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WIDTH = 96
 
 
 class Loss(NamedTuple):
-    """Expected loss with a reducer."""
+    """Holds the expected loss with a reducer."""
 
     gap: float | None  # expected excess over the exact run's loss; None: not known
     half_width: float | None  # half-width of the gap's 95% interval
@@ -31,7 +31,7 @@ class Loss(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Prediction for one reducer. Times are in seconds, gaps are fractions: 0.01 is 1%."""
+    """Predicts one reducer's step. Times are in seconds, gaps are fractions: 0.01 is 1%."""
 
     name: str
     make: Callable[..., Transformation] = dataclasses.field(repr=False)  # takes ``axis_name=``
@@ -72,7 +72,7 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """A recommendation, its reason, and a prediction for each candidate; `str` gives the table."""
+    """Recommends a reducer, with its reason and predictions of all candidates; `str` is a table."""
 
     workers: int
     link: Link

@@ -22,7 +22,7 @@ _POWERS = range(round(math.log(1e15, _BASE)))
 
 
 class Link(NamedTuple):
-    """The network link between the senders: replicas, or hosts with several replicas."""
+    """Describes the network link between senders: replicas, or hosts with several replicas."""
 
     senders: int
     bandwidth: float  # bytes per second in each direction
@@ -30,10 +30,10 @@ class Link(NamedTuple):
 
 
 class ReducerCosts(NamedTuple):
-    """Costs of one kind of reducer in a step, on one kind of device."""
+    """Holds the costs of one kind of reducer in a step, on one kind of device."""
 
     overhead: float  # seconds that a collective takes in addition to its bytes
-    bandwidth: float = math.inf  # bytes per second without a slower link
+    bandwidth: float = math.inf  # bytes per second that it reaches if no link is slower
     # Number of collectives that follow one another; an all-to-all with its all-gather counts once.
     collectives: int = 1
     overlap: float = 0.0  # fraction of the backward pass that the collectives overlap with
@@ -66,7 +66,7 @@ class ReducerCosts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """The model's constants for one kind of device, measured by `measure` or assumed."""
+    """Holds the model's constants for one kind of device, measured by `measure` or assumed."""
 
     device: str  # a description: what was measured, what was assumed
     half: str  # the 16-bit wire dtype; XLA's CPU backend sends bfloat16 as float32

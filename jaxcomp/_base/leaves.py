@@ -21,7 +21,7 @@ RESIDUAL_DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Integers:
-    """A wire format: signed integers with a scale for each block. NumPy has no six-bit dtype."""
+    """Describes a wire format: signed integers, with a scale for each block."""
 
     bits: int
 
@@ -182,7 +182,7 @@ def arrays_or_shapes(tree: PyTree) -> PyTree:
 
 
 def with_arrays(tree: PyTree, arrays: PyTree) -> PyTree:
-    """Returns the tree with arrays from `arrays` where it has them, and its other leaves."""
+    """Inverts `arrays_only`: returns the tree with its arrays replaced by those of `arrays`."""
     return jax.tree.map(lambda x, array: x if array is None else array, tree, arrays)
 
 

@@ -17,7 +17,7 @@ AxisName: TypeAlias = str | tuple[str, ...]
 
 
 class MatrixDims(NamedTuple):
-    """The axes of one leaf that form rows, columns and batch of its matrices.
+    """Names the axes of one leaf that form rows, columns and batch of its matrices.
 
     Every axis of the leaf is in exactly one of the three fields. The row index of the matrix is the
     row-major index over `rows`, and likewise for columns and batch.

@@ -21,7 +21,7 @@ _MUON = "ns_coeffs"  # a field that only Muon's state has
 
 
 class Gap(NamedTuple):
-    """The expected excess of a compressed run's loss over an exact run's; all are fractions."""
+    """Predicts how far a compressed run's loss ends above an exact run's; all are fractions."""
 
     gap: float  # 0.01 is 1% of the held-out loss
     half_width: float  # the loss ends at most this far above `gap`, with 95% probability
@@ -35,7 +35,7 @@ def _possible_excess(gap: float, error: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class TailLaw:
-    r"""The gap as a power of the tail, fitted to recorded runs with one optimizer.
+    r"""Computes the gap as a power of the tail, fitted to recorded runs with one optimizer.
 
     .. math::
         \mathrm{gap} = c\, \mathrm{tail}^{\,p}
@@ -73,14 +73,14 @@ TAIL_LAWS = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Momentum:
-    """The optimizer's momentum, and how its energy is distributed over singular directions."""
+    """Holds an optimizer's momentum, and its energy along each singular direction."""
 
     law: TailLaw
     tree: PyTree  # the parameters' structure; MaskedNode where no optimizer has a moment
     spectra: Mapping[str, np.ndarray]  # squared singular values of each leaf, largest first
 
     def tail(self, ranks: Mapping[str, int]) -> float:
-        """Returns the fraction of the energy that ranks leave out (none without a rank)."""
+        """Returns the fraction of the energy that the ranks leave out (0 without a rank)."""
         beyond = 0.0
         for name, rank in ranks.items():
             beyond += self.spectra[name][rank:].sum()
@@ -130,12 +130,12 @@ def predict_gap(
       rank: A rank for all leaves, or a function of (key path, leaf), as for `powersgd`; for example
         the result of `ranks_by_spectrum`.
       min_compression_rate: The least compression rate of a leaf, as for `powersgd`.
-      matrix_dims: The function that lays leaves out as matrices, as for `powersgd`.
+      matrix_dims: The function that views leaves as matrices, as for `powersgd`.
 
     Returns:
       The gap, the half-width of its 95% interval, and the tail. The fit used means of three states
       from the second quarter of a run; the gap from one state differs from that mean by up to a
-      quarter. No run had a tail below 0.05 or above 0.4.
+      quarter. The fitted runs had tails from about 0.05 to 0.4.
 
     Raises:
       ValueError: If the state has no such moments, the moments are zero or not finite, or an
@@ -320,7 +320,7 @@ class Law:
         return max(of_seeds, _possible_excess(self.gap(rank, width, tokens), self.error))
 
     def rank(self, budget: float, width: float, tokens: float) -> int:
-        """Returns the smallest multiple of 8 whose expected gap, as a rank, is within `budget`."""
+        """Returns the smallest rank, a multiple of 8, with an expected gap within `budget`."""
         least = 1 / (budget / self._slope(tokens) + self.k / width)
         return 8 * math.ceil(least / 8)
 

@@ -24,7 +24,7 @@ _ROUNDING = 1e-12
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity, as a function is
 class Ranks:
-    """A function of (key path, leaf) that returns a rank, for the `rank` of `powersgd`.
+    """Returns a rank for (key path, leaf): a function for the `rank` of `powersgd`.
 
     Attributes:
       by_leaf: Ranks by the names of leaves; None leaves the leaf uncompressed. Save it as JSON
@@ -175,7 +175,7 @@ def ranks_by_spectrum(
 
 
 class _Offer(NamedTuple):
-    """One more column for a leaf, or the whole leaf uncompressed."""
+    """Offers one more column for a leaf, or the whole leaf uncompressed."""
 
     path: str
     before: int  # the rank before

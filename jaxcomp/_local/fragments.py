@@ -20,7 +20,7 @@ Split: TypeAlias = int | tuple[str, ...]
 
 
 class Streaming(NamedTuple):
-    """The plan of a round: its fragments, when they are averaged, and how averages are mixed in."""
+    """Plans a round: its fragments, when they are averaged, and how averages are mixed in."""
 
     split: Split
     ends: tuple[int, ...]  # step of a round after which each fragment's average is used

@@ -149,7 +149,7 @@ def local_sgd(
 
 @dataclasses.dataclass(frozen=True)
 class _LocalSGD:
-    """The checked arguments of `local_sgd`, with its functions `init` and `update`."""
+    """Holds the checked arguments of `local_sgd`, with its functions `init` and `update`."""
 
     inner: optax.GradientTransformationExtraArgs
     periods: Periods

@@ -17,7 +17,7 @@ SyncEvery: TypeAlias = int | Schedule | Mapping[AxisName, int]
 
 
 class Level(NamedTuple):
-    """One level of a hierarchy: the axes to average over, and the steps between averages."""
+    """Describes a level of a hierarchy: the axes to average over, the steps between averages."""
 
     axes: tuple[str, ...]
     period: int

@@ -1,4 +1,4 @@
-"""A round of local SGD as one call: local steps in scans, and averages between the scans."""
+"""Runs a round of local SGD as one call: local steps in scans, averages between the scans."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ StepFn: TypeAlias = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, Any]]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LocalSGDRound:
-    """The result of `local_sgd_round`: `init`, and a call that runs one round."""
+    """Runs a round of local SGD when it is called; `local_sgd_round` makes such an object."""
 
     step_fn: StepFn
     sync_every: int  # local steps in a round

@@ -71,7 +71,7 @@ class LocalSGDState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sync:
-    """The checked arguments for synchronising replicas, with the functions that do it."""
+    """Synchronises replicas; holds the checked arguments for it."""
 
     axis_name: AxisName
     reducer: optax.GradientTransformationExtraArgs  # a `Reducer`, or another that averages

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class MatrixView:
-    """One leaf viewed as a batch of ``(n_rows, n_cols)`` matrices.
+    """Views one leaf as a batch of ``(n_rows, n_cols)`` matrices.
 
     The array that `matricize` returns has shape ``(*batch, n_cols, n_rows)`` if `cols_first`, else
     ``(*batch, n_rows, n_cols)``. `cols_first` chooses the order that is a plain reshape of the
@@ -137,7 +137,7 @@ def exact_einsum(subscripts: str, first: Array, second: Array) -> Array:
 
 
 def _multiplies_parts() -> bool:
-    """Returns whether every NVIDIA GPU that JAX sees has tensor cores for bfloat16.
+    """Tells whether every NVIDIA GPU that JAX sees has tensor cores for bfloat16.
 
     XLA refuses the algorithm for GPUs older than Ampere, such as T4 and V100.
     """
@@ -299,7 +299,7 @@ def _dense(first: Array, second: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """The plan of one leaf: its matrix view and rank, or None and 0 for an uncompressed leaf."""
+    """Plans one leaf: its matrix view and rank, or None and 0 for an uncompressed leaf."""
 
     path: str
     shape: tuple[int, ...]
@@ -376,7 +376,7 @@ def plan_leaves(
 
 
 def is_compressed(rows: int, cols: int, rank: int, min_compression_rate: float) -> bool:
-    """Tells whether two factors are enough smaller than their ``(rows, cols)`` matrix, as in torch.
+    """Tells whether a ``(rows, cols)`` matrix shrinks enough at this rank, by torch's rule.
 
     Example:
       >>> from jaxcomp import extend
@@ -442,11 +442,12 @@ def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
 
     Rows are the trailing block, so that a Flax kernel ``(in, out)`` becomes torch's ``(out, in)``
     and ``HWIO`` becomes ``(O, HWI)``; ties go to the later cut. A matrix named ``embedding`` is
-    ``(vocab, features)`` with the vocabulary as rows, as in torch. None for fewer than two axes.
+    ``(vocab, features)`` with the vocabulary as rows, as in torch. Returns None for fewer than two
+    axes.
 
     Args:
       path: The key path of the leaf.
-      leaf: The leaf, or anything else with a shape.
+      leaf: The leaf, or another object with a shape.
 
     Returns:
       The axes of rows and columns. A `matrix_dims` function can return this for leaves that it does

@@ -1,4 +1,4 @@
-"""The mapped axes and all collectives over them: only this file calls `lax.psum` and its relatives.
+"""Mapped axes and all collectives over them: only this file calls `lax.psum` and its relatives.
 
 The arrays of one all-reduce are packed into one flat vector. XLA would merge separate all-reduces
 in the HLO, but on CPU over gloo it still sends the operands one after the other. Large arrays are
@@ -233,7 +233,7 @@ def from_step(count: Array, step: int, before: Callable[[], T], after: Callable[
 
 
 class Reduced(NamedTuple):
-    """The result of averaging several arrays."""
+    """Holds the result of averaging several arrays."""
 
     means: list[Array]  # the averages, replicated
     sent: list[Array]  # this replica's contributions as sent; `means` averages them

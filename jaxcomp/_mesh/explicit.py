@@ -1,4 +1,4 @@
-"""The mesh outside of a mapped function, and its Explicit axes inside of one.
+"""Handles meshes outside of mapped functions, and Explicit axes inside of them.
 
 On a mesh with Explicit axes every operation must state the sharding of its result. The reshapes and
 products of a reducer cannot do that, so these axes become Auto while a reducer runs.
@@ -35,7 +35,7 @@ def check_mesh_axes(mesh: Any, axis_name: AxisName) -> None:
     """Refuses an object that is not a mesh, and a mesh without the axes of the replicas.
 
     Raises:
-      ValueError: In these cases; the message lists the mesh's axes.
+      ValueError: If it is one of these; the message lists the mesh's axes.
     """
     if not hasattr(mesh, "axis_types"):
         kind = type(mesh).__name__
@@ -116,7 +116,7 @@ def typed_specs(tree: PyTree) -> PyTree:
 
 
 class Boundary:
-    """Wrappers around and inside of a `jax.shard_map`, for meshes with further Explicit axes.
+    """Wraps a `jax.shard_map` and the function in it, for meshes with further Explicit axes.
 
     JAX before 0.12 gathers all inputs and outputs along the Explicit axes. With such a JAX these
     axes become Auto around the `shard_map`, and Explicit again inside of it, for the user's

@@ -45,7 +45,7 @@ _BLOCK = 128  # largest number of values that share a scale; scales add 3% to th
 
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """The arguments of `powersgd`, which documents and checks them."""
+    """Holds the arguments of `powersgd`, which documents and checks them."""
 
     rank: int | RankFn
     axis_name: AxisName
@@ -87,7 +87,7 @@ class LowRank:
 
 
 class Average(NamedTuple):
-    """The averaged gradients and factors of one step; a compressed mean is ``P Q^T``."""
+    """Holds the averaged gradients and factors of one step; a compressed mean is ``P Q^T``."""
 
     p: list[Array]  # left factors; zeros if nothing was compressed
     q: list[Array]  # right factors: means over the replicas; unchanged before `start_step`

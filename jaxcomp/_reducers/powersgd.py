@@ -58,7 +58,7 @@ _MOST_LEAVES = 32
 
 
 class PowerSGDState(NamedTuple):
-    """State of `powersgd`; `consolidate` makes the one that a checkpoint holds."""
+    """State of `powersgd`; a checkpoint holds a consolidated one, for any number of replicas."""
 
     # int32 scalar: finite updates seen; replicated
     count: Array  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -119,7 +119,7 @@ def powersgd(
         the function returns None, the leaf is not compressed.
       axis_name: The mapped axis (or axes) along which the replicas lie.
       start_step: Number of finite updates that are plain all-reduces first. 0 compresses from the
-        first step on, which sends the fewest bytes.
+        first step on, which sends the fewest bytes; the default is torch's.
       min_compression_rate: A leaf is compressed iff
         ``(rows + cols) * r * min_compression_rate < rows * cols``, ``r = min(rows, cols, rank)``.
       error_feedback: Keep a residual, the part that was not sent, and add it to the next gradient.
@@ -276,7 +276,7 @@ def powersgd_step(
 
 
 class Groups(NamedTuple):
-    """Groups of leaves, each one array: compressed leaves first, then uncompressed ones."""
+    """Groups of leaves, each stacked to one array; compressed leaves come first."""
 
     positions: list[tuple[int, ...]]  # positions of the leaves of each group
     plans: list[LeafPlan]  # plan of each group

@@ -32,7 +32,7 @@ from jaxcomp._reducers.transformation import CountBytes, Transformation
 
 
 class Reduction(NamedTuple):
-    """The result of one update of a `Reducer`, with the parts that `error_feedback` needs."""
+    """Holds the result of one update of a `Reducer`, with the parts that `error_feedback` needs."""
 
     updates: PyTree  # the average, equal on every replica
     state: PyTree  # the new state; the old one if `finite` is False
@@ -42,7 +42,7 @@ class Reduction(NamedTuple):
 
 @jax.tree_util.register_static
 class Reducer(Transformation):
-    """An Optax transformation that also returns this replica's contribution to the average.
+    """Averages gradients as an Optax transformation, and returns each replica's contribution too.
 
     Every reducer of this package is a `Reducer`. `error_feedback` calls ``reduce`` instead of
     ``update``, and keeps the part that was not sent. Complex gradients, and gradients that were

@@ -24,7 +24,7 @@ CountBytes = Callable[[PyTree, int | None, int | None], CompressionStats]
 
 @jax.tree_util.register_static  # else JAX would flatten it to a plain tuple
 class Transformation(optax.GradientTransformationExtraArgs):
-    """An Optax transformation that shows its arguments and counts the bytes that it sends.
+    """Extends an Optax transformation: shows its arguments and counts the bytes that it sends.
 
     It is an ordinary pair of ``init`` and ``update`` for `optax.chain` and other functions. Its
     update also accepts a state whose per-replica leaves are rows ``(1, *leaf)``, as `jax.shard_map`

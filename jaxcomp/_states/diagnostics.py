@@ -26,7 +26,7 @@ _MOST_ENERGY = 0.99
 
 
 class LeafDiagnostics(NamedTuple):
-    """How much the factors of one compressed leaf carried in the last step."""
+    """Shows how much the factors of one compressed leaf carried in the last step."""
 
     share: Array  # float32 scalar in [0, 1]: energy of the output / energy to be sent
     output_norm: Array  # float32 scalar: Frobenius norm of the output P Q^T, in units of gradients
@@ -35,7 +35,7 @@ class LeafDiagnostics(NamedTuple):
 
 
 class Diagnostics(NamedTuple):
-    """Result of `diagnostics`: one entry for each leaf, by path, and totals over all leaves.
+    """Holds the result of `diagnostics`: one entry for each leaf, and totals over all leaves.
 
     `print` shows a table, with a remark if a rank is too low or higher than necessary.
     """

@@ -60,7 +60,7 @@ from jaxcomp._training.stacked_layers import note_stacked_layers
 
 
 class Call(NamedTuple):
-    """The arguments of one call."""
+    """Holds the arguments of one call."""
 
     arguments: Any  # positional and keyword arguments
     arrays: PyTree  # the arrays among them
@@ -71,7 +71,7 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity, so jax.jit accepts it
 class DataParallel:
-    """The result of `data_parallel`: a call for gradients, and `init`, `restore`, `outputs`."""
+    """Computes averaged gradients when it is called; `data_parallel` makes such an object."""
 
     grad_fn: Callable[..., Any]
     reducer: optax.GradientTransformation

@@ -31,7 +31,7 @@ _MOST_ROUNDING = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The result for one output; a leaf of a tree."""
+    """Holds the result for one output; a leaf of a tree."""
 
     word: str | int | None  # the entry for `aux`; None if no word fits
     remark: str = ""

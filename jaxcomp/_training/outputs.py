@@ -31,7 +31,7 @@ _COMPARED = "compared"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """The leaves of value and auxiliary output, and how each leaf is combined.
+    """Holds the leaves of value and auxiliary output, and how each leaf is combined.
 
     `treedef` and `kinds` are static, so JAX can map a function that returns this object.
     """
@@ -201,7 +201,7 @@ def _is_compared(x: Array, axis_name: AxisName) -> bool:
 
 
 def _all_equal(leaves: Sequence[Array], axis_name: AxisName) -> Array:
-    """Tells, in a bool scalar, whether integers, flags and keys are equal on all replicas."""
+    """Returns a bool scalar: True if integers, flags and keys are equal on all replicas."""
     words = []
     for leaf in leaves:
         numbers = in_words(leaf)

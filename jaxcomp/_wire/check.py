@@ -61,9 +61,9 @@ def check(
       All collectives of the program, as `collectives` lists them.
 
     Raises:
-      ValueError: If the program sends more bytes than this, or less than half of the reducers'
-        bytes. The message lists the largest collectives with the JAX operations that they came
-        from.
+      ValueError: If the program sends more than the reducers' bytes and `allow`, or less than half
+        of the reducers' bytes. The message lists the largest collectives with the JAX operations
+        that they came from.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -122,7 +122,7 @@ def check(
 
 
 class _Network(NamedTuple):
-    """One network, and the reducer that it is trained with."""
+    """Holds one network, and the reducer that it is trained with."""
 
     reducer: Reducer
     params: PyTree
@@ -130,7 +130,7 @@ class _Network(NamedTuple):
 
 
 class _Expected(NamedTuple):
-    """The traffic that one reducer should cause in one call of the program."""
+    """Holds the traffic that one reducer should cause in one call of the program."""
 
     steps: int
     bytes: float  # of all-reduces of the same cost

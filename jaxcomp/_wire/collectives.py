@@ -20,7 +20,7 @@ from jaxcomp._wire.program import Instruction, Program, read_program
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a compiled program, as one device executes it."""
+    """Describes one collective of a compiled program, as one device executes it."""
 
     kind: str  # all-reduce, all-gather, all-to-all, collective-permute or reduce-scatter
     arrays: tuple[tuple[str, int], ...]  # for each result: XLA's element type, number of values

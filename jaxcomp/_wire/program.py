@@ -31,7 +31,7 @@ _FIXED_BYTES = {1: 8, 5: 4}
 
 
 class ArrayType(NamedTuple):
-    """The type of one array in a program."""
+    """Describes the type of one array in a program."""
 
     element: str  # XLA's name, such as "f32"
     values: int
@@ -39,7 +39,7 @@ class ArrayType(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One instruction of a computation."""
+    """Describes one instruction of a computation."""
 
     opcode: str
     arrays: tuple[ArrayType, ...]  # its results
@@ -60,14 +60,14 @@ class Instruction(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """A list of instructions, each after the instructions that compute its inputs."""
+    """Lists instructions, each after the instructions that compute its inputs."""
 
     root: int  # id of the instruction that returns the computation's result
     instructions: dict[int, Instruction]  # by id
 
 
 class Program(NamedTuple):
-    """The computations of a program, by id."""
+    """Holds the computations of a program, by id."""
 
     entry: int
     computations: dict[int, Computation]
@@ -95,7 +95,7 @@ def read_program(compiled: Any) -> Program:
 
 
 class _Message:
-    """A protocol-buffer message: the values of each field, by field number."""
+    """Holds a decoded protocol-buffer message: the values of each field, by field number."""
 
     def __init__(self, encoded: memoryview):
         """Decodes integers; keeps texts and nested messages as bytes."""
