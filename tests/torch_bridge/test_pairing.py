@@ -146,7 +146,7 @@ def test_names_that_become_one_are_refused():
         lambda: params_to_torch(like, model),
         lambda: torch_bridge.to_flax(Checkpoint(model), like),
     ):
-        with pytest.raises(ValueError, match="Names become one") as error:
+        with pytest.raises(ValueError, match="Names become equal") as error:
             convert()
         assert error.value.ambiguous == ("_orig_mod.fc.weight and fc.weight",)
 

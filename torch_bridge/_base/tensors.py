@@ -198,8 +198,8 @@ def clean_names(names: Sequence[str]) -> dict[str, str]:
             ambiguous.append(f"{other} and {name}")
     if ambiguous:
         raise CheckpointMismatch(
-            "Names become one without the words of DDP, FSDP and torch.compile. Rename or drop one "
-            "of each two before the conversion.",
+            "Names become equal without the words of DDP, FSDP and torch.compile. Rename or drop "
+            "one name of each pair before the conversion.",
             ambiguous=ambiguous,
         )
     return cleaned

@@ -117,7 +117,7 @@ def _add_conversion(add: Callable[..., Any]) -> None:
     add("--plain", action="store_true", help="answer all open questions with the usual case")
     add("--conv-transpose", metavar="REGEX", help="ConvTranspose layers with as many inputs as "
         "outputs")  # fmt: skip
-    add("--conv1d", metavar="REGEX", help="layers that keep their weight (in, out)")
+    add("--conv1d", metavar="REGEX", help="layers that store their weight as (in, out)")
     add("--ignore", metavar="REGEX", help="torch tensors to leave out")
     add("--rule", action="append", default=[], dest="rules", metavar="REGEX=PATH", type=_rule,
         help="the Flax path of these torch names")  # fmt: skip

@@ -176,8 +176,8 @@ class OptimizerPlan:
                 split.append("/".join(pair.path))
         if split:
             raise CheckpointMismatch(
-                "Torch parameters that are one Flax leaf stand in different param groups, have "
-                "taken different numbers of steps, or are frozen in part.",
+                "Torch parameters that become one Flax leaf are in different param groups, have "
+                "taken different numbers of steps, or only some of them are frozen.",
                 ambiguous=split,
             )
         kept = {path: part for path, part in parts.items() if part}

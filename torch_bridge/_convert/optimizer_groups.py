@@ -238,7 +238,7 @@ def read_entries(
     for name, entry in zip(names, entries, strict=True):
         named[originals.get(cleaned[name], name)] = entry
     if len(named) < len(entries):
-        raise ValueError("`param_names` names a parameter twice. Name each that it was given once.")
+        raise ValueError("`param_names` names a parameter twice. Name each parameter once.")
     _refuse_others(named, model)
     return named
 
@@ -303,7 +303,7 @@ def _refuse_others(entries: Mapping[str, Entry], model: Document) -> None:
         raise CheckpointMismatch(
             "torch's optimizers take a complex parameter for two real ones, and torch's gradients "
             "are the conjugates of jax.grad's. Convert the parameters alone, with "
-            "params_from_torch, and begin the optimizer anew.",
+            "params_from_torch, and start a new optimizer.",
             unexpected=sorted(complex_ones),
         )
 

@@ -447,7 +447,7 @@ def _check_state(
                 )
     if wrong:
         raise CheckpointMismatch(
-            "The PowerSGD state is of other matrices, another rank or several replicas. Pass it "
+            "The PowerSGD state has other matrices, another rank, or an axis of replicas. Pass it "
             "consolidated (jaxcomp.consolidate), with the matrix_dims= that it was made with and "
             "like= of the same rank, warm_start and error_feedback.",
             mis_shaped=sorted(wrong),

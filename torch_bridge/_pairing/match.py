@@ -160,8 +160,8 @@ class Match:
                 self.partners[share] = target
         for _, (other, elsewhere) in others:
             self.problems.append(
-                f"{text} {'|'.join(paths)}, and {other!r} a part of it to {'|'.join(elsewhere)}: "
-                "let one rule name the whole layer"
+                f"{text} {'|'.join(paths)}, and {other!r} sends a part of it to "
+                f"{'|'.join(elsewhere)}: let one rule name the whole layer"
             )
         return shares
 
