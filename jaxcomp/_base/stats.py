@@ -152,8 +152,8 @@ def needed_replicas(replicas: int | None) -> int:
     """Returns the number of replicas; refuses None, because shares need the number."""
     if replicas is None:
         raise ValueError(
-            "`replicas` is missing: with integers on the wire arrays are cut into one share for "
-            "each replica. Pass how many there are."
+            "`replicas` is missing: with integers on the wire, arrays are cut into one share for "
+            "each replica. Pass the number of replicas."
         )
     return replicas
 

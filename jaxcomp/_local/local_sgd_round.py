@@ -167,7 +167,7 @@ def _one_for_each(outer: Any, fragments: int) -> list[Any]:
     if len(outer) != fragments or None in outer:
         raise ValueError(
             f"`outer` has {len(outer)} optimizers for {fragments} fragments, or None in its list. "
-            "Pass one for each, in the order of `fragments`, optax.sgd(1.0) for one that takes the "
-            "mean as it is; or a single one for all."
+            "Pass one for each, in the order of `fragments`, with optax.sgd(1.0) for a fragment "
+            "that takes the mean itself; or a single optimizer for all."
         )
     return list(outer)

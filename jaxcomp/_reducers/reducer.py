@@ -232,10 +232,10 @@ def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
             wrong.append(f"{leaf_name(path)} has dtype {dtype}")
     if wrong:
         raise ValueError(
-            f"Only floating gradients can be reduced: {'; '.join(wrong)}. Keep parameters that are "
-            "not trained out with optax.masked (of an Equinox module, differentiate "
-            "eqx.filter(model, eqx.is_inexact_array)); wrap the chain in "
-            "optax.contrib.split_real_and_imaginary for complex ones."
+            f"Only floating gradients can be reduced: {'; '.join(wrong)}. Exclude untrained "
+            "parameters with optax.masked (for an Equinox module, differentiate eqx.filter(model, "
+            "eqx.is_inexact_array)). For complex parameters, wrap the chain in "
+            "optax.contrib.split_real_and_imaginary."
         )
     for path, leaf in leaves:
         summed = [name for name in axes if name not in varying(leaf)]

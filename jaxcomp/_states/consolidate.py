@@ -208,7 +208,7 @@ def _check_not_mapped(state: PyTree) -> None:
         if is_traced(owner) and (inside or not owner.ndim):
             raise ValueError(
                 "Inside a mapped function consolidate needs the axis of the replicas: "
-                "consolidate(state, axis_name). A state that is consolidated already needs none."
+                "consolidate(state, axis_name). A state that is already consolidated needs no call."
             )
 
 

@@ -139,8 +139,8 @@ def _measured(paths: Sequence[KeyPath], nodes: Sequence[Any]) -> Diagnostics:
         raise ValueError(
             "`state` must hold a state of jaxcomp.powersgd in which a leaf has a residual and a "
             "factor; it has none. Pass the reducer's state, or the optimizer's that holds it; with "
-            "error_feedback=False, warm_start=False, or no leaf that is compressed, the state does "
-            "not tell what was carried."
+            "error_feedback=False, warm_start=False, or no compressed leaf, the state does not "
+            "show what the factors carried."
         )
     if len(leaves) < len(by_place):  # several states have a leaf of the same name
         leaves = by_place

@@ -243,9 +243,9 @@ def check_not_spread(path: KeyPath, leaf: Any, spec: PartitionSpec, axes: tuple[
     if along:
         raise ValueError(
             f"The leaf {leaf_name(path)} of shape {np.shape(leaf)} is sharded over {along}, the "
-            "axis of the replicas: the compiler would gather it on every step, over the links that "
-            "compression relieves. Shard parameters over another axis of the mesh (FSDP within a "
-            "host, compression between hosts)."
+            "axis of the replicas: the compiler would gather it in every step, over the slow "
+            "links. Shard parameters over another axis of the mesh (FSDP within a host, "
+            "compression between hosts)."
         )
 
 

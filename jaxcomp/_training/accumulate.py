@@ -106,9 +106,9 @@ def accumulate(
     ) -> tuple[PyTree, AccumulateState]:
         if weight is not None:
             raise ValueError(
-                "accumulate takes no `weight`: its micro-batches count the same. Weigh the "
-                "gradients of each before, or accumulate in the function that data_parallel is "
-                "given."
+                "accumulate takes no `weight`: all micro-batches have the same weight. Weight the "
+                "gradients of each micro-batch yourself, or accumulate in the gradient function of "
+                "data_parallel."
             )
         refuse_misspelt_weight(extra_args)
         seen = state.mini_step + 1

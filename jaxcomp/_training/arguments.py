@@ -129,7 +129,7 @@ def split_specs(
             raise ValueError(
                 "No argument is split between the replicas: each would compute the whole batch. "
                 "Pass the batch as an argument, not in a closure, with batch_specs that name "
-                f"{axis_name!r}. A function that makes its own examples takes keys that are split, "
+                f"{axis_name!r}. A function that makes its own examples needs keys that are split, "
                 "jax.random.split(key, replicas)."
             )
     return specs, examples

@@ -195,8 +195,8 @@ def _arrays(shapes: list[_Message]) -> tuple[ArrayType, ...]:
         number = shape.number(2)
         if number >= len(_ELEMENTS):
             raise ValueError(
-                f"XLA's element type {number} is not known here, so its bytes cannot be counted. "
-                "Take an older jaxlib, or a newer jaxcomp."
+                f"XLA's element type {number} is unknown, so its bytes cannot be counted. Use an "
+                "older jaxlib, or a newer jaxcomp."
             )
         element = _ELEMENTS[number]
         if element in ("tuple", "opaque", "token"):
@@ -233,8 +233,8 @@ def _device_groups(instruction: _Message) -> np.ndarray | None:
     if device_lists:
         return None
     raise ValueError(
-        "XLA says in a form unknown here which devices a collective joins. Take an older jaxlib, "
-        "or a newer jaxcomp."
+        "XLA lists the devices of a collective in an unknown form. Use an older jaxlib, or a newer "
+        "jaxcomp."
     )
 
 

@@ -96,7 +96,7 @@ def test_element_types_and_their_bytes(shape, element, values, size):
 def test_what_is_not_known_is_refused():
     unknown_groups = b"\x12\x0aall-reduce\x1a\x02\x10\x0b"
     unknown_element = b"\x12\x03add\x1a\x02\x10\x63"
-    for line, message in ((unknown_groups, "form unknown here"), (unknown_element, "type 99")):
+    for line, message in ((unknown_groups, "in an unknown form"), (unknown_element, "type 99")):
         instruction = b"\x12" + bytes([len(line)]) + line
         computation = b"\x1a" + bytes([len(instruction)]) + instruction
         with pytest.raises(ValueError, match=message):
