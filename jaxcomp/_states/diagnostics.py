@@ -217,7 +217,8 @@ def _norm(x: Array) -> Array:
     """Computes the norm of all values, scaled so that no square overflows or underflows."""
     largest = jnp.abs(x).max(initial=0)
     scale = jnp.where(largest > 0, largest, 1)
-    return scale * jnp.linalg.norm((x / scale).ravel())
+    # Not from a flat vector, in which no Explicit axis could stay.
+    return scale * jnp.sqrt(jnp.sum(jnp.square(x / scale)))
 
 
 def _norm_of_norms(norms: Sequence[Array]) -> Array:

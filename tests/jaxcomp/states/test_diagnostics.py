@@ -63,11 +63,11 @@ def test_of_what_vmap_returned(dtype):
     close(jax.jit(jaxcomp.diagnostics)(state), found)
 
 
-def beside_sharded_weights(state, kind):
+def beside_sharded_weights(state, kind, spec=("model",)):
     mesh = grid(2, kind, model=2)
     whole = jaxcomp.consolidate(state)
-    for tree in (whole.residual, whole.q):
-        tree["wide"] = placed(mesh, tree["wide"], jax.P("model"))
+    whole.residual["wide"] = placed(mesh, whole.residual["wide"], jax.P(*spec))
+    whole.q["wide"] = placed(mesh, whole.q["wide"], jax.P("model"))
     return jaxcomp.shard_state(whole, mesh, AXIS)
 
 
@@ -88,6 +88,9 @@ LAID_OUT = {
     "explicit": lambda state: jaxcomp.shard_state(state, grid(REPLICAS, "explicit"), AXIS),
     "beside auto": functools.partial(beside_sharded_weights, kind="auto"),
     "beside explicit": functools.partial(beside_sharded_weights, kind="explicit"),
+    "columns beside explicit": functools.partial(
+        beside_sharded_weights, kind="explicit", spec=(None, "model")
+    ),
     "of pmap": of_pmap,
     "held": held,
 }
