@@ -125,8 +125,8 @@ class Boundary:
 
     def __init__(self, mesh: Any, axes: tuple[str, ...]):
         """Finds the Explicit axes of a mesh other than the mapped `axes`."""
-        explicit = mesh_axes(AxisType.Explicit, mesh)
-        self._beside = tuple(name for name in explicit if name not in axes)
+        self._explicit = mesh_axes(AxisType.Explicit, mesh)
+        self._beside = tuple(name for name in self._explicit if name not in axes)
         self._around = ()
         self.outer = mesh
         self.axes = axes
@@ -145,7 +145,12 @@ class Boundary:
     def automatic(self, mapped: Callable[..., Any], like: PyTree) -> Callable[..., Any]:
         """Wraps the `shard_map` so that its results have the types `like`."""
         if self._around:
-            shardings = jax.tree.map(lambda spec: NamedSharding(self.outer, spec), like)
+
+            def sharding(spec: PartitionSpec) -> NamedSharding:
+                # The axes of the replicas may be Auto, which no type names.
+                return NamedSharding(self.outer, over_axes(spec, self._explicit))
+
+            shardings = jax.tree.map(sharding, like)
             mapped = jax.sharding.auto_axes(mapped, axes=self._around, out_sharding=shardings)
         if self._beside:
             # Without `jax.jit` it would run operation by operation, and arrays would keep the types

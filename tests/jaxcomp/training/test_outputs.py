@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from numpy.testing import assert_allclose
 
 import jaxcomp
@@ -84,6 +85,18 @@ def test_what_is_said_is_as_without_replicas(replicas, kind):
     expected = jax.jit(loss)(params, x, y)
     close(found, expected)
     assert types_of(found) == types_of(expected)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_rows_are_joined_along_an_automatic_axis_beside_an_explicit_one(replicas):
+    kinds = (AxisType.Auto, AxisType.Explicit)
+    devices = jax.devices()[: 2 * replicas]
+    mesh = jax.make_mesh((replicas, 2), ("data", "model"), axis_types=kinds, devices=devices)
+    aux = {name: FITTING[name] for name in ("mean", "rows", "columns")}
+    loss = loss_with(*aux)
+    params, x, y = data()
+    found = stepped(make(loss, mesh=mesh, aux=aux), placed(mesh, params), *placed(mesh, (x, y)))[0]
+    close(found, jax.jit(loss)(params, x, y))
 
 
 @pytest.mark.parametrize("replicas", [1, 4])
