@@ -111,6 +111,30 @@ def test_a_state_born_in_jax():
     np.testing.assert_array_equal(back.q_memory_dict[0].numpy(), state.q["a"]["kernel"].ravel())
 
 
+def test_parts_of_a_packed_matrix_may_be_too_small_to_be_compressed_one_by_one():
+    # 32 x 8 at rank 2 is compressed, and the four gates of 8 x 8 are not.
+    cell = torch.nn.LSTMCell(24, 8)
+    model = {name: value.numpy() for name, value in cell.state_dict().items()}
+    checkpoint, *_ = random_run(model, [[*model]])
+    params = nn.OptimizedLSTMCell(8).init(
+        jax.random.key(0), (jnp.zeros(8), jnp.zeros(8)), jnp.zeros(24)
+    )
+    with (
+        pytest.warns(UserWarning, match="equivalent in kind"),
+        pytest.warns(UserWarning, match=r"hf/kernel.*averages them exactly.*is lost, once"),
+    ):
+        run = torch_bridge.to_flax(checkpoint, params)
+    gradients = jax.tree.map(jnp.ones_like, run.params["params"])
+    updates, state = jax.vmap(
+        lambda one: run.reducer.update(one, run.reducer_state), axis_name="data"
+    )(jax.tree.map(lambda leaf: leaf[None], gradients))
+    np.testing.assert_array_equal(updates["hi"]["kernel"][0], 1)
+    state = jax.tree.map(lambda leaf: leaf[0], state)
+    pairs = torch_bridge.pair(model, run.params["params"])
+    back = back_of(state, run.params["params"], checkpoint, pairs=pairs)
+    assert np.all(back.q_memory_dict[0].numpy())
+
+
 def test_lossless_compression_of_small_leaves_in_torch_only():
     # With a rate below one torch "compresses" even biases, at full rank: nothing is lost by it.
     model = MODEL | {"a.bias": np.zeros(24)}

@@ -129,7 +129,8 @@ def filled_state(
     factors = {}
     afresh = []
     packed = []
-    for pair, part, q_rows in _common_matrices(params, pairs, record, layout, matrix_dims):
+    matrices, exact = _common_matrices(params, pairs, record, layout, matrix_dims)
+    for pair, part, q_rows in matrices:
         kept = [array for array in (part.error, part.q) if array is not None]
         if not all(np.isfinite(array).all() for array in kept):
             afresh.append("/".join(pair.path))
@@ -159,6 +160,13 @@ def filled_state(
             "equal. A Flax model with one packed kernel continues exactly.",
             stacklevel=3,
         )
+    if exact:
+        warnings.warn(
+            f"{some(exact)}: torch compresses these parts as one packed matrix, and each alone is "
+            "too small for min_compression_rate, so that jaxcomp averages them exactly. Of their "
+            "error, what was not sent is lost, once.",
+            stacklevel=3,
+        )
     # Leaves whose compression has not begun, or that are frozen in torch, can start with any Q that
     # is equal on all replicas.
     draw = np.random.default_rng(0).standard_normal
@@ -182,7 +190,7 @@ def _common_matrices(
     record: PowerSGDRecord,
     layout: BucketLayout | None,
     matrix_dims: MatrixDimsFn | None,
-) -> list[CommonMatrix]:
+) -> tuple[list[CommonMatrix], list[str]]:
     """Lists the matrices that both sides compress, with the rank and the rate of `record`.
 
     Args:
@@ -191,6 +199,10 @@ def _common_matrices(
       record: The record that holds torch's buffers; the matrices are views of them.
       layout: The layout of the buffers; None if the record has no buffers yet.
       matrix_dims: The `matrix_dims` of `jaxcomp.powersgd`.
+
+    Returns:
+      The matrices, and the leaves that are parts of a packed matrix of torch and too small to be
+      compressed one by one.
 
     Raises:
       CheckpointMismatch: Only one side compresses a matrix, or the sides compress different
@@ -203,6 +215,7 @@ def _common_matrices(
     parts = layout.parts(record) if layout else {}
     names = names_in(pairs, parts)
     matrices = []
+    exact = []
     problems = []
     for pair in pairs:
         if pair.torch_name not in names:
@@ -214,6 +227,8 @@ def _common_matrices(
                 matrices.append(CommonMatrix(pair, part, _rows_of_q(plan, pair, part)))
             elif plan.view:
                 raise CheckpointMismatch("compressed by jaxcomp only")
+            elif part.rank and pair.rows:
+                exact.append("/".join(pair.path))
             elif 0 < part.rank < min(rows, cols):  # at full rank torch's compression is exact
                 raise CheckpointMismatch(f"compressed by torch only ({rows} x {cols})")
         except CheckpointMismatch as error:
@@ -227,7 +242,7 @@ def _common_matrices(
             mis_shaped=problems,
             parameters=("matrix_dims",),
         )
-    return matrices
+    return matrices, exact
 
 
 def _rows_of_q(plan: LeafPlan, pair: Pair, part: BucketPart) -> np.ndarray:
@@ -338,7 +353,7 @@ def record_of_state(
         for bucket, size in sizes.items():
             if keeps:
                 getattr(record, name)[bucket] = np.zeros(size, np.float32)
-    matrices = _common_matrices(params, pairs, record, layout, matrix_dims)
+    matrices, _ = _common_matrices(params, pairs, record, layout, matrix_dims)
     _check_state(state, params, record, matrices, matrix_dims)
     _fill(record, layout, state, matrices)
     _as_before(record, old, loss_scale_of(like))
@@ -457,9 +472,14 @@ def _check_state(
 
 def _common_q(part: BucketPart, qs: list[np.ndarray]) -> np.ndarray:
     """Returns one Q of shape (cols, rank) for a torch matrix, from the Q factors of its parts."""
-    if not qs:
+    columns = part.entry.matrix[1]
+    if not qs and part.rank == min(part.entry.matrix):
         # Only torch compresses the matrix, at full rank, where every basis is exact.
-        return np.eye(part.entry.matrix[1], part.rank, dtype=np.float32)
+        return np.eye(columns, part.rank, dtype=np.float32)
+    if not qs:
+        # A packed matrix whose parts are not compressed: the power iteration starts afresh.
+        draw = np.random.default_rng(0).standard_normal
+        return draw((columns, part.rank), np.float32)
     if all(np.array_equal(q, qs[0]) for q in qs[1:]):
         return qs[0]
     warnings.warn(
