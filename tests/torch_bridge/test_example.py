@@ -470,3 +470,49 @@ def test_a_model_of_two_hundred_layers():
     outputs = functools.reduce(lambda row, weight: row @ weight.T, weights, x)
     params = params_from_torch(state, like, apply=apply, example=((x,), outputs))
     np.testing.assert_array_equal(params["layers_199"]["kernel"].T, weights[199])
+
+
+class TorchBranches(tnn.Module):
+    def __init__(self):
+        super().__init__()
+        self.point = tnn.Conv2d(8, 4, 1)
+        self.small = tnn.Sequential(tnn.Conv2d(8, 4, 1), tnn.ReLU(), tnn.Conv2d(4, 4, 3, padding=1))
+        self.large = tnn.Sequential(tnn.Conv2d(8, 4, 1), tnn.ReLU(), tnn.Conv2d(4, 4, 5, padding=2))
+        self.pooled = tnn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        pooled = self.pooled(tnn.functional.max_pool2d(x, 3, 1, 1))
+        return torch.cat([self.point(x), self.small(x), self.large(x), pooled], 1)
+
+
+class Branches(nn.Module):
+    """Calls the branches in the other order."""
+
+    @nn.compact
+    def __call__(self, x):
+        pooled = nn.Conv(4, (1, 1))(nn.max_pool(x, (3, 3), padding="SAME"))
+        large = nn.Conv(4, (5, 5))(nn.relu(nn.Conv(4, (1, 1))(x)))
+        small = nn.Conv(4, (3, 3))(nn.relu(nn.Conv(4, (1, 1))(x)))
+        point = nn.Conv(4, (1, 1))(x)
+        return jnp.concatenate([point, small, large, pooled], -1)
+
+
+class Inception(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(Branches()(nn.relu(nn.Conv(8, (3, 3))(x))))
+        return Branches()(nn.relu(nn.Conv(8, (1, 1))(x)))
+
+
+def test_alike_branches_of_alike_blocks_are_told_apart():
+    module = tnn.Sequential(
+        tnn.Conv2d(3, 8, 3, padding=1),
+        tnn.ReLU(),
+        *(TorchBranches(), tnn.ReLU(), tnn.Conv2d(16, 8, 1), tnn.ReLU(), TorchBranches()),
+    )
+    images = values(2, 3, 6, 6)
+    state, example = proof(module, images)
+    like = abstract(Inception(), np.moveaxis(images, 1, -1))
+    params = params_from_torch(state, like, apply=Inception().apply, example=example)["params"]
+    kernel = params["Branches_0"]["Conv_5"]["kernel"][0, 0]
+    np.testing.assert_array_equal(kernel.T, state["2.point.weight"][:, :, 0, 0])

@@ -249,6 +249,13 @@ def test_bare_parameters_and_leaves_of_the_same_names():
         np.testing.assert_array_equal(params["fc"]["kernel"], expected)
 
 
+def test_a_rule_that_sends_a_convolution_where_nothing_fits_is_refused():
+    model = {"a.weight": values(8, 3, 3, 3), "a.bias": values(8)}
+    like = {"Conv_0": {"kernel": values(1, 1, 8, 16), "bias": values(16)}}
+    with pytest.raises(CheckpointMismatch, match=r"a\.weight .* <-> Conv_0/kernel"):
+        torch_bridge.pair(model, like, rules={"a": "Conv_0"})
+
+
 def test_rules_take_layers_apart():
     sizes = {"ih": 3, "hh": 4}
     model = {f"rnn.weight_{k}_l0": values(4, n) for k, n in sizes.items()}

@@ -22,7 +22,7 @@ from torch_bridge._pairing.match import Group, Match, grouped
 from torch_bridge._pairing.options import Options, PairOptions, refuse_idle_patterns
 from torch_bridge._pairing.pairs import Pair
 from torch_bridge._pairing.questions import Questions, asked_orders
-from torch_bridge._pairing.search import Search
+from torch_bridge._pairing.search import TRIES, Search
 
 # Class of torch or transformers -> the form of its weight.
 _FORMS = {"Linear": OUT_IN, "_ConvNd": OUT_IN, "Conv1D": CONV1D}
@@ -108,6 +108,8 @@ def decide(
             reading, apart = _read(match, evidence, kept)
         except CheckpointMismatch as error:
             errors.append(error)
+            if evidence and evidence.runs >= TRIES:
+                break  # nothing more may be tried
             continue
         places = dict(zip(tree.shapes, itertools.count(), strict=False))
         pairs = sorted(reading.pairs(), key=lambda one: places[one.path])

@@ -56,6 +56,21 @@ class Reading(NamedTuple):
                 forms[layer] = several
         return forms
 
+    def with_change(self, before: Reading, after: Reading) -> Reading | None:
+        """Makes the change from one reading to another in this one; None where that differs."""
+        partners = dict(self.partners)
+        answers = dict(self.answers)
+        for layer, target in after.partners.items():
+            if target is not before.partners[layer]:
+                if partners[layer] is not before.partners[layer]:
+                    return None
+                partners[layer] = target
+            if after.answer(layer) != before.answer(layer):
+                if self.answer(layer) != before.answer(layer):
+                    return None
+                answers[layer] = after.answer(layer)
+        return Reading(partners, answers)
+
     def key(self) -> Any:
         """Returns a hashable key, equal for equal readings."""
         return frozenset(self.partners.items()), frozenset(self.answers.items())

@@ -268,7 +268,8 @@ class Match:
     ) -> Partners:
         """Pairs as many fitting layers as possible.
 
-        Among the ways to do so it takes the one that pairs layers at similar positions.
+        Among the ways to do so it takes the one that pairs layers at similar positions, counted
+        among those that fit each other.
 
         Args:
           decided: The pairs that are decided already.
@@ -282,8 +283,7 @@ class Match:
         for alike, fitting in itertools.product(rows.values(), columns.values()):
             strength = self.fits(ones[alike[0]], others[fitting[0]])
             strengths[np.ix_(alike, fitting)] = strength
-        places = np.arange(len(ones)) / len(ones)
-        targets = np.arange(len(others)) / len(others)
+        places, targets = _ranks(strengths)
         # One more layer in its usual form outweighs all places; one more pair outweighs both.
         count = 1.0 + len(ones)
         penalties = np.array([count**2 + 2 * count, count, 0.0])  # for 0, UNUSUAL and FITS
@@ -344,6 +344,27 @@ def grouped(members: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_
     for member in members:
         groups.setdefault(key(member), []).append(member)
     return groups
+
+
+def _ranks(strengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ranks rows and columns among those that they could be exchanged with, from 0 to 1.
+
+    Args:
+      strengths: Not zero where a row fits a column.
+    """
+    size = len(strengths)
+    rows, columns = np.nonzero(strengths)
+    edges = (rows, columns + size)
+    total = sum(strengths.shape)
+    graph = coo_array((np.ones(len(rows)), edges), shape=(total, total))
+    ranks = np.zeros(total)
+    labels = connected_components(graph, directed=False)[1]
+    for side in (slice(size), slice(size, None)):
+        of_side = labels[side]
+        for label in np.unique(of_side):
+            alike = np.flatnonzero(of_side == label)
+            ranks[side][alike] = np.arange(len(alike)) / len(alike)
+    return ranks[:size], ranks[size:]
 
 
 def _exchange(layers: list[Layer], parts: Mapping[Layer, Sequence[Layer]]) -> None:

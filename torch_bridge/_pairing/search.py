@@ -2,7 +2,8 @@
 
 A reading has the pairs of layers, the form of each weight, and the flattened maps. The search tries
 a few likely readings first. Then it tries single changes of the reading that came nearest, the
-likeliest change first, for a limited number of runs.
+likeliest change first, for a limited number of runs. It puts those together that help. Between
+them, other readings have their turn.
 """
 
 from __future__ import annotations
@@ -10,24 +11,31 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._pairing.evidence import Apart, Evidence
+from torch_bridge._pairing.exchanges import Exchange, Exchanges, exchanges_of
 from torch_bridge._pairing.kinds import CONV_TRANSPOSE, Answer
 from torch_bridge._pairing.layers import Layer
-from torch_bridge._pairing.leaves import words_of
 from torch_bridge._pairing.maps import VERBS, Flow, Reading
 from torch_bridge._pairing.match import Match, grouped
 from torch_bridge._pairing.pairs import Maps, Path, leaves_from_torch
 
+_T = TypeVar("_T")
 TRIES = 500  # the most runs of the Flax model
 _CHECKS = 64  # further runs, which check that other readings do not give torch's outputs, too
-_PATIENCE = 20  # after as many tried changes, a reading comes behind one twice as far off
-_FAR = 0.3  # relative to the outputs' norm; larger distances count as equal
-_STEP = 0.2  # the cost of one more change, beside the distance
+_BATCH = 60  # changes of the nearest reading that are tried before the best are put together
+_GLANCE = 20  # the same for the other readings between
+_SURE = 0.5  # a change that leaves so little of the distance is kept at once
+_PATIENCE = (
+    100  # after as many tried changes, the nearest reading comes behind one twice as far off
+)
+_HASTE = 20  # the same for the other readings
+_FAR = 0.3  # relative to the outputs' norm; beyond it the other readings count as equal
+_STEP = 0.2  # for the other readings, the cost of one more change, beside the distance
 _SLIGHT = 1e-2  # relative to the largest output; another eps or activation differs by less
 _SHOWN = 12  # the most layers in an error
 
@@ -52,22 +60,29 @@ class _State:
     """A reading that was tried, with the changes of it to try next.
 
     Attributes:
-      changes: The changes that have not been tried yet.
+      reading: The reading.
       distance: The relative difference of the reading's outputs from torch's.
+      changes: The changes that come next.
       depth: The number of changes since one of the first readings.
-      tried: The number of changes that have been tried.
+      taken: The number of changes that have been taken from `changes`.
+      tried: The number of these that the model was run with.
     """
 
-    changes: Iterator[Change]
+    reading: Reading
     distance: float
+    changes: Iterator[Change]
     depth: int
+    taken: int = 0
     tried: int = 0
 
+    def height(self) -> float:
+        """Returns the distance, and more if many changes have been tried in vain."""
+        return self.distance * (1 + self.tried / _PATIENCE)
+
     def cost(self) -> float:
-        """Returns the cost of the state; the search continues with the lowest cost."""
+        """Returns the cost of the state among the other readings, less if few changes led to it."""
         distance = min(self.distance / _FAR, 1.0)
-        impatience = 1 + self.tried / _PATIENCE
-        return (distance + _STEP * self.depth) * impatience
+        return (distance + _STEP * self.depth) * (1 + self.tried / _HASTE)
 
 
 class Search:
@@ -94,6 +109,7 @@ class Search:
         self._tensors = tensors
         self._leaves = {}
         self._tried = []
+        self._seen = set()
 
     def prove(self) -> tuple[Reading, Apart]:
         """Finds a reading that gives torch's outputs, and checks that similar readings do not.
@@ -123,24 +139,71 @@ class Search:
         Args:
           tries: The most runs in all, with those of earlier layouts.
         """
-        states = [_State(self._first_readings(), 0.0, -1)]
-        seen = set()
-        while states and self._evidence.runs < tries:
-            parent = min(states, key=_State.cost)
-            change = next(parent.changes, None)
-            if change is None:
-                states.remove(parent)
+        self._seen = set()
+        states = []
+        for change in self._first_readings():
+            states += self._states_of([change.reading], tries, 0)
+        # The nearest reading may have come near by chance, so that others get their turn.
+        turns = itertools.cycle([(_State.cost, _GLANCE), (_State.height, _BATCH)])
+        while states and not self._is_over(tries):
+            merit, size = next(turns)
+            state = min(states, key=merit)
+            before = state.taken
+            children = self._batch(state, size, tries)
+            states += children
+            states += self._together(state, children, tries)
+            if state.taken == before:
+                states.remove(state)
+
+    def _is_over(self, tries: int) -> bool:
+        """Tells whether a reading fits, or no more may be tried."""
+        is_proved = bool(self._tried) and self._tried[-1][0].is_rounding
+        return is_proved or self._evidence.runs >= tries
+
+    def _states_of(self, readings: Iterable[Reading], tries: int, depth: int) -> list[_State]:
+        """Runs the model with readings that have not been tried, until the search is over."""
+        states = []
+        for reading in readings:
+            if self._is_over(tries) or reading.key() in self._seen:
                 continue
-            parent.tried += 1
-            reading = change.reading
-            if reading.key() in seen:
-                continue
-            seen.add(reading.key())
+            self._seen.add(reading.key())
             apart = self._evidence.apart(self._leaves_of(reading))
             self._tried.append((apart, reading))
-            if apart.is_rounding:
-                return
-            states.append(_State(self._changes(reading), apart.mean, parent.depth + 1))
+            states.append(_State(reading, apart.mean, self._changes(reading), depth))
+        return states
+
+    def _batch(self, state: _State, size: int, tries: int) -> list[_State]:
+        """Runs the next changes of a reading, until one is surely right."""
+        children = []
+        for change in itertools.islice(state.changes, size):
+            state.taken += 1
+            new = self._states_of([change.reading], tries, state.depth + 1)
+            state.tried += len(new)
+            children += new
+            if self._is_over(tries) or any(one.distance < _SURE * state.distance for one in new):
+                break
+        return children
+
+    def _together(self, state: _State, children: Sequence[_State], tries: int) -> list[_State]:
+        """Puts those changes of a reading together that bring it nearer, the best first.
+
+        What comes of it goes on with the changes behind those that have been tried.
+        """
+        nearer = [child for child in children if child.distance < state.distance]
+        nearer.sort(key=lambda child: child.distance)
+        if not nearer:
+            return []
+        best = nearer[0]
+        added = []
+        for child in nearer[1:]:
+            both = best.reading.with_change(state.reading, child.reading)
+            for one in self._states_of(filter(None, [both]), tries, best.depth + 1):
+                added.append(one)
+                if one.distance < best.distance:
+                    best = one
+        later = itertools.islice(self._changes(best.reading), state.taken, None)
+        best.changes = itertools.chain(later, self._changes(best.reading))
+        return added
 
     def _leaves_of(self, reading: Reading) -> dict[Path, np.ndarray]:
         """Makes the leaves of a reading; reuses those that are the same in the last reading."""
@@ -187,12 +250,18 @@ class Search:
                 matrices.append(choice)
             else:
                 kernels.append(choice)
-        yield from _changed(reading, matrices + self._maps(reading))
-        yield from self._exchanges(reading)
-        yield from _changed(reading, kernels)
-        for choice in forms:
-            for layer in choice.layers:
-                yield from _changed(reading, [choice._replace(layers=[layer])])
+        single = []
+        for choice in matrices + kernels:
+            if len(choice.layers) > 1:
+                single += [choice._replace(layers=[layer]) for layer in choice.layers]
+        likely, unlikely = self._maps(reading)
+        exchanges = self._exchanges(reading)
+        usual = _changed(reading, matrices + likely)
+        yield from _in_alternation(usual, self._exchanged(reading, exchanges.everywhere))
+        yield from self._exchanged(reading, exchanges.within)
+        rare = _changed(reading, unlikely)
+        yield from _in_alternation(rare, self._exchanged(reading, exchanges.across))
+        yield from _changed(reading, kernels + single)
 
     def _forms(self, reading: Reading) -> list[Choice]:
         """Lists the weights with several forms; layers whose names differ in numbers are together.
@@ -206,10 +275,11 @@ class Search:
             choices.append(Choice(alike, "form", forms[alike[0]]))
         return sorted(choices, key=lambda choice: len(choice.values))
 
-    def _maps(self, reading: Reading) -> list[Choice]:
-        """Lists the layers that may read or output a map, also with other values beside the map.
+    def _maps(self, reading: Reading) -> tuple[list[Choice], list[Choice]]:
+        """Lists the layers that may read or output a map: the likely ones, and the unlikely ones.
 
-        Layers whose width is that of a map that Flax flattens come first, and norms come last.
+        A likely one has the width of a map that Flax flattens. Of an unlikely one some values may
+        be a map, with other values beside it; norms come last.
         """
         likely = []
         unlikely = []
@@ -230,12 +300,11 @@ class Search:
                         maps.append((one,))
                     elif size < values and not is_norm:
                         beside += [(one,), ((values - size, *one[1:]),)]
-                whole = Choice(layers, option, maps + beside)
                 if is_norm:
-                    norms.append(whole)
+                    norms.append(Choice(layers, option, maps))
                     continue
+                unlikely.append(Choice(layers, option, [(), *beside]))
                 if len(maps) == 1:
-                    unlikely.append(whole)
                     continue
                 if len(layers) > 1:
                     # Of several Linears the first one reads a map, and the last one outputs a map.
@@ -244,54 +313,61 @@ class Search:
                     if option == "unflatten":
                         nearest = in_turn[-1]
                     likely.append(Choice([nearest], option, maps))
-                likely.append(whole)
-        return likely + unlikely + norms
+                likely.append(Choice(layers, option, maps))
+        return likely, unlikely + norms
 
     def _says(self, option: str, layer: Layer) -> bool:
         """Returns True if the user has answered whether a layer reads or outputs a map."""
         pattern, _ = self._match.options.map_of(option, layer)
         return pattern is not None or bool(getattr(self._answered.answer(layer), option))
 
-    def _exchanges(self, reading: Reading) -> Iterator[Change]:
-        """Yields changes that exchange equal layers or modules, in torch or in Flax."""
-        for ones, others in _exchangeable(reading.partners):
-            yield from self._exchanged(reading, ones, others)
+    def _exchanges(self, reading: Reading) -> Exchanges:
+        """Lists the exchanges of equal layers or modules, in Flax or in torch, as torch layers."""
         back = {target: layer for layer, target in reading.partners.items()}
-        targets = filter(back.__contains__, self._match.flax)
-        for ones, others in _exchangeable(targets):
-            first = list(map(back.__getitem__, ones))
-            second = list(map(back.__getitem__, others))
-            yield from self._exchanged(reading, first, second)
+        of_torch = exchanges_of(reading.partners)
+        of_flax = exchanges_of(filter(back.__contains__, self._match.flax))
+        kinds = []
+        named = []
+        for mine, theirs in zip(of_torch, of_flax, strict=True):
+            both = []
+            for exchange in theirs:
+                both.append([list(map(back.__getitem__, group)) for group in exchange])
+            kinds.append([])
+            for exchange in _in_alternation(both, mine):
+                if self._match.by_name.issuperset(itertools.chain(*exchange)):
+                    named.append(exchange)  # equal names are rarely of different layers
+                else:
+                    kinds[-1].append(exchange)
+        return Exchanges(*kinds[:-1], kinds[-1] + named)
 
-    def _exchanged(
-        self, reading: Reading, ones: Sequence[Layer], others: Sequence[Layer]
-    ) -> Iterator[Change]:
+    def _exchanged(self, reading: Reading, exchanges: Iterable[Exchange]) -> Iterator[Change]:
         """Yields the change that exchanges the partners of two lists of layers, if all fit."""
-        layers = [*ones, *others]
-        if not self._match.by_rule.isdisjoint(layers):
-            return
-        partners = dict(reading.partners)
-        for layer, other in zip(layers, [*others, *ones], strict=True):
-            partners[layer] = reading.partners[other]
-        if all(self._match.fits(layer, partners[layer]) for layer in layers):
-            first = f"{ones[0]} is {reading.partners[ones[0]]}"
-            second = f"{others[0]} is {reading.partners[others[0]]}"
-            text = f"{first}, and {second}, or the other way round"
-            yield Change(text, Reading(partners, reading.answers))
+        for ones, *others in exchanges:
+            layers = list(itertools.chain(ones, *others))
+            if not self._match.by_rule.isdisjoint(layers):
+                continue
+            partners = dict(reading.partners)
+            for layer, other in zip(layers, itertools.chain(*others, ones), strict=True):
+                partners[layer] = reading.partners[other]
+            if all(self._match.fits(layer, partners[layer]) for layer in layers):
+                first = f"{ones[0]} is {reading.partners[ones[0]]}"
+                second = f"{others[0][0]} is {reading.partners[others[0][0]]}"
+                text = f"{first}, and {second}, or the other way round"
+                yield Change(text, Reading(partners, reading.answers))
 
     # --- other readings with the same outputs ---------------------------------------------------
 
     def _neighbours(self, reading: Reading) -> Iterator[Change]:
         """Yields one changed reading for each choice that names do not decide."""
         yield from _changed(reading, self._forms(reading))
-        for choice in self._maps(reading):
+        for choice in itertools.chain(*self._maps(reading)):
             if choice.layers[0] in reading.answers:
                 yield from _changed(reading, [choice])
         named = self._match.by_name | self._match.by_rule
         for alike in grouped(reading.partners, lambda layer: layer.signature).values():
             for one, other in itertools.pairwise(alike):
                 if not {one, other} <= named:
-                    yield from self._exchanged(reading, [one], [other])
+                    yield from self._exchanged(reading, [([one], [other])])
 
     def _check(self, proved: Reading) -> None:
         """Runs the neighbours of a reading, and refuses it if one gives torch's outputs, too.
@@ -372,28 +448,9 @@ def _places_in_lists(layer: Layer) -> list[int]:
     return list(map(int, filter(str.isdigit, layer.segments)))
 
 
-def _exchangeable(layers: Iterable[Layer]) -> Iterator[tuple[list[Layer], list[Layer]]]:
-    """Yields modules that can be exchanged, as two lists of the layers in them.
-
-    First come all modules of one name and all of another (every query and every key), then any two
-    modules with equal contents.
-    """
-    nodes = {}
-    for layer in layers:
-        for length in range(1, len(layer.segments) + 1):
-            nodes.setdefault(layer.segments[:length], []).append(layer)
-
-    def contents(node: Path) -> tuple[Any, ...]:
-        return tuple(layer.signature for layer in nodes[node])
-
-    families = grouped(nodes, contents)
-    for family in families.values():
-        series = {}
-        for node in family:
-            series.setdefault(words_of(node)[0], []).extend(nodes[node])
-        for ones, others in itertools.combinations(series.values(), 2):
-            if len(ones) == len(others):
-                yield ones, others
-    for family in families.values():
-        for one, other in itertools.combinations(family, 2):
-            yield nodes[one], nodes[other]
+def _in_alternation(*lists: Iterable[_T]) -> Iterator[_T]:
+    """Lists the first of each list, then the second of each, and so on."""
+    for members in itertools.zip_longest(*lists):
+        for member in members:
+            if member is not None:
+                yield member
