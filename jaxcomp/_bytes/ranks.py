@@ -73,8 +73,8 @@ def ranks_by_spectrum(
     the predicted gap is within `loss_budget`. The division by the root mean square makes leaves
     comparable: Adam divides by about that value, so a leaf lowers the loss by
     :math:`|G|^2 / \mathrm{rms}(G)` and not by :math:`|G|^2`. For a loss budget the singular values
-    are those of :math:`\mu / \sqrt{\nu}`, which is already divided. A leaf that has as many columns
-    as `min_compression_rate` allows may become uncompressed as the last step.
+    are those of :math:`\mu / \sqrt{\nu}`, and :math:`s = 1`. A leaf that has as many columns as
+    `min_compression_rate` allows may become uncompressed as the last step.
 
     Args:
       gradients: With `ratio`, typical gradients: Adam's first moment after some hundred exact

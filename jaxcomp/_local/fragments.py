@@ -104,8 +104,8 @@ def numbered(params: PyTree, split: Split = 1) -> PyTree:
     """Returns the fragment number of each leaf, in a tree like the parameters; -1 if not floating.
 
     If `split` is a number, leaves are assigned in order of size, the largest first, each to the
-    smallest fragment so far. If `split` is patterns, a leaf gets the first pattern that is found in
-    its path, written as ``blocks/0/kernel``.
+    fragment with the fewest bytes so far. If `split` is patterns, a leaf gets the first pattern
+    that is found in its path, written as ``blocks/0/kernel``.
 
     Raises:
       ValueError: If a fragment would be empty, a leaf has no pattern, or a leaf is complex.
@@ -174,7 +174,7 @@ def _by_pattern(paths: Iterable[KeyPath], patterns: tuple[str, ...]) -> dict[Key
 
 
 def _by_size(sizes: dict[KeyPath, int], count: int) -> dict[KeyPath, int]:
-    """Assigns each leaf, the largest first, to the smallest fragment so far."""
+    """Assigns each leaf, the largest first, to the fragment with the fewest bytes so far."""
     if count > max(len(sizes), 1):
         raise ValueError(
             f"fragments={count} is more than the {len(sizes)} floating leaves of the parameters. "

@@ -324,7 +324,8 @@ def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
 def spare_directions(n: int, rank: int, dtype: Any) -> Array:
     """Hashes positions to dense columns ``(n, rank)``, with a structure that no gradient has.
 
-    Values lie in [-0.5, 0.5). Columns with fewer rows are the beginning of longer ones.
+    Values lie in [-0.5, 0.5). The columns for a smaller `n` are the first rows of the columns for a
+    larger `n`.
     """
     # Two rounds of multiply and xor-shift (Knuth's and Murmur3's multipliers).
     rows = jnp.arange(n, dtype=jnp.uint32) * jnp.uint32(2654435761)

@@ -122,7 +122,7 @@ def is_bound(axis_name: AxisName) -> bool:
 
 
 def varying(x: Any) -> frozenset[str]:
-    """Returns the mesh axes over which `x` varies by its type; none without `check_vma=True`."""
+    """Returns the mesh axes over which JAX's type of `x` varies; none without `check_vma=True`."""
     shape = x
     if not isinstance(x, jax.ShapeDtypeStruct):
         shape = jax.typeof(x)
@@ -185,7 +185,7 @@ def local_if_bound(tree: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def _marked(x: Any, axes: frozenset[str]) -> Any:
-    """Adds axes to those over which `x` varies by its type."""
+    """Adds axes to those over which JAX's type of `x` varies."""
     missing = tuple(sorted(axes - varying(x)))
     if not missing:
         return x
@@ -193,7 +193,7 @@ def _marked(x: Any, axes: frozenset[str]) -> Any:
 
 
 def _varying_of_any(tree: PyTree) -> frozenset[str]:
-    """Returns the axes over which at least one array or shape of a tree varies by its type."""
+    """Returns the axes over which the type of at least one array or shape of a tree varies."""
     return frozenset().union(*map(varying, jax.tree.leaves(tree)))
 
 

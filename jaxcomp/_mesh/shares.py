@@ -230,7 +230,7 @@ def _groups(parts: Sequence[Array], layouts: Sequence[Layout]) -> list[list[int]
 
 
 def _put(parts: list[Array], positions: Sequence[int], arrays: Array) -> None:
-    """Replaces parts by rows of `arrays` ``(arrays, size)``, in the shapes of the old parts."""
+    """Writes rows of `arrays`, ``(arrays, size)``, to `parts` at `positions`, in their shapes."""
     start = 0
     for i in positions:
         end = start + parts[i].size // arrays.shape[1]
@@ -320,7 +320,7 @@ def _from_bytes(row: Array, dtype: Any) -> Array:
     """Inverts `_as_bytes`."""
     size = jnp.dtype(dtype).itemsize
     values = row.reshape(*row.shape[:-1], -1, size)
-    # The axis of a value's bytes is gone, but for values of one byte.
+    # The cast removes the axis of bytes, except for values of one byte.
     return lax.bitcast_convert_type(values, dtype).reshape(values.shape[:-1])
 
 

@@ -1,7 +1,7 @@
 """Defines `Reducer`, which checks all gradients and states before its function sees them.
 
 Its method ``reduce`` checks gradients and state, takes gradients out of their boxes, and multiplies
-them by weights. The function that a reducer is made of is then arithmetic on plain trees.
+them by weights. So the function of a reducer computes with plain trees only.
 """
 
 from __future__ import annotations
