@@ -162,9 +162,9 @@ def filled_state(
         )
     if exact:
         warnings.warn(
-            f"{some(exact)}: torch compresses these parts as one packed matrix, and each alone is "
-            "too small for min_compression_rate, so that jaxcomp averages them exactly. Of their "
-            "error, what was not sent is lost, once.",
+            f"{some(exact)}: torch compresses these parts as one packed matrix. Each part alone is "
+            "too small for min_compression_rate, so jaxcomp averages it exactly. Their error, the "
+            "gradients that were not sent yet, is lost once.",
             stacklevel=3,
         )
     # Leaves whose compression has not begun, or that are frozen in torch, can start with any Q that
@@ -201,8 +201,8 @@ def _common_matrices(
       matrix_dims: The `matrix_dims` of `jaxcomp.powersgd`.
 
     Returns:
-      The matrices, and the leaves that are parts of a packed matrix of torch and too small to be
-      compressed one by one.
+      The matrices, and the paths of leaves that jaxcomp does not compress, because each is only a
+      part of torch's packed matrix and too small alone.
 
     Raises:
       CheckpointMismatch: Only one side compresses a matrix, or the sides compress different
@@ -477,7 +477,7 @@ def _common_q(part: BucketPart, qs: list[np.ndarray]) -> np.ndarray:
         # Only torch compresses the matrix, at full rank, where every basis is exact.
         return np.eye(columns, part.rank, dtype=np.float32)
     if not qs:
-        # A packed matrix whose parts are not compressed: the power iteration starts afresh.
+        # jaxcomp does not compress the parts of this packed matrix, so torch starts with a new Q.
         draw = np.random.default_rng(0).standard_normal
         return draw((columns, part.rank), np.float32)
     if all(np.array_equal(q, qs[0]) for q in qs[1:]):

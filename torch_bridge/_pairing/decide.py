@@ -109,7 +109,7 @@ def decide(
         except CheckpointMismatch as error:
             errors.append(error)
             if evidence and evidence.runs >= TRIES:
-                break  # nothing more may be tried
+                break  # the number of runs is used up
             continue
         places = dict(zip(tree.shapes, itertools.count(), strict=False))
         pairs = sorted(reading.pairs(), key=lambda one: places[one.path])

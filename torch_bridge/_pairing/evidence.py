@@ -304,7 +304,7 @@ def _furthest(ours: Any, theirs: Iterable[np.ndarray]) -> Apart:
         nearest = min(apart, key=lambda one: one.mean)
         largest = max(largest, nearest.largest)
         means.append(nearest.mean)
-    # Of all outputs, so that it tells, too, when one comes nearer that is not the furthest.
+    # The mean is over all outputs, so that it falls when any output comes nearer.
     return Apart(largest, float(np.sqrt(np.mean(np.square(means)))))
 
 

@@ -1,4 +1,4 @@
-"""Layers and modules that are alike within one model, and could stand for each other."""
+"""Finds equal layers and modules in one model, which could be exchanged with each other."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch_bridge._pairing.leaves import words_of
 from torch_bridge._pairing.match import grouped
 from torch_bridge._pairing.pairs import Path
 
-# Groups of layers of which each could take the place of the next, and the last that of the first.
+# Groups of layers. Each group takes the place of the next group, and the last that of the first.
 Exchange: TypeAlias = Sequence[Sequence[Layer]]
-_FEW = 4  # layers of one module, of which three are exchanged in a circle
+_FEW = 4  # in a module with at most as many equal layers, three are also exchanged in a circle
 
 
 class Exchanges(NamedTuple):
     """All exchanges in one model, the likeliest kinds first.
 
     Attributes:
-      everywhere: Two layers or modules of one module, in all modules of the same contents at once:
-        every query with every key.
-      within: Three of one module in a circle, in all such modules, and two of one module alone.
-      across: Two of different modules.
+      everywhere: Exchanges of two layers or modules inside one module, in all equal modules at
+        once, such as every query with every key.
+      within: Exchanges of three layers or modules in a circle, in all equal modules at once; and of
+        two layers or modules inside a single module.
+      across: Exchanges of two layers or modules of different modules.
     """
 
     everywhere: list[Exchange]
@@ -32,10 +33,10 @@ class Exchanges(NamedTuple):
 
 
 def exchanges_of(layers: Iterable[Layer]) -> Exchanges:
-    """Lists what could be exchanged among the layers of a model.
+    """Returns the possible exchanges among the layers of a model.
 
     Args:
-      layers: Those, in an order in which equal modules have theirs in the same order.
+      layers: The model's layers. Equal modules must have their layers in the same order.
     """
     nodes: dict[Path, list[Layer]] = {(): list(layers)}
     for layer in nodes[()]:
@@ -54,7 +55,7 @@ def exchanges_of(layers: Iterable[Layer]) -> Exchanges:
     for modules in grouped(nodes, lambda node: _contents(node, nodes[node])).values():
         inner = [node for node in nodes if node and _around(node) == modules[0]]
         for alike in grouped(inner, lambda node: _signatures(nodes[node])).values():
-            members = []  # of each name, in all the modules
+            members = []  # for each name, the layers or modules of that name in all modules
             for node in alike:
                 members.append([(*module, node[-1]) for module in modules])
             together = [_layers(nodes, names) for names in members]
@@ -69,7 +70,7 @@ def exchanges_of(layers: Iterable[Layer]) -> Exchanges:
         for one, other in itertools.combinations(family, 2):
             if _around(one) != _around(other):
                 across.append([nodes[one], nodes[other]])
-    # Norms last: exchanged, they change little, and so come nearer by chance.
+    # Norms come last, because their exchange changes little and may come nearer by chance.
     for exchanges in (everywhere, within, across):
         exchanges.sort(key=lambda exchange: all(layer.is_vector for layer in exchange[0]))
     return Exchanges(everywhere, circles + within, across)
@@ -81,7 +82,7 @@ def _layers(nodes: dict[Path, list[Layer]], modules: Iterable[Path]) -> list[Lay
 
 
 def _around(node: Path) -> Path:
-    """Returns the module that a layer or module lies in."""
+    """Returns the path of the module that contains a layer or module."""
     return node[:-1]
 
 
@@ -90,5 +91,5 @@ def _signatures(layers: list[Layer]) -> tuple[object, ...]:
 
 
 def _contents(node: Path, layers: list[Layer]) -> tuple[object, ...]:
-    """Returns what is equal for modules with equal layers of equal names."""
+    """Returns a key that is equal for modules with equal layers of equal names."""
     return tuple((layer.segments[len(node) :], layer.signature) for layer in layers)

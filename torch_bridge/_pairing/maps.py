@@ -57,7 +57,10 @@ class Reading(NamedTuple):
         return forms
 
     def with_change(self, before: Reading, after: Reading) -> Reading | None:
-        """Makes the change from one reading to another in this one; None where that differs."""
+        """Applies the change from the reading `before` to the reading `after` to this reading.
+
+        Returns None if this reading differs from `before` in the values to change.
+        """
         partners = dict(self.partners)
         answers = dict(self.answers)
         for layer, target in after.partners.items():

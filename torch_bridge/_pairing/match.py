@@ -268,8 +268,8 @@ class Match:
     ) -> Partners:
         """Pairs as many fitting layers as possible.
 
-        Among the ways to do so it takes the one that pairs layers at similar positions, counted
-        among those that fit each other.
+        Among the ways to do so it takes the one that pairs layers at similar positions. A position
+        is counted among the layers that fit each other.
 
         Args:
           decided: The pairs that are decided already.
@@ -347,10 +347,10 @@ def grouped(members: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_
 
 
 def _ranks(strengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Ranks rows and columns among those that they could be exchanged with, from 0 to 1.
+    """Returns the positions of rows and columns among those that fit each other, from 0 to 1.
 
     Args:
-      strengths: Not zero where a row fits a column.
+      strengths: Shape (rows, columns); not zero if the row fits the column.
     """
     size = len(strengths)
     rows, columns = np.nonzero(strengths)

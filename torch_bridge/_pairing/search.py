@@ -2,8 +2,8 @@
 
 A reading has the pairs of layers, the form of each weight, and the flattened maps. The search tries
 a few likely readings first. Then it tries single changes of the reading that came nearest, the
-likeliest change first, for a limited number of runs. It puts those together that help. Between
-them, other readings have their turn.
+likeliest change first, for a limited number of runs. Changes that help are combined. In turn with
+the nearest reading, it also tries changes of other readings.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch_bridge._pairing.pairs import Maps, Path, leaves_from_torch
 _T = TypeVar("_T")
 TRIES = 500  # the most runs of the Flax model
 _CHECKS = 64  # further runs, which check that other readings do not give torch's outputs, too
-_BATCH = 60  # changes of the nearest reading that are tried before the best are put together
-_GLANCE = 20  # the same for the other readings between
-_SURE = 0.5  # a change that leaves so little of the distance is kept at once
+_BATCH = 60  # changes of the nearest reading to try before the best changes are combined
+_GLANCE = 20  # the same for the other readings
+_SURE = 0.5  # a change that reduces the distance to less than this share is kept at once
 _PATIENCE = (
     100  # after as many tried changes, the nearest reading comes behind one twice as far off
 )
 _HASTE = 20  # the same for the other readings
-_FAR = 0.3  # relative to the outputs' norm; beyond it the other readings count as equal
+_FAR = 0.3  # relative to the outputs' norm; larger distances of the other readings count as equal
 _STEP = 0.2  # for the other readings, the cost of one more change, beside the distance
 _SLIGHT = 1e-2  # relative to the largest output; another eps or activation differs by less
 _SHOWN = 12  # the most layers in an error
@@ -62,10 +62,10 @@ class _State:
     Attributes:
       reading: The reading.
       distance: The relative difference of the reading's outputs from torch's.
-      changes: The changes that come next.
+      changes: The changes to try next.
       depth: The number of changes since one of the first readings.
       taken: The number of changes that have been taken from `changes`.
-      tried: The number of these that the model was run with.
+      tried: The number of these changes that were new, so that the model was run.
     """
 
     reading: Reading
@@ -76,11 +76,11 @@ class _State:
     tried: int = 0
 
     def height(self) -> float:
-        """Returns the distance, and more if many changes have been tried in vain."""
+        """Returns the distance, increased by the number of changes that have been tried."""
         return self.distance * (1 + self.tried / _PATIENCE)
 
     def cost(self) -> float:
-        """Returns the cost of the state among the other readings, less if few changes led to it."""
+        """Returns the cost among the other readings, which grows with distance, depth and tries."""
         distance = min(self.distance / _FAR, 1.0)
         return (distance + _STEP * self.depth) * (1 + self.tried / _HASTE)
 
@@ -143,7 +143,7 @@ class Search:
         states = []
         for change in self._first_readings():
             states += self._states_of([change.reading], tries, 0)
-        # The nearest reading may have come near by chance, so that others get their turn.
+        # The nearest reading may be near by chance, so other readings are tried in turn with it.
         turns = itertools.cycle([(_State.cost, _GLANCE), (_State.height, _BATCH)])
         while states and not self._is_over(tries):
             merit, size = next(turns)
@@ -156,12 +156,12 @@ class Search:
                 states.remove(state)
 
     def _is_over(self, tries: int) -> bool:
-        """Tells whether a reading fits, or no more may be tried."""
+        """Returns True if a reading gives torch's outputs, or all runs are used up."""
         is_proved = bool(self._tried) and self._tried[-1][0].is_rounding
         return is_proved or self._evidence.runs >= tries
 
     def _states_of(self, readings: Iterable[Reading], tries: int, depth: int) -> list[_State]:
-        """Runs the model with readings that have not been tried, until the search is over."""
+        """Runs the model with each new reading until the search is over; returns their states."""
         states = []
         for reading in readings:
             if self._is_over(tries) or reading.key() in self._seen:
@@ -173,7 +173,11 @@ class Search:
         return states
 
     def _batch(self, state: _State, size: int, tries: int) -> list[_State]:
-        """Runs the next changes of a reading, until one is surely right."""
+        """Tries the next `size` changes of a reading, or fewer if one reduces the distance much.
+
+        Returns:
+          The states of the changed readings.
+        """
         children = []
         for change in itertools.islice(state.changes, size):
             state.taken += 1
@@ -185,9 +189,12 @@ class Search:
         return children
 
     def _together(self, state: _State, children: Sequence[_State], tries: int) -> list[_State]:
-        """Puts those changes of a reading together that bring it nearer, the best first.
+        """Combines the changes of a reading that bring it nearer, the best change first.
 
-        What comes of it goes on with the changes behind those that have been tried.
+        The nearest combination continues with the changes that have not been tried yet.
+
+        Returns:
+          The states of the combinations.
         """
         nearer = [child for child in children if child.distance < state.distance]
         nearer.sort(key=lambda child: child.distance)
@@ -276,10 +283,10 @@ class Search:
         return sorted(choices, key=lambda choice: len(choice.values))
 
     def _maps(self, reading: Reading) -> tuple[list[Choice], list[Choice]]:
-        """Lists the layers that may read or output a map: the likely ones, and the unlikely ones.
+        """Lists the layers that are likely to read or output a map, and those that are unlikely to.
 
-        A likely one has the width of a map that Flax flattens. Of an unlikely one some values may
-        be a map, with other values beside it; norms come last.
+        A likely layer has the width of a map that Flax flattens. In an unlikely layer the map may
+        stand beside other values. Norms are the last unlikely layers.
         """
         likely = []
         unlikely = []
@@ -322,7 +329,10 @@ class Search:
         return pattern is not None or bool(getattr(self._answered.answer(layer), option))
 
     def _exchanges(self, reading: Reading) -> Exchanges:
-        """Lists the exchanges of equal layers or modules, in Flax or in torch, as torch layers."""
+        """Returns the exchanges of equal layers or modules in Flax and in torch, as torch layers.
+
+        Exchanges of layers that equal names have paired come last.
+        """
         back = {target: layer for layer, target in reading.partners.items()}
         of_torch = exchanges_of(reading.partners)
         of_flax = exchanges_of(filter(back.__contains__, self._match.flax))
@@ -335,13 +345,13 @@ class Search:
             kinds.append([])
             for exchange in _in_alternation(both, mine):
                 if self._match.by_name.issuperset(itertools.chain(*exchange)):
-                    named.append(exchange)  # equal names are rarely of different layers
+                    named.append(exchange)  # equal names rarely belong to different layers
                 else:
                     kinds[-1].append(exchange)
         return Exchanges(*kinds[:-1], kinds[-1] + named)
 
     def _exchanged(self, reading: Reading, exchanges: Iterable[Exchange]) -> Iterator[Change]:
-        """Yields the change that exchanges the partners of two lists of layers, if all fit."""
+        """Yields for each exchange, if all its layers fit, the reading with exchanged partners."""
         for ones, *others in exchanges:
             layers = list(itertools.chain(ones, *others))
             if not self._match.by_rule.isdisjoint(layers):
@@ -449,7 +459,7 @@ def _places_in_lists(layer: Layer) -> list[int]:
 
 
 def _in_alternation(*lists: Iterable[_T]) -> Iterator[_T]:
-    """Lists the first of each list, then the second of each, and so on."""
+    """Yields the first member of each list, then the second member of each list, and so on."""
     for members in itertools.zip_longest(*lists):
         for member in members:
             if member is not None:
