@@ -118,8 +118,9 @@ class Flow:
                 sizes.setdefault(view.row_maps, math.prod(view.split[: view.row_axes]))
                 sizes.setdefault(view.column_maps, math.prod(view.split[view.row_axes :]))
             shape = layer.shape("weight")
-            is_map = views and len(shape) > 2 and "flatten" not in sizes
-            if target.sort == "kernel" and is_map:
+            if not views or target.sort != "kernel":
+                continue
+            if len(shape) > 2 and "flatten" not in sizes:
                 gives, reads, *space = shape
                 if views[0].flip:
                     gives, reads = reads, gives

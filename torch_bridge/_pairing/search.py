@@ -348,7 +348,8 @@ class Search:
                     named.append(exchange)  # equal names rarely belong to different layers
                 else:
                     kinds[-1].append(exchange)
-        return Exchanges(*kinds[:-1], kinds[-1] + named)
+        everywhere, within, across = kinds
+        return Exchanges(everywhere, within, across + named)
 
     def _exchanged(self, reading: Reading, exchanges: Iterable[Exchange]) -> Iterator[Change]:
         """Yields for each exchange, if all its layers fit, the reading with exchanged partners."""
