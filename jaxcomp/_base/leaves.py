@@ -72,13 +72,6 @@ def put_at(values: list[Any], positions: Iterable[int], new: Iterable[Any]) -> N
         values[i] = value
 
 
-def wire_dtype(comm_dtype: Any, dtypes: Iterable[Any]) -> Any:
-    """Returns the wire dtype of an all-reduce of gradients of these dtypes; never integers."""
-    if comm_dtype is None or isinstance(comm_dtype, Integers):
-        return widest(dtypes)
-    return comm_dtype
-
-
 def compute_dtype(dtype: Any) -> Any:
     """Returns the dtype in which a leaf is compressed: float32, or the leaf's wider dtype."""
     return widest([dtype])

@@ -81,11 +81,6 @@ def is_accumulator(node: Any) -> bool:
     return hasattr(node, "acc_grads") and hasattr(node, "inner_opt_state")
 
 
-def accumulators(tree: PyTree) -> list[Any]:
-    """Returns the accumulator states in a tree."""
-    return nodes_of(tree, is_accumulator)
-
-
 def _has_averaged_before(tree: PyTree) -> bool:
     """Tells whether accumulators hold gradients that a reducer has already averaged.
 
@@ -94,7 +89,7 @@ def _has_averaged_before(tree: PyTree) -> bool:
     `accumulate`, which is made to hold a reducer, only a reducer before it in its chain counts: one
     elsewhere in the tree may belong to another network.
     """
-    nodes = accumulators(tree)
+    nodes = nodes_of(tree, is_accumulator)
     if not nodes or reducer_states([node.inner_opt_state for node in nodes]):
         return False
     if all(type(node) in _FOREIGN for node in nodes):
@@ -108,7 +103,7 @@ def _is_chain_behind(node: Any) -> bool:
         return False
     averaged = False
     for link in node:
-        if averaged and accumulators(link):
+        if averaged and nodes_of(link, is_accumulator):
             return True
         averaged |= is_reducer_state(link) and not is_accumulator(link)
     return False

@@ -24,7 +24,7 @@ from jaxcomp._base.leaves import (
     is_floating,
     nan_unless,
     saturated,
-    wire_dtype,
+    widest,
 )
 from jaxcomp._base.stats import CompressionStats, dense_stats, needed_replicas
 from jaxcomp._base.typing import Array, AxisName, MatrixDimsFn, PyTree, RankFn
@@ -246,7 +246,10 @@ def average_factors(
 
 def _all_reduce_dtype(options: LowRank, plans: Sequence[LeafPlan]) -> Any:
     """Returns the wire dtype of an all-reduce of leaves with these plans."""
-    return wire_dtype(options.comm_dtype, [plan.dtype for plan in plans])
+    comm_dtype = options.comm_dtype
+    if comm_dtype is None or isinstance(comm_dtype, Integers):  # which no all-reduce adds up
+        return widest([plan.dtype for plan in plans])
+    return comm_dtype
 
 
 def _transposed(factor: Array) -> Array:

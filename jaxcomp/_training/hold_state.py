@@ -19,7 +19,7 @@ from jaxcomp._base.leaves import (
 )
 from jaxcomp._base.typing import PyTree
 from jaxcomp._mesh.collectives import is_bound, known_equal
-from jaxcomp._mesh.per_replica import accumulators, is_reducer_state, reducer_states
+from jaxcomp._mesh.per_replica import is_accumulator, is_reducer_state, reducer_states
 from jaxcomp._reducers.reducer import Reducer, check_reducer
 
 
@@ -91,7 +91,7 @@ def is_alone(tree: PyTree, reducer: Any) -> bool:
     """Tells whether a tree is the reducer's state, and not a larger tree that holds it."""
     if not isinstance(reducer, Reducer):
         return True  # the state of a chain is not searched for
-    return is_reducer_state(tree) and not accumulators(tree)
+    return is_reducer_state(tree) and not nodes_of(tree, is_accumulator)
 
 
 def state_in(
@@ -106,7 +106,7 @@ def state_in(
         return tree, lambda state: state
     if is_alone(tree, reducer):
         return unboxed(tree), lambda state: boxed_as(state, tree)
-    for node in accumulators(tree):
+    for node in nodes_of(tree, is_accumulator):
         if reducer_states(node.inner_opt_state):
             raise ValueError(
                 f"{type(node).__name__} around jaxcomp.hold_state would accumulate gradients that "
