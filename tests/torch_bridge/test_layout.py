@@ -22,6 +22,7 @@ from torch_bridge import (
     save_checkpoint,
     state_from_record,
 )
+from torch_bridge._hook.infer import layout_of
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module._orig_mod."])
@@ -232,6 +233,47 @@ def checkpoint_of(order, model=NETWORK, errors=True):
 def test_the_order_is_found_when_only_one_fits(order):
     layout, checkpoint = checkpoint_of(ORDERS[order])
     assert infer_layout(checkpoint) == layout
+
+
+# As in a ViT: the root registers its parameters first, and uses them behind the stem.
+VIT = {
+    "cls": np.zeros((1, 1, 8)),
+    "pos": np.zeros((1, 9, 8)),
+    "stem.weight": np.zeros((24, 32)),
+    "stem.bias": np.zeros(24),
+    "head.weight": np.zeros((24, 32)),
+    "head.bias": np.zeros(24),
+}
+VIT_READY = ["head.bias", "head.weight", "pos", "cls", "stem.bias", "stem.weight"]
+
+
+def test_parameters_of_the_root_are_found_where_the_model_uses_them():
+    layout, checkpoint = checkpoint_of([VIT_READY], VIT)
+    expected = layout.parts(checkpoint.mean)
+    found = infer_layout(checkpoint).parts(checkpoint.mean)
+    for name in ("head.weight", "stem.weight"):  # the errors of the others cancel
+        for field in ("error", "p", "q"):
+            np.testing.assert_array_equal(
+                getattr(found[name], field), getattr(expected[name], field)
+            )
+
+
+def test_a_layout_in_another_order_is_refused():
+    layout, checkpoint = checkpoint_of([VIT_READY], VIT)
+    assert layout_of(checkpoint, layout, None) == layout
+    wrong = BucketLayout.from_order([["stem.bias", "stem.weight", *VIT_READY[:4]]], VIT)
+    assert not wrong.misfits(checkpoint.powersgd[0])  # every size is the same
+    with pytest.raises(CheckpointMismatch, match="another order than the hook state"):
+        layout_of(checkpoint, wrong, None)
+
+
+def test_a_layout_is_taken_where_all_ranks_had_the_same_gradients():
+    layout, checkpoint = checkpoint_of([VIT_READY], VIT)
+    (error,) = checkpoint.powersgd[0].error_dict.values()
+    (other,) = checkpoint.powersgd[1].error_dict.values()
+    error[:24] = 1e-8  # of head.bias
+    other[:24] = 0
+    assert layout_of(checkpoint, layout, None) == layout
 
 
 def test_no_order_or_several_that_fit_are_refused_with_the_candidates():

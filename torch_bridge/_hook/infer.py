@@ -7,7 +7,8 @@ tested against the hook state. A layout is accepted only if no other candidate f
 - The buffers of errors and factors have exactly the lengths of the candidate.
 - Every P factor is orthonormal, because the hook stores it so.
 - If the errors of all ranks are present, the mean error of a compressed parameter is
-  ``M - P P^T M``, so it is orthogonal to P. The mean error of an uncompressed parameter is 0.
+  ``M - P P^T M``, so it is orthogonal to P. The mean error of an uncompressed parameter is 0, and
+  the order of uncompressed parameters between two compressed ones then changes nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import collections
 import itertools
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,19 +64,11 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     if not checkpoint.powersgd or not checkpoint.model:
         raise CheckpointMismatch(f"The layout cannot be inferred without a model. {_HOW_TO}")
     record = checkpoint.powersgd[0]
-    fitting = {}
-    reasons = []
-    for label, order in _candidates(checkpoint.model, frozen, record.error_sizes):
-        layout = BucketLayout.from_order(order, checkpoint.model)
-        flaw = _flaw_of(layout, checkpoint)
-        if flaw:
-            reasons.append(f"{label}: {flaw}")
-            continue
-        key = layout
-        if not record.error_dict:  # layouts with the same places of the factors are equal
-            parts = layout.parts(record).items()
-            key = tuple((name, part.bucket) for name, part in parts if part.rank)
-        fitting.setdefault(key, (label, layout))
+    candidates = _candidates(checkpoint.model, frozen, record.error_sizes)
+    fitting, reasons = _fitting(candidates, checkpoint)
+    if not fitting:
+        candidates = _candidates(checkpoint.model, frozen, record.error_sizes, root_moved=True)
+        fitting, _ = _fitting(candidates, checkpoint)
     if len(fitting) == 1:
         _, layout = next(iter(fitting.values()))
         return layout
@@ -98,6 +92,42 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
         f"{_HOW_TO}",
         mis_shaped=reasons or [_other_size(checkpoint)],
     )
+
+
+def _fitting(
+    candidates: Iterator[tuple[str, list[Sequence[str]]]], checkpoint: Checkpoint
+) -> tuple[dict[Any, tuple[str, BucketLayout]], list[str]]:
+    """Returns the layouts that fit the hook state and differ in it, and why others do not fit."""
+    fitting: dict[Any, tuple[str, BucketLayout]] = {}
+    reasons = []
+    for label, order in candidates:
+        layout = BucketLayout.from_order(order, checkpoint.model)
+        flaw = _flaw_of(layout, checkpoint)
+        if flaw:
+            reasons.append(f"{label}: {flaw}")
+            continue
+        fitting.setdefault(_what_counts(layout, checkpoint), (label, layout))
+    return fitting, reasons
+
+
+def _what_counts(layout: BucketLayout, checkpoint: Checkpoint) -> Any:
+    """Returns what is equal for layouts that give every parameter the same state."""
+    record = checkpoint.powersgd[0]
+    if not record.error_dict:  # only the places of the factors count
+        parts = layout.parts(record).items()
+        return tuple((name, part.bucket) for name, part in parts if part.rank)
+    if checkpoint.missing_ranks or len(checkpoint.powersgd) == 1:
+        return layout
+    # Over all ranks the errors of uncompressed parameters cancel, wherever they lie.
+    places = []
+    for bucket in layout.buckets:
+        start = 0
+        for entry in bucket:
+            if entry.factor_rank(record):
+                places.append((entry.name, start))
+            start += entry.size
+        places.append(("end of the bucket", start))
+    return tuple(places)
 
 
 def _first_difference(layouts: Mapping[str, BucketLayout]) -> list[str]:
@@ -131,6 +161,8 @@ def _flaw_of(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
     means = {}
     if not checkpoint.missing_ranks:
         means = layout.parts(checkpoint.mean)
+    # Ranks that had equal gradients have errors of rounding only, which need not cancel.
+    rounding = 1e-6 * _root_mean_square(record.error_dict.values())
     for name, part in layout.parts(record).items():
         mean = None
         if means:
@@ -151,9 +183,18 @@ def _flaw_of(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
         elif len(checkpoint.powersgd) > 1 and not part.rank and mean is not None:
             assert part.error is not None
             size = np.linalg.norm(part.error.astype(np.float64))
-            if np.linalg.norm(mean) > 1e-2 * size:
+            if np.linalg.norm(mean) > 1e-2 * size + rounding * np.sqrt(mean.size):
                 return f"the errors of {name} would not cancel over the ranks"
     return None
+
+
+def _root_mean_square(arrays: Iterable[np.ndarray]) -> float:
+    squares = 0.0
+    count = 0
+    for array in arrays:
+        squares += float(np.sum(np.square(array, dtype=np.float64)))
+        count += array.size
+    return (squares / max(count, 1)) ** 0.5
 
 
 def layout_of(
@@ -173,6 +214,7 @@ def layout_of(
     Raises:
       CheckpointMismatch: The layout is unknown or does not fit.
     """
+    of_user = layout is not None
     layout = layout or checkpoint.layout
     if not checkpoint.powersgd or not checkpoint.powersgd[0].buckets:
         return layout
@@ -195,44 +237,99 @@ def layout_of(
             "model with torch_bridge.record_layout.",
             unexpected=unknown,
         )
+    if of_user:  # another order of equal sizes would give parameters the state of others
+        flaw = _flaw_of(layout, checkpoint)
+        if flaw:
+            raise CheckpointMismatch(
+                f"The layout has another order than the hook state: {flaw}. Record it in the same "
+                f"run with torch_bridge.record_layout, or leave layout= out to have it inferred.",
+                parameters=("layout",),
+            )
     return layout
 
 
 def _candidates(
-    model: Mapping[str, np.ndarray], frozen: Collection[str], sizes: Mapping[int, int]
+    model: Mapping[str, np.ndarray],
+    frozen: Collection[str],
+    sizes: Mapping[int, int],
+    *,
+    root_moved: bool = False,
 ) -> Iterator[tuple[str, list[Sequence[str]]]]:
-    """Yields each order that can be cut into buckets of `sizes`: a label, and names per bucket."""
+    """Yields each order that can be cut into buckets of `sizes`: a label, and names per bucket.
+
+    Args:
+      model: The model's tensors by name.
+      frozen: Names of parameters that may be frozen.
+      sizes: The number of values of each bucket.
+      root_moved: Yields the orders in which the root's own parameters come at any other place.
+        They are the first ones of the definition, but a model such as a ViT uses its position
+        embedding behind its first layers.
+    """
     lengths = [sizes[bucket] for bucket in sorted(sizes)]
     every = trainable(model)
     choices = [every]
     if frozen:
         choices.insert(0, [name for name in every if name not in frozen])
     for names in choices:
-        modules = collections.defaultdict(list)
-        for name in names:
-            modules[name.rpartition(".")[0]].append(name)
-        ready = []
-        whole = []
-        for members in reversed(modules.values()):
-            whole += members
-            # autograd computes the gradient of a Linear's bias before that of its weight, but of a
-            # convolution or a normalisation the weight's gradient first.
-            if any(name.endswith("weight") and model[name].ndim == 2 for name in members):
-                members = members[::-1]
-            ready += members
-        orders = {
-            "gradient-ready order": ready,
-            "reversed definition order": names[::-1],
-            "reversed modules": whole,
-        }
+        if root_moved:
+            orders = _with_root_moved(names, model)
+        else:
+            ready, whole = _reversed_modules(names, model)
+            orders = {
+                "gradient-ready order": _joined(ready),
+                "reversed definition order": names[::-1],
+                "reversed modules": _joined(whole),
+            }
         for label, order in orders.items():
             buckets = _cut(order, lengths, model)
             if buckets:
                 yield label, buckets
         # In the order of definition DDP makes the last bucket first.
         buckets = _cut(names, lengths[::-1], model)
-        if buckets:
+        if buckets and not root_moved:
             yield "definition order", buckets[::-1]
+
+
+def _reversed_modules(
+    names: Sequence[str], model: Mapping[str, np.ndarray]
+) -> tuple[list[list[str]], list[list[str]]]:
+    """Groups parameters by module, the last module first.
+
+    Returns:
+      The groups with their parameters as gradients become ready, and in the order of definition.
+    """
+    modules = collections.defaultdict(list)
+    for name in names:
+        modules[name.rpartition(".")[0]].append(name)
+    ready = []
+    whole = []
+    for members in reversed(modules.values()):
+        whole.append(members)
+        # autograd computes the gradient of a Linear's bias before that of its weight, but of a
+        # convolution or a normalisation the weight's gradient first.
+        if any(name.endswith("weight") and model[name].ndim == 2 for name in members):
+            members = members[::-1]
+        ready.append(members)
+    return ready, whole
+
+
+def _with_root_moved(names: Sequence[str], model: Mapping[str, np.ndarray]) -> dict[str, list[str]]:
+    """Returns the orders of modules in which the root's own parameters come earlier, by label."""
+    orders = {}
+    labels = ("gradient-ready order", "reversed modules")
+    for label, groups in zip(labels, _reversed_modules(names, model), strict=True):
+        *modules, root = groups
+        if "." in root[0]:  # the root has no parameters of its own
+            continue
+        for place in range(len(modules) + 1):
+            for members in (root, root[::-1]):
+                order = _joined([*modules[:place], members, *modules[place:]])
+                orders[f"{label}, {', '.join(members)} behind {place} modules"] = order
+    return orders
+
+
+def _joined(groups: Iterable[Sequence[str]]) -> list[str]:
+    return list(itertools.chain.from_iterable(groups))
 
 
 def _cut(
