@@ -154,7 +154,7 @@ RESIDUAL = FED_BACK.init(zeros({"w": (4, 3)}))
             TX, TX.init(zeros(TWO | {"bias": (3,)})), TWO,
             r"(?s)q\['bias'\]: no gradient(?!.*axis of replicas)",
         ),
-        (TX, STATE, TWO | {"bias": (3,)}, r"q\['bias'\]: the state has none, as of what was a Py"),
+        (TX, STATE, TWO | {"bias": (3,)}, r"q\['bias'\]: the state has none, as for a Py"),
     ],
     ids=["rank", "tree", "a factor", "rows", "shape", "name", "no gradient", "no place"],
 )  # fmt: skip
