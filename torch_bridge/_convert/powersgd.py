@@ -162,9 +162,9 @@ def filled_state(
         )
     if exact:
         warnings.warn(
-            f"{some(exact)}: torch compresses these parts as one packed matrix. Each part alone is "
-            "too small for min_compression_rate, so jaxcomp averages it exactly. Their error, the "
-            "gradients that were not sent yet, is lost once.",
+            f"{some(exact)}: torch compresses these parts as one packed matrix. Each alone is too "
+            "small for min_compression_rate, so jaxcomp averages them exactly. Their error, the "
+            "gradients that were not sent yet, is lost, once.",
             stacklevel=3,
         )
     # Leaves whose compression has not begun, or that are frozen in torch, can start with any Q that
