@@ -31,7 +31,6 @@ from jaxcomp._base.leaves import (
     alike,
     checked_dtype,
     compute_dtype,
-    is_floating,
     is_masked,
 )
 from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn
@@ -294,7 +293,7 @@ def grouped(plans: Sequence[LeafPlan]) -> Groups:
         kind = None
         if plan.view is not None and plan.size <= largest:
             kind = dataclasses.replace(plan, path="")
-        elif is_floating(plan):
+        elif jnp.issubdtype(plan.dtype, jnp.floating):
             kind = i
         kinds.append(kind)
     groups = []
@@ -308,19 +307,16 @@ def grouped(plans: Sequence[LeafPlan]) -> Groups:
         for start in range(0, len(equal), most):
             groups.append(tuple(equal[start : start + most]))
     groups.sort(key=lambda group: (plans[group[0]].view is None, group))
-    of_groups = []
-    for group in groups:
-        of_groups.append(_of_group(plans[group[0]], len(group)))
-    return Groups(groups, of_groups)
+    return Groups(groups, [_of_group(plans[group[0]], len(group)) for group in groups])
 
 
-def _of_group(plan: LeafPlan, number: int) -> LeafPlan:
+def _of_group(of_leaf: LeafPlan, number: int) -> LeafPlan:
     """Returns the plan of a group of `number` leaves that have this plan each."""
-    if number == 1 or plan.view is None:
-        return plan
-    shape = (number, *plan.shape)
-    view = MatrixView(shape, plan.view.dims.behind_an_axis(), is_group=True)
-    return dataclasses.replace(plan, shape=shape, view=view)
+    if number == 1 or of_leaf.view is None:
+        return of_leaf
+    shape = (number, *of_leaf.shape)
+    view = MatrixView(shape, of_leaf.view.dims.behind_an_axis(), is_group=True)
+    return dataclasses.replace(of_leaf, shape=shape, view=view)
 
 
 def together(groups: Groups, leaves: Sequence[Any]) -> list[Array]:

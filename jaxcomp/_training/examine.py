@@ -184,10 +184,13 @@ def _verdict(
             return Verdict("mean")
         return Verdict("mean", f"as far as halves that differ by {apart / scale:.1g} show")
     nearest = min(misses, key=misses.__getitem__)
+    remedy = '"stack" it, or return what it is made of'
+    if nearest == "mean" and shares[0] == shares[1]:
+        remedy = f"If it is a mean over a count, such as tokens, pass weight=; else {remedy}"
     return Verdict(
         None,
         f"neither: nearest is the {nearest} of both halves, {misses[nearest] / scale:.1g} of the "
-        'largest value off. "stack" it, or return what it is made of',
+        f"largest value off. {remedy}",
     )
 
 

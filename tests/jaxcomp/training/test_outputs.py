@@ -243,8 +243,11 @@ def test_outputs_of_weighted_means_keys_and_other_axes(capsys):
     run = make(loss, mesh=grid(2), batch_specs=specs)
     arguments = (params, x.T, y, mask, jax.random.key(1))
     assert run.outputs(*arguments, weight=mask) == ("mean", "join", None)
+    assert "pass weight=" not in capsys.readouterr().out
     assert run.outputs(*arguments)[0] is None
-    assert "nearest is the mean of both halves" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "nearest is the mean of both halves" in table
+    assert "mean over a count, such as tokens, pass weight=" in table
 
 
 def test_outputs_that_one_batch_cannot_tell_apart_have_no_word():
