@@ -121,7 +121,7 @@ def test_parts_of_a_packed_matrix_may_be_too_small_to_be_compressed_one_by_one()
     )
     with (
         pytest.warns(UserWarning, match="equivalent in kind"),
-        pytest.warns(UserWarning, match=r"hf/kernel.*averages it exactly"),
+        pytest.warns(UserWarning, match=r"hf/kernel.*averages them exactly"),
     ):
         run = torch_bridge.to_flax(checkpoint, params)
     gradients = jax.tree.map(jnp.ones_like, run.params["params"])

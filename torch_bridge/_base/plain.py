@@ -18,7 +18,7 @@ _LEFT_OUT: Any = object()  # stands for a value that such a file cannot hold
 
 
 def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Copies the values that such a file can hold; arrays become tensors.
+    """Copies the values that ``torch.load(weights_only=True)`` reads; arrays become tensors.
 
     An object that occurs twice occurs twice in the copy, too.
 

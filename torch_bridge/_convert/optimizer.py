@@ -383,8 +383,8 @@ def optimizer_to_torch(
       model: Torch state dict of the model; only names and shapes are used.
       pairs: As for `optimizer_from_torch`.
       param_names: As for `optimizer_from_torch`.
-      layout: The bucket layout. If the optimizer does not name its parameters and has as many as
-        the layout, they are those of the layout.
+      layout: The bucket layout, or None. It names the parameters of an optimizer without names, if
+        both have the same number of parameters.
 
     Returns:
       A dict for ``torch.optim.Optimizer.load_state_dict``, with tensors.

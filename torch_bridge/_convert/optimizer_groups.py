@@ -204,8 +204,8 @@ def read_entries(
         names that the optimizer recorded, or else the order of `model`.
       pairs: The pairs of `model`. If `model` has more tensors than the optimizer, tensors without a
         leaf count as buffers.
-      layout: The bucket layout, or None. If the optimizer has as many parameters as the layout, it
-        has those of the layout.
+      layout: The bucket layout, or None. It names the parameters of an optimizer without names, if
+        both have the same number of parameters.
 
     Returns:
       Parameter name, as in `model` -> entry.

@@ -7,8 +7,8 @@ tested against the hook state. A layout is accepted only if no other candidate f
 - The buffers of errors and factors have exactly the lengths of the candidate.
 - Every P factor is orthonormal, because the hook stores it so.
 - If the errors of all ranks are present, the mean error of a compressed parameter is
-  ``M - P P^T M``, so it is orthogonal to P. The mean error of an uncompressed parameter is 0, and
-  the order of uncompressed parameters between two compressed ones then changes nothing.
+  ``M - P P^T M``, so it is orthogonal to P. The mean error of an uncompressed parameter is 0, so
+  the order of uncompressed parameters between two compressed ones does not matter.
 """
 
 from __future__ import annotations
@@ -97,7 +97,12 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
 def _fitting(
     candidates: Iterator[tuple[str, list[Sequence[str]]]], checkpoint: Checkpoint
 ) -> tuple[dict[Any, tuple[str, BucketLayout]], list[str]]:
-    """Returns the layouts that fit the hook state and differ in it, and why others do not fit."""
+    """Tests the candidates against the hook state.
+
+    Returns:
+      The layouts that fit, one for each different assignment of the state: key -> (label, layout).
+      And a line of text for each layout that does not fit.
+    """
     fitting: dict[Any, tuple[str, BucketLayout]] = {}
     reasons = []
     for label, order in candidates:
@@ -111,14 +116,14 @@ def _fitting(
 
 
 def _what_counts(layout: BucketLayout, checkpoint: Checkpoint) -> Any:
-    """Returns what is equal for layouts that give every parameter the same state."""
+    """Returns a key that is equal for layouts that give every parameter the same state."""
     record = checkpoint.powersgd[0]
     if not record.error_dict:  # only the places of the factors count
         parts = layout.parts(record).items()
         return tuple((name, part.bucket) for name, part in parts if part.rank)
     if checkpoint.missing_ranks or len(checkpoint.powersgd) == 1:
         return layout
-    # Over all ranks the errors of uncompressed parameters cancel, wherever they lie.
+    # The errors of uncompressed parameters cancel over all ranks, so their places do not matter.
     places = []
     for bucket in layout.buckets:
         start = 0
@@ -161,7 +166,7 @@ def _flaw_of(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
     means = {}
     if not checkpoint.missing_ranks:
         means = layout.parts(checkpoint.mean)
-    # Ranks that had equal gradients have errors of rounding only, which need not cancel.
+    # If the ranks had equal gradients, their errors are rounding only, and need not cancel.
     rounding = 1e-6 * _root_mean_square(record.error_dict.values())
     for name, part in layout.parts(record).items():
         mean = None
@@ -237,7 +242,7 @@ def layout_of(
             "model with torch_bridge.record_layout.",
             unexpected=unknown,
         )
-    if of_user:  # another order of equal sizes would give parameters the state of others
+    if of_user:  # in another order of equal sizes, parameters would get the state of others
         flaw = _flaw_of(layout, checkpoint)
         if flaw:
             raise CheckpointMismatch(
@@ -261,9 +266,9 @@ def _candidates(
       model: The model's tensors by name.
       frozen: Names of parameters that may be frozen.
       sizes: The number of values of each bucket.
-      root_moved: Yields the orders in which the root's own parameters come at any other place.
-        They are the first ones of the definition, but a model such as a ViT uses its position
-        embedding behind its first layers.
+      root_moved: Whether to yield instead the orders in which the root module's own parameters are
+        at other places. They are defined first, but a model such as a ViT uses its position
+        embedding after its first layers.
     """
     lengths = [sizes[bucket] for bucket in sorted(sizes)]
     every = trainable(model)
@@ -296,7 +301,8 @@ def _reversed_modules(
     """Groups parameters by module, the last module first.
 
     Returns:
-      The groups with their parameters as gradients become ready, and in the order of definition.
+      The groups twice: with the parameters in the order in which gradients become ready, and in
+      the order of definition.
     """
     modules = collections.defaultdict(list)
     for name in names:
@@ -314,7 +320,7 @@ def _reversed_modules(
 
 
 def _with_root_moved(names: Sequence[str], model: Mapping[str, np.ndarray]) -> dict[str, list[str]]:
-    """Returns the orders of modules in which the root's own parameters come earlier, by label."""
+    """Returns the orders in which the root module's own parameters come earlier, by label."""
     orders = {}
     labels = ("gradient-ready order", "reversed modules")
     for label, groups in zip(labels, _reversed_modules(names, model), strict=True):

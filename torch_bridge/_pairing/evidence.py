@@ -143,7 +143,7 @@ class Evidence:
         """Returns the largest difference between the same rows alone and in a larger batch.
 
         XLA adds up the products of one row one after the other, but those of several rows in
-        blocks. So a sum of many terms can differ by more than a control that only changes values.
+        blocks. So long sums round differently, by more than a control shows.
 
         Returns:
           The difference relative to the largest output; 0 if the model does not run with such a

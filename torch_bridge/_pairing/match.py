@@ -427,10 +427,10 @@ def _shared(
 
 
 def _meet(layer: Layer, part: str, target: Layer, leaf: str, pattern: str) -> bool:
-    """Returns True if a rule for a tensor and a leaf can pair their whole layers.
+    """Returns True if a rule for a tensor and a leaf should pair their whole layers.
 
-    That is possible if joining the layers links the tensor with the leaf. It is also possible if
-    the pattern matches the module's name, too, and joining the layers gives any link.
+    That is so if joining the layers links the tensor with the leaf. It is also so if the pattern
+    matches the module's name, too, and joining the layers gives any link.
     """
     links = join(layer, target).links
     if any((link.tensor, link.leaf) == (part, leaf) for link in links):
