@@ -39,7 +39,7 @@ from jaxcomp._mesh.collectives import (
 )
 from jaxcomp._mesh.weights import refuse_misspelt_weight
 from jaxcomp._reducers.allreduce import allreduce
-from jaxcomp._reducers.reducer import check_gradients
+from jaxcomp._reducers.reducer import check_class, check_gradients
 from jaxcomp._reducers.transformation import Transformation, bytes_of, shown
 
 
@@ -184,6 +184,7 @@ class _LocalSGD:
                 "local_sgd averages parameters, so its update needs them: "
                 "tx.update(grads, state, params)."
             )
+        check_class(state, LocalSGDState)
         refuse_misspelt_weight(extra)
         sync = self.sync
         axis_name = sync.axis_name

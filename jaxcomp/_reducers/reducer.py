@@ -267,6 +267,16 @@ def check_shapes(gradients: PyTree, params: PyTree) -> None:
             )
 
 
+def check_class(state: Any, expected: type) -> None:
+    """Refuses a state of another class than the one that this update returns."""
+    if type(state) is not expected:
+        raise ValueError(
+            f"This update needs its own {expected.__name__}, got {type(state).__name__}. Inside an "
+            "optax.chain, call the chain's update with the chain's state. jaxcomp.adapt_state "
+            "converts another reducer's state."
+        )
+
+
 def check_state(state: PyTree, fresh: PyTree) -> None:
     """Refuses a state whose class or shapes differ from a fresh state for these gradients.
 
@@ -275,12 +285,8 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
         another shape; the message lists these leaves.
     """
     is_array = isinstance(fresh, jax.ShapeDtypeStruct)  # a user's state may be one array
-    if not is_array and type(state) is not type(fresh):
-        raise ValueError(
-            f"The reducer's update needs its own {type(fresh).__name__}, got "
-            f"{type(state).__name__}. Inside an optax.chain, call the chain's update with the "
-            "chain's state. jaxcomp.adapt_state converts another reducer's state."
-        )
+    if not is_array:
+        check_class(state, type(fresh))
     shapes = _shapes(state)
     expected = _shapes(fresh)
     wrong = []

@@ -308,5 +308,7 @@ def test_bad_input_is_refused_when_used():
         tx.init({"z": jnp.zeros(2, jnp.complex64)})
     with pytest.raises(ValueError, match="update needs them"):
         tx.update(PARAMS, tx.init(PARAMS))
+    with pytest.raises(ValueError, match="update needs its own LocalSGDState, got EmptyState"):
+        tx.update(PARAMS, optax.EmptyState(), PARAMS)
     with pytest.raises(ValueError, match="is not bound here"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
