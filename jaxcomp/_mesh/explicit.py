@@ -147,7 +147,7 @@ class Boundary:
         if self._around:
 
             def sharding(spec: PartitionSpec) -> NamedSharding:
-                # The axes of the replicas may be Auto, which no type names.
+                # Types name only Explicit axes, and the axes of the replicas may be Auto.
                 return NamedSharding(self.outer, over_axes(spec, self._explicit))
 
             shardings = jax.tree.map(sharding, like)

@@ -247,7 +247,7 @@ def average_factors(
 def _all_reduce_dtype(options: LowRank, plans: Sequence[LeafPlan]) -> Any:
     """Returns the wire dtype of an all-reduce of leaves with these plans."""
     comm_dtype = options.comm_dtype
-    if comm_dtype is None or isinstance(comm_dtype, Integers):  # which no all-reduce adds up
+    if comm_dtype is None or isinstance(comm_dtype, Integers):  # integers are never all-reduced
         return widest([plan.dtype for plan in plans])
     return comm_dtype
 

@@ -217,7 +217,7 @@ def _norm(x: Array) -> Array:
     """Computes the norm of all values, scaled so that no square overflows or underflows."""
     largest = jnp.abs(x).max(initial=0)
     scale = jnp.where(largest > 0, largest, 1)
-    # Not from a flat vector, in which no Explicit axis could stay.
+    # Without flattening the array, which would lose its Explicit axes.
     return scale * jnp.sqrt(jnp.sum(jnp.square(x / scale)))
 
 
