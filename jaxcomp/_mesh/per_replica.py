@@ -132,7 +132,7 @@ def has_foreign(tree: PyTree) -> bool:
     """Tells whether the tree has per-replica leaves in a state of another library.
 
     Such a state does not support rows. A state inside of a per-replica field, such as the optimizer
-    of local steps, is not counted, because its row is removed with the field's.
+    of local steps, is not counted, because its row is removed together with that of the field.
     """
     kinds = map(type, nodes_of(tree, _is_state))
     return not _FOREIGN.keys().isdisjoint(kinds) and not _has_averaged_before(tree)

@@ -28,9 +28,9 @@ def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
       columns by importance). For a higher rank, they get fresh orthonormal columns.
     * A leaf that still has a residual keeps its old one, also between `powersgd` and
       `error_feedback`. If the new reducer keeps no residual for a leaf, the old one is dropped.
-    * A reducer of another kind keeps only the residuals and starts afresh otherwise, with its own
-      ``start_step`` still to come. Between `batched_powersgd`, whose residual is one matrix of all
-      leaves, and another reducer, the residual is dropped too.
+    * A reducer of another kind keeps only the residuals. The rest of its state is fresh, and its
+      ``start_step`` is still to come. Between `batched_powersgd`, whose residual is one matrix of
+      all leaves, and another reducer, the residual is dropped too.
 
     Everything else, such as momenta, stays as it is. Restore a checkpoint with the reducer that
     wrote it, then call `adapt_state`, then `shard_state`.

@@ -221,8 +221,8 @@ def axes_of_state(
       params: The parameters: arrays, or other objects with ``shape`` and ``dtype``.
       mesh: The mesh.
       axis_name: All axes of the replicas.
-      check_vma: True if the step runs with ``check_vma=True``, which itself refuses such a
-        transformation.
+      check_vma: True if the step runs with ``check_vma=True``, and so refuses a transformation that
+        leaves gradients as they are.
 
     Raises:
       ValueError: If gradients or replicated leaves of the state differ along an axis.

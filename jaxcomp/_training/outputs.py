@@ -196,7 +196,7 @@ def _possible(x: Array, axis_name: AxisName) -> str:
 
 
 def _is_compared(x: Array, axis_name: AxisName) -> bool:
-    """Tells whether a "mean" must be equal on all replicas, and the program must compare it."""
+    """Tells whether the program must compare a "mean" leaf between the replicas."""
     return not vma_axes(axis_name) and not jnp.issubdtype(x.dtype, jnp.inexact)
 
 
