@@ -320,6 +320,104 @@ def test_heads_that_are_packed_in_another_order():
     assert all(torch.equal(back[name], value) for name, value in state.items())
 
 
+class TorchParts(tnn.Module):
+    """Packs query, key and value of 2 heads in one of several orders."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.qkv, self.out, self.order = tnn.Linear(8, 24), tnn.Linear(8, 8), order
+
+    def forward(self, x):
+        batch = x.shape[:2]
+        if self.order == "heads":  # as in GPT-NeoX and BLOOM
+            q, k, v = self.qkv(x).view(*batch, 2, 3, 4).unbind(3)
+        else:
+            parts = self.qkv(x).view(*batch, 3, 2, 4).unbind(2)
+            q, k, v = (parts[self.order.index(name)] for name in "qkv")
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
+        return self.out(torch.einsum("bhqk,bkhd->bqhd", scores, v).reshape(*batch, 8))
+
+
+class Parts(nn.Module):
+    """Has query, key and value in several kernels, or in one kernel in one of several orders."""
+
+    order: str
+
+    @nn.compact
+    def __call__(self, x):
+        heads = (*x.shape[:2], 2, 4)
+        if self.order == "dense":
+            q, k, v = (nn.Dense(8, name=name)(x).reshape(heads) for name in "qkv")
+        elif self.order == "general":
+            q, k, v = (nn.DenseGeneral((2, 4), name=name)(x) for name in "qkv")
+        elif self.order == "heads":
+            packed = nn.Dense(24, name="qkv")(x).reshape(*x.shape[:2], 2, 12)
+            q, k, v = jnp.split(packed, 3, axis=-1)
+        elif self.order == "general heads":
+            q, k, v = jnp.split(nn.DenseGeneral((2, 12), name="qkv")(x), 3, axis=-1)
+        else:
+            packed = jnp.split(nn.Dense(24, name="qkv")(x), 3, axis=-1)
+            q, k, v = (packed[self.order.index(name)].reshape(heads) for name in "qkv")
+        scores = nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", scores, v)
+        return nn.Dense(8, name="out")(mixed.reshape(*x.shape[:2], 8))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("heads", "dense"),
+        ("heads", "general"),
+        ("heads", "qkv"),
+        ("heads", "general heads"),
+        ("qkv", "heads"),
+        ("qkv", "general heads"),
+        ("vqk", "dense"),
+        ("kvq", "qkv"),
+        ("vkq", "heads"),
+    ],
+)
+def test_packed_parts_in_any_order(theirs, ours):
+    x = values(2, 5, 8)
+    state, example = proof(TorchParts(theirs), x)
+    like = abstract(Parts(ours), x)
+    pairs = torch_bridge.pair(state, like, apply=Parts(ours).apply, example=example)
+    params = params_from_torch(state, like, pairs=pairs)
+    np.testing.assert_allclose(Parts(ours).apply(params, x), example[1], atol=1e-5)
+    back = torch_bridge.params_to_torch(params, state, pairs=pairs)
+    assert all(torch.equal(back[name], value) for name, value in state.items())
+
+
+class TorchGated(tnn.Module):
+    """Has the gate in the second half of its outputs, as GEGLU in diffusers."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = tnn.Linear(6, 16), tnn.Linear(8, 6)
+
+    def forward(self, x):
+        value, gate = self.up(x).chunk(2, dim=-1)
+        return self.down(value * torch.tanh(gate))
+
+
+class Gated(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        gate, value = jnp.split(nn.Dense(16, name="up")(x), 2, axis=-1)
+        return nn.Dense(6, name="down")(jnp.tanh(gate) * value)
+
+
+def test_gate_and_value_in_the_other_order():
+    state, example = proof(TorchGated(), ROWS)
+    like = abstract(Gated(), ROWS)
+    pairs = torch_bridge.pair(state, like, apply=Gated().apply, example=example)
+    params = params_from_torch(state, like, pairs=pairs)
+    bias = state["up.bias"].numpy()
+    np.testing.assert_array_equal(params["params"]["up"]["bias"], [*bias[8:], *bias[:8]])
+    back = torch_bridge.params_to_torch(params, state, pairs=pairs)
+    assert all(torch.equal(back[name], value) for name, value in state.items())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_rounds_to_16_bits_is_compared_in_its_units(dtype):
     module = randomize(mlp()).to(dtype)

@@ -18,9 +18,12 @@ from torch_bridge import (
     Checkpoint,
     CheckpointMismatch,
     PowerSGDRecord,
+    optimizer_from_torch,
+    optimizer_to_torch,
     powersgd_from_torch,
     powersgd_to_torch,
 )
+from torch_bridge.types import Packing, Pair
 
 MODEL = {"a.weight": np.zeros((24, 32), np.float32)}
 PARAMS = {"a": {"kernel": jnp.zeros((32, 24))}}
@@ -65,6 +68,50 @@ def test_packed_attention_shares_q_and_says_so():
     state.q["key"]["kernel"] += 1
     with pytest.warns(UserWarning, match="different Q factors"):
         back_of(state, params, checkpoint)
+
+
+def packed_by_head(*names):
+    """Pairs a Linear that packs query, key and value of 4 heads, (4, 3, 8) rows, with kernels."""
+    pairs = []
+    for place, name in enumerate(names):
+        shape = (32, 96 // len(names))
+        rows = (32 * place, 32 * place + 32) if len(names) > 1 else None
+        packing = Packing((0, 1, 2), 4, 1)
+        pair = Pair("qkv.weight", (96, 32), (name, "kernel"), shape, shape[::-1], (1, 0))
+        pairs.append(dataclasses.replace(pair, rows=rows, packing=packing))
+    return pairs, {name: {"kernel": jnp.zeros(pairs[0].shape)} for name in names}
+
+
+@pytest.mark.parametrize("names", [("q", "k", "v"), ("qkv",)])
+@pytest.mark.filterwarnings("ignore:.*equivalent in kind")
+def test_residuals_and_moments_of_heads_that_are_packed_one_by_one(names):
+    pairs, params = packed_by_head(*names)
+    module = torch.nn.ModuleDict({"qkv": torch.nn.Linear(32, 96, bias=False)})
+    model = module.state_dict()
+    checkpoint, errors, factors = random_run(model, [["qkv.weight"]])
+    state = powersgd_from_torch(checkpoint, params, pairs=pairs)
+    by_part = errors["qkv.weight"].reshape(4, 3, 8, 32).swapaxes(0, 1).reshape(96, 32)
+    residual = np.concatenate([state.residual[name]["kernel"].T for name in names])
+    np.testing.assert_allclose(residual, by_part, rtol=1e-6)
+    for name in names:
+        q = np.asarray(factors["qkv.weight"][1], np.float32)
+        np.testing.assert_array_equal(state.q[name]["kernel"], q)
+    back = back_of(state, params, checkpoint, pairs=pairs)
+    same_q(back, checkpoint.powersgd[0])
+    np.testing.assert_allclose(
+        back.error_dict[0].numpy().reshape(96, 32), errors["qkv.weight"], rtol=1e-6
+    )
+
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    module["qkv"].weight.grad = torch.from_numpy(errors["qkv.weight"].astype(np.float32))
+    optimizer.step()
+    before = optimizer.state_dict()
+    _, state = optimizer_from_torch(before, model, params, pairs=pairs)
+    trace = state[0].trace
+    moments = np.concatenate([trace[name]["kernel"].T for name in names])
+    np.testing.assert_allclose(moments, by_part, rtol=1e-6)
+    after = optimizer_to_torch(state, params, before, model, pairs=pairs)
+    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

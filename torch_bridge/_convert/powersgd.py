@@ -387,7 +387,7 @@ def _fill(
     seen = {}  # torch name -> one Q for each leaf of the tensor
     for pair, part, q_rows in matrices:
         if part.error is not None and pair.path in residuals:
-            part.error[slice(*pair.row_range)] = pair.to_torch(residuals[pair.path])
+            part.error[pair.row_range] = pair.to_torch(residuals[pair.path])
         if part.q is not None and pair.path in factors:
             torch_q = np.empty_like(part.q)
             torch_q[q_rows] = to_numpy(factors[pair.path]).reshape(torch_q.shape)

@@ -40,6 +40,7 @@ _VIEWS = frozenset(
     {"reshape", "transpose", "convert_element_type", "broadcast_in_dim", "squeeze", "rev", "copy"}
 )
 _MAP_AXES = 3  # from 3 axes on, channels may be the second axis in torch and the last in Flax
+_PARTS = (2, 3)  # numbers of parts of a packed layer: (gate, value), (query, key, value)
 
 
 class Apart(NamedTuple):
@@ -80,6 +81,7 @@ class Evidence:
       order: Path of a leaf -> its position in the order in which the Flax model uses the leaves.
       upward: Paths of the kernels that the model uses in a ConvTranspose with a stride.
       maps: The maps that the model flattens or unflattens: (number of values, number of channels).
+      splits: The axes that the model divides into a few equal parts: (length, number of parts).
       runs: The number of runs so far, not counting controls.
     """
 
@@ -209,6 +211,7 @@ class Evidence:
         self.order = dict.fromkeys(self._leaves, math.inf)  # unused leaves come last
         self.upward = set()
         self.maps = []
+        self.splits = set()
         if layout.program is None:
             return
         leaves = dict(zip(layout.program.invars, self._leaves, strict=False))
@@ -231,11 +234,19 @@ class Evidence:
                 before = equation.invars[0].aval.shape
                 self.maps += _merged(before, result.aval.shape)
                 self.maps += _merged(result.aval.shape, before)
+                self.splits.update(_split_by_shape(before, result.aval.shape))
+            elif name in ("split", "slice"):
+                before = equation.invars[0].aval.shape
+                for whole, part in zip(before, result.aval.shape, strict=True):
+                    if part and whole % part == 0 and whole // part in _PARTS:
+                        self.splits.add((whole, whole // part))
             if name == "dot_general":  # the kernel may have several input or output axes
                 kernel = equation.invars[1].aval.shape
                 contracted = equation.params["dimension_numbers"][0][1]
                 for sizes in (np.take(kernel, contracted), np.delete(kernel, contracted)):
-                    self.maps += _merged(sizes.tolist(), [math.prod(sizes.tolist())])
+                    total = math.prod(sizes.tolist())
+                    self.maps += _merged(sizes.tolist(), [total])
+                    self.splits.update(_split_by_shape([total], sizes.tolist()))
         self.maps = list(dict.fromkeys(self.maps))
 
 
@@ -362,6 +373,14 @@ def _merged(wide: Sequence[int], narrow: Sequence[int]) -> list[tuple[int, int]]
         if math.prod(sizes[cut:]) == last:
             return [(last, sizes[-1])]
     return []
+
+
+def _split_by_shape(narrow: Sequence[int], wide: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns (length, parts) for each new axis that divides the last axis into a few parts."""
+    last = (without_ones(narrow) or (0,))[-1]
+    if not _merged(wide, narrow):
+        return []
+    return [(last, size) for size in wide if size in _PARTS]
 
 
 def _matched(ours: Any, theirs: Iterable[np.ndarray]) -> list[tuple[Any, list[np.ndarray]]]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 from torch_bridge._pairing.layers import Layer, Share
-from torch_bridge._pairing.pairs import Maps, Pair, Shape
+from torch_bridge._pairing.pairs import Maps, Packing, Pair, Shape
 
 # The form in which a weight is stored: `OUT_IN` (the usual one), the name of an option, or the
 # order of torch's axes in Flax.
@@ -43,6 +43,7 @@ class Answer(NamedTuple):
     form: Form = ""  # the form of the weight; "" is the usual one
     flatten: Maps = ()  # flattened maps among the inputs, or among the values of a norm
     unflatten: Maps = ()  # flattened maps among the outputs
+    packing: Packing | None = None  # the order of packed parts among the outputs
 
 
 USUAL = Answer()
@@ -128,6 +129,7 @@ class Joined(NamedTuple):
                 link.must_be_zero,
                 row_maps=getattr(answer, view.row_maps, ()),
                 column_maps=getattr(answer, view.column_maps, ()),
+                packing=answer.packing,
             )
             pairs.append(one)
         return pairs

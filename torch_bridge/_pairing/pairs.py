@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -23,6 +23,34 @@ Shape: TypeAlias = tuple[int, ...]
 # (channels, places) and Flax (places, channels). H and W keep their order, so the places need no
 # shape.
 Maps: TypeAlias = tuple[tuple[int, int, int], ...]
+
+
+class Packing(NamedTuple):
+    """The order of packed parts, such as (query, key, value) or (gate, value), in both frameworks.
+
+    The parts may follow each other, or every group of rows (a head of attention) has its rows of
+    the first part, then of the second part, and so on.
+
+    Attributes:
+      order: For each part in Flax, its position among torch's parts.
+      torch_groups: The number of groups in torch; 1 if the parts follow each other.
+      flax_groups: The same in Flax.
+
+    Example:
+      >>> Packing((0, 1), 2, 1).torch_rows(8)
+      array([0, 1, 4, 5, 2, 3, 6, 7])
+    """
+
+    order: Shape
+    torch_groups: int
+    flax_groups: int
+
+    def torch_rows(self, total: int) -> np.ndarray:
+        """Returns torch's row for each of Flax's `total` rows."""
+        parts = len(self.order)
+        in_groups = np.arange(total).reshape(self.torch_groups, parts, -1)
+        in_parts = in_groups.swapaxes(0, 1).reshape(parts, -1)[list(self.order)]
+        return in_parts.reshape(parts, self.flax_groups, -1).swapaxes(0, 1).ravel()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +71,8 @@ class Pair:
       row_axes: The number of leading axes of `split` that come from torch's first axis.
       axes: The order of the axes of `split` in the leaf.
       flip: The axes of the leaf that are reversed (ConvTranspose).
-      rows: The range of torch's first axis that goes to this leaf; None for the whole axis.
+      rows: The range of torch's first axis that goes to this leaf; None for the whole axis. With
+        `packing` it is a range of the rows in the order of Flax.
       terms: The number of torch tensors whose sum is the leaf. On the way to torch the first tensor
         gets the values, and the others get zeros.
       must_be_zero: The range of torch's first axis whose values must be zero, because the leaf has
@@ -52,6 +81,7 @@ class Pair:
       row_maps: Flattened maps in the selected rows, each ``(first row, channels, places)``. torch
         has the order ``(channels, places)``, Flax ``(places, channels)``.
       column_maps: The same for the columns of ``view(shape[0], -1)``.
+      packing: The order of the parts of a packed tensor; None if it is the same in Flax.
 
     Example:
       >>> kernel = Pair(
@@ -76,6 +106,7 @@ class Pair:
     aliases: tuple[str, ...] = ()
     row_maps: Maps = ()
     column_maps: Maps = ()
+    packing: Packing | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -88,13 +119,21 @@ class Pair:
         return self.torch_name.endswith(STATISTICS)
 
     @property
-    def row_range(self) -> tuple[int, int]:
-        """The range of torch's first axis that this pair covers."""
+    def row_range(self) -> slice | np.ndarray:
+        """The torch rows that this pair covers, in torch's order."""
+        if self.packing and self.rows is not None:
+            return np.sort(self._torch_rows())
+        return slice(*(self.rows or (None, None)))
+
+    def _torch_rows(self) -> np.ndarray:
+        """Returns torch's row for each row of the leaf's matrix."""
+        total = self.torch_shape[0]
+        index = np.arange(total)
+        if self.packing:
+            index = self.packing.torch_rows(total)
         if self.rows is not None:
-            return self.rows
-        if not self.torch_shape:
-            return (0, 1)
-        return (0, self.torch_shape[0])
+            index = index[slice(*self.rows)]
+        return index[_order(self.row_maps, len(index))]
 
     def to_flax(self, array: Any) -> np.ndarray:
         """Makes the leaf from the whole torch tensor.
@@ -110,10 +149,10 @@ class Pair:
           CheckpointMismatch: The array has another shape.
         """
         values = self._checked(to_numpy(array), self.torch_shape)
-        if self.rows is not None:
-            values = values[self.rows[0] : self.rows[1]]
-        if self.row_maps:
-            values = values[_order(self.row_maps, len(values))]
+        if self.packing or self.row_maps:
+            values = values[self._torch_rows()]
+        elif self.rows is not None:
+            values = values[self.row_range]
         if self.column_maps:
             values = values.reshape(len(values), -1)
             values = values[:, _order(self.column_maps, values.shape[1])]
@@ -135,15 +174,17 @@ class Pair:
         values = self._checked(to_numpy(array), self.shape)
         moved = values.reshape([self.split[axis] for axis in self.axes])
         back = np.flip(moved, self.flip).transpose(np.argsort(self.axes))
-        start, stop = self.row_range
-        matrix = back.reshape(stop - start, -1)
+        rows = math.prod(self.torch_shape[:1])
+        if self.rows is not None:
+            rows = self.rows[1] - self.rows[0]
+        matrix = back.reshape(rows, -1)
         if self.column_maps:
             matrix = matrix[:, np.argsort(_order(self.column_maps, matrix.shape[1]))]
-        if self.row_maps:
-            matrix = matrix[np.argsort(_order(self.row_maps, len(matrix)))]
+        if self.packing or self.row_maps:
+            matrix = matrix[np.argsort(self._torch_rows())]
         shape = self.torch_shape
         if self.rows is not None:
-            shape = (stop - start, *shape[1:])
+            shape = (rows, *shape[1:])
         return np.array(matrix, order="C").reshape(shape)
 
     def matrix_axes(self) -> tuple[Shape, Shape]:
@@ -284,7 +325,7 @@ def tensors_from_flax(
             continue
         if pair.torch_name not in tensors:
             tensors[pair.torch_name] = np.zeros(pair.torch_shape, part.dtype)
-        tensors[pair.torch_name][slice(*pair.rows)] = part
+        tensors[pair.torch_name][pair.row_range] = part
     for pair in pairs:
         for alias in pair.aliases:  # an alias with its own leaf in Flax keeps that leaf's values
             tensors.setdefault(alias, tensors[pair.torch_name])

@@ -18,11 +18,11 @@ import numpy as np
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._pairing.evidence import Apart, Evidence
 from torch_bridge._pairing.exchanges import Exchange, Exchanges, exchanges_of
-from torch_bridge._pairing.kinds import CONV_TRANSPOSE, Answer
+from torch_bridge._pairing.kinds import CONV_TRANSPOSE, OUT_IN, Answer, join
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.maps import VERBS, Flow, Reading
 from torch_bridge._pairing.match import Match, grouped
-from torch_bridge._pairing.pairs import Maps, Path, leaves_from_torch
+from torch_bridge._pairing.pairs import Maps, Packing, Path, leaves_from_torch
 
 _T = TypeVar("_T")
 TRIES = 500  # the most runs of the Flax model
@@ -38,6 +38,7 @@ _FAR = 0.3  # relative to the outputs' norm; larger distances of the other readi
 _STEP = 0.2  # for the other readings, the cost of one more change, beside the distance
 _SLIGHT = 1e-2  # relative to the largest output; another eps or activation differs by less
 _SHOWN = 12  # the most layers in an error
+_WHAT = {"form": "how its weight is stored", "packing": "the order of its packed rows"}
 
 
 class Change(NamedTuple):
@@ -265,6 +266,7 @@ class Search:
         exchanges = self._exchanges(reading)
         usual = _changed(reading, matrices + likely)
         yield from _in_alternation(usual, self._exchanged(reading, exchanges.everywhere))
+        yield from _changed(reading, self._packings(reading))
         yield from self._exchanged(reading, exchanges.within)
         rare = _changed(reading, unlikely)
         yield from _in_alternation(rare, self._exchanged(reading, exchanges.across))
@@ -323,6 +325,46 @@ class Search:
                 likely.append(Choice(layers, option, maps))
         return likely, unlikely + norms
 
+    def _packings(self, reading: Reading) -> list[Choice]:
+        """Lists the packed layers, with the orders that the rows of their parts may have in torch.
+
+        A layer is packed if its rows go to several Flax layers, or if the Flax model divides its
+        outputs into two or three equal parts.
+        """
+        choices = []
+        packed = []
+        for layer, target in reading.partners.items():
+            is_kernel = layer.sort == "weight" and target.sort == "kernel"
+            if is_kernel and join(layer, target).forms[:1] == [OUT_IN]:
+                packed.append(layer)
+        for alike in grouped(packed, lambda layer: (layer.words, layer.signature)).values():
+            values: list[Packing | None] = [None]
+            rows = alike[0].shape("weight")[0]
+            share = alike[0].share
+            if share:
+                for groups in self._groups(rows, share[1]):
+                    values.append(Packing(tuple(range(share[1])), groups, 1))
+            else:
+                for parts in self._parts(rows):
+                    values += _orders(parts, self._groups(rows, parts))
+            if len(values) > 1:
+                choices.append(Choice(alike, "packing", values))
+        return choices
+
+    def _parts(self, rows: int) -> list[int]:
+        """Returns the numbers of equal parts into which the Flax model divides so many values."""
+        lengths = {rows}
+        lengths.update(channels for size, channels in self._evidence.maps if size == rows)
+        return sorted({parts for size, parts in self._evidence.splits if size in lengths})
+
+    def _groups(self, rows: int, parts: int) -> list[int]:
+        """Returns the numbers of groups (heads) that the Flax model makes of a part or of all."""
+        groups = set()
+        for size, channels in self._evidence.maps:
+            if size in (rows, rows // parts):
+                groups.update((size // channels, size // channels // parts))
+        return sorted(one for one in groups if one > 1 and rows % (one * parts) == 0)
+
     def _says(self, option: str, layer: Layer) -> bool:
         """Returns True if the user has answered whether a layer reads or outputs a map."""
         pattern, _ = self._match.options.map_of(option, layer)
@@ -373,6 +415,9 @@ class Search:
         yield from _changed(reading, self._forms(reading))
         for choice in itertools.chain(*self._maps(reading)):
             if choice.layers[0] in reading.answers:
+                yield from _changed(reading, [choice])
+        for choice in self._packings(reading):
+            if reading.answer(choice.layers[0]).packing:
                 yield from _changed(reading, [choice])
         named = self._match.by_name | self._match.by_rule
         for alike in grouped(reading.partners, lambda layer: layer.signature).values():
@@ -431,9 +476,7 @@ def _changed(reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:
         names = str(layers[0])
         if len(layers) > 1:
             names += f" to {layers[-1]}"
-        what = "what is flattened"
-        if field == "form":
-            what = "how its weight is stored"
+        what = _WHAT.get(field, "what is flattened")
         now = getattr(reading.answer(layers[0]), field) or values[0]
         for value in values:
             if value == now:
@@ -442,6 +485,22 @@ def _changed(reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:
             for layer in layers:
                 answers[layer] = reading.answer(layer)._replace(**{field: value})
             yield Change(f"{names}: {what}", Reading(reading.partners, answers))
+
+
+def _orders(parts: int, heads: Sequence[int]) -> list[Packing]:
+    """Returns all orders of some packed parts but the usual one, the likeliest first.
+
+    The parts may follow each other or alternate from head to head, in torch, in Flax or in both.
+    """
+    groups = [(1, 1)]
+    for count in heads:
+        groups += [(count, 1), (1, count), (count, count)]
+    orders = []
+    for order in itertools.permutations(range(parts)):
+        for in_torch, in_flax in groups:
+            if in_torch != in_flax or order != tuple(range(parts)):
+                orders.append(Packing(order, in_torch, in_flax))
+    return orders
 
 
 def _in_turn(layers: Sequence[Layer]) -> list[Layer]:
