@@ -87,18 +87,18 @@ class PowerSGDRecord:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Indices of the buckets that have an error or a factor, ascending."""
+        """Returns the indices of the buckets that have an error or a factor, ascending."""
         indices = set(self.error_dict).union(self.p_memory_dict, self.q_memory_dict)
         return tuple(sorted(indices))
 
     @property
     def error_sizes(self) -> dict[int, int]:
-        """Number of values in each bucket's error, by bucket index."""
+        """Returns the number of values in each bucket's error, by bucket index."""
         return {bucket: error.size for bucket, error in self.error_dict.items()}
 
     @property
     def hyperparameters(self) -> dict[str, int | float | bool]:
-        """The hook's arguments that the user chose, by torch's names."""
+        """Returns the hook's arguments that the user chose, by torch's names."""
         return {name: getattr(self, name) for name in _NUMBERS if name not in COUNTERS}
 
 

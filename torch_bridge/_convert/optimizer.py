@@ -185,7 +185,7 @@ class OptimizerPlan:
 
     @property
     def counted(self) -> int:
-        """The number of updates that Adam has counted; 0 for SGD, which does not count."""
+        """Returns the number of updates that Adam has counted; 0 for SGD, which does not count."""
         counted = 0
         for entry in self.entries.values():
             counted = max(counted, entry.step)

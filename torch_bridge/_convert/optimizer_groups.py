@@ -120,7 +120,7 @@ class Hyperparameters(NamedTuple):
 
     @property
     def keeps(self) -> Collection[str]:
-        """Names, in torch, of the entries that Optax keeps, too, for an updated parameter."""
+        """Returns torch's names of the state entries that Optax keeps, too."""
         if self.algorithm == "sgd" and not self.momentum:
             return ()
         if self.algorithm == "sgd":

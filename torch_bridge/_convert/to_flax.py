@@ -78,12 +78,12 @@ class FlaxRun:
 
     @property
     def transformation(self) -> optax.GradientTransformation:
-        """The complete ``optax.chain(reducer, optimizer)``."""
+        """Returns the complete ``optax.chain(reducer, optimizer)``."""
         return optax.chain(*filter(None, (self.reducer, self.optimizer)))
 
     @property
     def opt_state(self) -> tuple[Any, ...]:
-        """The state of `transformation`."""
+        """Returns the state of `transformation`."""
         if self.optimizer is None:
             return (self.reducer_state,)
         return (self.reducer_state, self.optimizer_state)

@@ -63,7 +63,7 @@ class BucketEntry:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Returns the number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -174,12 +174,12 @@ class BucketLayout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all parameters, bucket after bucket."""
+        """Returns the names of all parameters, bucket after bucket."""
         return tuple(entry.name for entry in self)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of elements of each bucket."""
+        """Returns the number of elements of each bucket."""
         sizes = []
         for bucket in self.buckets:
             sizes.append(sum(entry.size for entry in bucket))
@@ -187,7 +187,7 @@ class BucketLayout:
 
     @functools.cached_property
     def entries(self) -> dict[str, BucketEntry]:
-        """Parameter name -> its entry, bucket after bucket."""
+        """Returns the entry of each parameter by its name, bucket after bucket."""
         return {entry.name: entry for entry in self}
 
     @classmethod

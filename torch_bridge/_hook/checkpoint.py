@@ -61,12 +61,12 @@ class Checkpoint:
 
     @property
     def missing_ranks(self) -> bool:
-        """True if errors of some ranks are missing, or if the world size is unknown."""
+        """Returns True if errors of some ranks are missing, or if the world size is unknown."""
         return self.world_size is None or len(self.powersgd) < self.world_size
 
     @property
     def unread_optimizers(self) -> tuple[str, ...]:
-        """Entries of `extra` that look like an optimizer's ``state_dict()``, or a list of them."""
+        """Returns the names in `extra` of entries that look like one optimizer state or several."""
         names = []
         for name, entry in self.extra.items():
             values = entry if isinstance(entry, list | tuple) else [entry]
@@ -76,7 +76,7 @@ class Checkpoint:
 
     @property
     def unread_states(self) -> tuple[str, ...]:
-        """Entries of `extra` that look like a ``PowerSGDState``."""
+        """Returns the names in `extra` whose entries look like a ``PowerSGDState``."""
         return tuple(name for name, value in self.extra.items() if is_slots(value))
 
     def record(self, rank: int, world_size: int | None = None) -> PowerSGDRecord:
@@ -102,7 +102,7 @@ class Checkpoint:
 
     @property
     def mean(self) -> PowerSGDRecord:
-        """The hook state with the mean error of the ranks in the file, float32."""
+        """Returns the hook state with the mean error of the ranks in the file, float32."""
         first = self.powersgd[0]
         errors = jax.tree.map(_mean, *[record.error_dict for record in self.powersgd])
         return dataclasses.replace(first, error_dict=errors)

@@ -62,7 +62,7 @@ class Apart(NamedTuple):
 
     @property
     def is_rounding(self) -> bool:
-        """True if rounding explains the difference."""
+        """Returns True if rounding explains the difference."""
         return self.largest <= self.allowed
 
 

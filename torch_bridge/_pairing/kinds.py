@@ -102,12 +102,12 @@ class Joined(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """True if every leaf and every tensor is in a link."""
+        """Returns True if every leaf and every tensor is in a link."""
         return not any(self.problems.values())
 
     @property
     def forms(self) -> list[Form]:
-        """The possible forms of the weight, the usual form first."""
+        """Returns the possible forms of the weight, the usual form first."""
         if not self.links:
             return []
         return list(self.links[0].views)

@@ -73,13 +73,13 @@ class Layer:
 
     @functools.cached_property
     def signature(self) -> tuple[Any, ...]:
-        """Sort, shapes and number of shares, which are equal for layers that can be exchanged."""
+        """Returns sort, shapes and number of shares: equal for layers that can be exchanged."""
         shapes = frozenset((part, shape) for part, (_, shape) in self.parts.items())
         return self.sort, shapes, self.share and self.share[1]
 
     @property
     def is_vector(self) -> bool:
-        """True for a norm, and for a bare vector, which may be of a norm."""
+        """Returns True for a norm, and for a bare vector, which may be of a norm."""
         return self.sort == "norm" or len(self.shape("")) == 1
 
     def shape(self, part: str) -> Shape:

@@ -90,7 +90,7 @@ class Tree:
 
     @property
     def has_statistics(self) -> bool:
-        """True if the tree has a place for running statistics."""
+        """Returns True if the tree has a place for running statistics."""
         names = {path[-1] for path in self.shapes if path}
         return bool(names & {"mean", "var"})
 

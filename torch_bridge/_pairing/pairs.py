@@ -110,17 +110,17 @@ class Pair:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names of the tensor."""
+        """Returns all names of the tensor."""
         return (self.torch_name, *self.aliases)
 
     @property
     def is_buffer(self) -> bool:
-        """True for a running statistic, which has no gradient."""
+        """Returns True for a running statistic, which has no gradient."""
         return self.torch_name.endswith(STATISTICS)
 
     @property
     def row_range(self) -> slice | np.ndarray:
-        """The torch rows that this pair covers, in torch's order."""
+        """Returns the torch rows that this pair covers, in torch's order."""
         if self.packing and self.rows is not None:
             return np.sort(self._torch_rows())
         return slice(*(self.rows or (None, None)))
