@@ -391,9 +391,9 @@ def test_packed_parts_in_any_order(theirs, ours):
 class TorchGated(tnn.Module):
     """Has the gate in the second half of its outputs, as GEGLU in diffusers."""
 
-    def __init__(self):
+    def __init__(self, width):
         super().__init__()
-        self.up, self.down = tnn.Linear(6, 16), tnn.Linear(8, 6)
+        self.up, self.down = tnn.Linear(width, 16), tnn.Linear(8, width)
 
     def forward(self, x):
         value, gate = self.up(x).chunk(2, dim=-1)
@@ -401,21 +401,68 @@ class TorchGated(tnn.Module):
 
 
 class Gated(nn.Module):
+    width: int
+
     @nn.compact
     def __call__(self, x):
         gate, value = jnp.split(nn.Dense(16, name="up")(x), 2, axis=-1)
-        return nn.Dense(6, name="down")(jnp.tanh(gate) * value)
+        return nn.Dense(self.width, name="down")(jnp.tanh(gate) * value)
 
 
 def test_gate_and_value_in_the_other_order():
-    state, example = proof(TorchGated(), ROWS)
-    like = abstract(Gated(), ROWS)
-    pairs = torch_bridge.pair(state, like, apply=Gated().apply, example=example)
+    state, example = proof(TorchGated(6), ROWS)
+    like = abstract(Gated(6), ROWS)
+    pairs = torch_bridge.pair(state, like, apply=Gated(6).apply, example=example)
     params = params_from_torch(state, like, pairs=pairs)
     bias = state["up.bias"].numpy()
     np.testing.assert_array_equal(params["params"]["up"]["bias"], [*bias[8:], *bias[:8]])
     back = torch_bridge.params_to_torch(params, state, pairs=pairs)
     assert all(torch.equal(back[name], value) for name, value in state.items())
+
+
+class TorchDeep(tnn.Module):
+    def __init__(self):
+        super().__init__()
+        mixers = (TorchParts("heads") for _ in range(3))
+        self.mixers = tnn.ModuleList(mixers)
+        self.gates = tnn.ModuleList(TorchGated(8) for _ in range(3))
+
+    def forward(self, x):
+        for mixer, gate in zip(self.mixers, self.gates, strict=True):
+            x = x + mixer(x)
+            x = x + gate(x)
+        return x
+
+
+class Deep(nn.Module):
+    order: str
+
+    @nn.compact
+    def __call__(self, x):
+        for place in range(3):
+            x = x + Parts(self.order, name=f"mixers_{place}")(x)
+            x = x + Gated(8, name=f"gates_{place}")(x)
+        return x
+
+
+@pytest.mark.parametrize("ours", ["dense", "general", "qkv"])
+def test_packed_rows_of_many_layers(ours):
+    x = values(2, 5, 8)
+    state, example = proof(TorchDeep(), x)
+    params = params_from_torch(
+        state, abstract(Deep(ours), x), apply=Deep(ours).apply, example=example
+    )
+    allowed = 1e-5 * np.abs(example[1]).max()
+    np.testing.assert_allclose(Deep(ours).apply(params, x), example[1], atol=allowed)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("heads", "dense"), ("kvq", "qkv")])
+def test_a_sequence_of_one_value_does_not_tell_query_from_key(theirs, ours):
+    x = values(2, 1, 8)
+    state, example = proof(TorchParts(theirs), x)
+    with pytest.raises(CheckpointMismatch, match="does not tell which is which") as error:
+        params_from_torch(state, abstract(Parts(ours), x), apply=Parts(ours).apply, example=example)
+    assert error.value.ambiguous[0].startswith("qkv")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -19,7 +19,7 @@ from jax.extend import core
 from torch_bridge._base.tensors import shape_of, to_numpy
 from torch_bridge._pairing.kinds import without_ones
 from torch_bridge._pairing.leaves import Tree
-from torch_bridge._pairing.pairs import Path
+from torch_bridge._pairing.pairs import Path, Shape
 
 Apply: TypeAlias = Callable[..., Any]
 Example: TypeAlias = tuple[Sequence[Any], Any]  # inputs and outputs of the torch module
@@ -365,22 +365,28 @@ def _is_real(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
-def _merged(wide: Sequence[int], narrow: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns [(values, channels)] if several axes become the last axis, else []."""
+def _divided(wide: Sequence[int], narrow: Sequence[int]) -> Shape:
+    """Returns the last axes of `wide` that together are the last axis of `narrow`, or ()."""
     sizes = without_ones(wide)
     last = (without_ones(narrow) or (0,))[-1]
     for cut in range(len(sizes) - 1):
         if math.prod(sizes[cut:]) == last:
-            return [(last, sizes[-1])]
-    return []
+            return sizes[cut:]
+    return ()
+
+
+def _merged(wide: Sequence[int], narrow: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns [(values, channels)] if several axes become the last axis, else []."""
+    sizes = _divided(wide, narrow)
+    if not sizes:
+        return []
+    return [(math.prod(sizes), sizes[-1])]
 
 
 def _split_by_shape(narrow: Sequence[int], wide: Sequence[int]) -> list[tuple[int, int]]:
     """Returns (length, parts) for each new axis that divides the last axis into a few parts."""
-    last = (without_ones(narrow) or (0,))[-1]
-    if not _merged(wide, narrow):
-        return []
-    return [(last, size) for size in wide if size in _PARTS]
+    sizes = _divided(wide, narrow)
+    return [(math.prod(sizes), size) for size in sizes if size in _PARTS]
 
 
 def _matched(ours: Any, theirs: Iterable[np.ndarray]) -> list[tuple[Any, list[np.ndarray]]]:

@@ -64,7 +64,9 @@ def pair(
         ``r"block_\1/kernel"``. If tensor and leaf belong to different kinds of layers
         (``norm.gamma`` and ``norm/scale``), the two still become one pair; a matrix is transposed
         if its shape requires it. A Linear that packs several layers goes to several modules, in the
-        order of its rows: ``{r"h\.(\d+)\.c_attn": r"h_\1/query|h_\1/key|h_\1/value"}``.
+        order of its rows: ``{r"h\.(\d+)\.c_attn": r"h_\1/query|h_\1/key|h_\1/value"}``. If the rows
+        alternate from head to head, as in GPT-NeoX and BLOOM, pass an example, too: without one
+        all rows of a part are taken to follow each other.
       flatten: Regular expression of the module name of a Linear (or of a recurrent layer with its
         suffix, as in ``lstm.l0``) -> the channels-first shape ``(C, H, W)`` of the map that is
         flattened before the layer. Flax flattens ``(H, W, C)``, so the layer's inputs must be

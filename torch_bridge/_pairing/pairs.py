@@ -45,6 +45,21 @@ class Packing(NamedTuple):
     torch_groups: int
     flax_groups: int
 
+    @property
+    def is_likely(self) -> bool:
+        """True if one side packs by groups and the other does not, or if two parts are exchanged.
+
+        In the first case the parts have the same order in both frameworks.
+        """
+        if self.torch_groups == self.flax_groups == 1:
+            return self.order == (1, 0)
+        return self.is_in_order and self.torch_groups != self.flax_groups
+
+    @property
+    def is_in_order(self) -> bool:
+        """True if the parts have the same order in both frameworks."""
+        return self.order == tuple(range(len(self.order)))
+
     def torch_rows(self, total: int) -> np.ndarray:
         """Returns torch's row for each of Flax's `total` rows."""
         parts = len(self.order)

@@ -35,6 +35,7 @@ _PATIENCE = (
 )
 _HASTE = 20  # the same for the other readings
 _FAR = 0.3  # relative to the outputs' norm; larger distances of the other readings count as equal
+_PACKINGS = 16  # the most orders of packed rows that are tried with each of the first readings
 _STEP = 0.2  # for the other readings, the cost of one more change, beside the distance
 _SLIGHT = 1e-2  # relative to the largest output; another eps or activation differs by less
 _SHOWN = 12  # the most layers in an error
@@ -225,10 +226,14 @@ class Search:
         return leaves
 
     def _first_readings(self) -> Iterator[Change]:
-        """Yields likely readings: with or without equal names, by the order of use or of names."""
+        """Yields likely readings: with or without equal names, by the order of use or of names.
+
+        Then it yields these readings with likely orders of packed rows.
+        """
         match = self._match
         by_rule = {layer: match.partners[layer] for layer in match.by_rule}
         starts = (match.partners, by_rule)
+        readings = []
         flax_orders = (sorted(match.flax, key=self._place), match.flax)
         torch_orders = (match.torch, _in_turn(match.torch))
         for decided, flax, torch in itertools.product(starts, flax_orders, torch_orders):
@@ -236,7 +241,10 @@ class Search:
             for layer, forms in reading.forms().items():
                 if CONV_TRANSPOSE in forms and self._is_upward(reading.partners[layer]):
                     reading.answers.setdefault(layer, Answer(CONV_TRANSPOSE))
+            readings.append(reading)
             yield Change("", reading)
+        for reading in readings:
+            yield from self._likely_packed(reading)
 
     def _place(self, target: Layer) -> float:
         """Returns the position of a layer in the order in which the Flax model uses layers."""
@@ -351,6 +359,24 @@ class Search:
                 choices.append(Choice(alike, "packing", values))
         return choices
 
+    def _likely_packed(self, reading: Reading) -> Iterator[Change]:
+        """Yields a reading with the likely orders of packed rows, equal ones for like layers.
+
+        A deep model is far off until all its layers are right, so these are not single changes.
+        """
+        together = grouped(self._packings(reading), lambda choice: tuple(choice.values))
+        layers = []
+        likely = []
+        for values, choices in together.items():
+            layers.append(list(itertools.chain(*(choice.layers for choice in choices))))
+            likely.append([value for value in values if value is None or value.is_likely])
+        for packings in itertools.islice(itertools.product(*likely), _PACKINGS):
+            answers = dict(reading.answers)
+            for alike, packing in zip(layers, packings, strict=True):
+                for layer in alike:
+                    answers[layer] = reading.answer(layer)._replace(packing=packing)
+            yield Change("", Reading(reading.partners, answers))
+
     def _parts(self, rows: int) -> list[int]:
         """Returns the numbers of equal parts into which the Flax model divides so many values."""
         lengths = {rows}
@@ -417,8 +443,15 @@ class Search:
             if choice.layers[0] in reading.answers:
                 yield from _changed(reading, [choice])
         for choice in self._packings(reading):
-            if reading.answer(choice.layers[0]).packing:
-                yield from _changed(reading, [choice])
+            packing = reading.answer(choice.layers[0]).packing
+            if packing is None:
+                continue
+            others = []
+            for value in choice.values:
+                # Parts in torch's order need no proof that another order is wrong.
+                if value is None or not packing.is_in_order or value.is_in_order:
+                    others.append(value)
+            yield from _changed(reading, [choice._replace(values=others)])
         named = self._match.by_name | self._match.by_rule
         for alike in grouped(reading.partners, lambda layer: layer.signature).values():
             for one, other in itertools.pairwise(alike):
