@@ -2,6 +2,7 @@
 
 import collections
 import math
+import re
 
 import jax
 import numpy as np
@@ -182,6 +183,43 @@ def test_numbers_of_another_scheme_are_asked_about_and_plain_is_not_the_advice(s
     assert error.message.startswith("Neither names nor shapes tell how some layers correspond.")
     assert any("say which is which" in line for line in error.ambiguous)
     assert "plain=True" not in error.message
+
+
+OTHER_COUNTS = {  # torch's names and those of Flax, in the order of their numbers
+    "two numbers and one": (
+        ["convs1.0", "convs1.1", "convs2.0", "convs2.1"],
+        kernels(**{f"Conv_{k}": (4, 4) for k in range(4)}),
+    ),
+    "one number and two": (
+        ["0", "2", "4", "6"],
+        blocks("Block_{}", TWO, Dense_0=(4, 4), Dense_1=(4, 4)),
+    ),
+    "two by three and three by two": (
+        [f"convs{k}.{n}" for k in TWO for n in range(3)],
+        blocks("Block_{}", range(3), Conv_0=(4, 4), Conv_1=(4, 4)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_COUNTS)
+def test_numbers_that_count_in_another_way_are_asked_about_in_spite_of_plain(case):
+    names, like = OTHER_COUNTS[case]
+    model = {f"{name}.weight": values(4, 4) for name in names}
+    error = refused(model, like, plain=True)
+    (line,) = error.ambiguous
+    assert f"say which is which, as with rules={{{re.escape(names[0])!r}: " in line
+    assert "count in the same way on both sides" in error.message
+    places = []
+    for path, _ in jax.tree.leaves_with_path(like):
+        places.append("/".join(key.key for key in path[:-1]))
+    rules = dict(zip(map(re.escape, names), places, strict=True))
+    there_and_back(model, like, rules, plain=True)
+
+
+def test_numbers_that_are_equal_or_go_on_together_do_not_count():
+    names = [f"encoder.3.layer{k}.conv{k}" for k in (1, 2)]
+    model = {f"{name}.weight": values(4, 4) + k for k, name in enumerate(names)}
+    there_and_back(model, kernels(Conv_0=(4, 4), Conv_1=(4, 4)), plain=True)
 
 
 def test_layers_of_equal_names_say_which_block_is_which():
@@ -439,6 +477,50 @@ def recurrent():
 def norm_elsewhere():
     vectors = {"norm.weight": values(128), "norm.bias": values(128) + 1}
     return FLAT[0] | vectors, FLAT[1] | {"norm": norm(128)}
+
+
+def several_beside_a_convolution():
+    """Lists models with layers that have several values for each channel of a convolution."""
+    heads = twins(conv=CONV, value_conv=(1, 8, 1, 1), mean=FC, variance=(9, 128))
+    decoder = twins(fc=(128, 10), conv=(4, 8, 3, 3))
+    return {
+        "a Linear": (FLAT, ["fc"], "flatten"),
+        "an LSTM": (recurrent(), ["lstm.l0"], "flatten"),
+        "two heads": (heads, ["mean", "variance"], "flatten"),
+        "a decoder": (decoder, ["fc"], "unflatten"),
+    }
+
+
+@pytest.mark.parametrize("case", several_beside_a_convolution())
+def test_a_likely_map_is_not_without_a_word(case):
+    (model, like), names, option = several_beside_a_convolution()[case]
+    error = refused(model, like)
+    assert error.message.startswith("A layer beside a convolution has several values for each")
+    with pytest.warns(UserWarning, match="plain=True says that nothing is flattened") as caught:
+        params_from_torch(model, like, plain=True)
+    for name in names:
+        assert f"{option}={{{name!r}: (8, 4, 4)}}" in str(caught[0].message)
+    for maps in ({}, dict.fromkeys(names, (8, 4, 4))):
+        there_and_back(model, like, plain=True, **{option: maps})
+
+
+def joined_maps():
+    """Makes a norm of the width of joined maps, and the layer behind it."""
+    vectors = {"norm.weight": values(128), "norm.bias": values(128)}
+    conv, fc = ({f"{name}.weight": FLAT[0][f"{name}.weight"]} for name in ("conv0", "fc"))
+    return conv | vectors | fc, FLAT[1] | {"norm": norm(128)}
+
+
+POOLED = {
+    "one value a channel": twins(conv=CONV, fc=(10, 8)),
+    "joined maps with a norm": joined_maps(),
+    "behind another layer": twins(conv=CONV, up=(64, 8), down=(8, 64)),
+}
+
+
+@pytest.mark.parametrize("case", POOLED)
+def test_plain_gives_no_warning_where_no_map_is_likely(case):
+    there_and_back(*POOLED[case], plain=True)
 
 
 WIDE, NARROW = (24, 3, 3, 3), (8, 24, 3, 3)

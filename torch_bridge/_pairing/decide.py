@@ -54,6 +54,15 @@ _FORMS_ARE_OPEN = (
     "no map is flattened), plain=True answers all questions. Else answer with these arguments, or "
     "pass apply= and example=, so that a run finds it out."
 )
+_MAPS_ARE_OPEN = (
+    "A layer beside a convolution has several values for each channel, which probably are a "
+    "flattened map. Answer with these arguments, or pass apply= and example=, so that a run finds "
+    "it out. plain=True says that there is no map."
+)
+_PLAIN_ORDER = (
+    " plain=True pairs only layers whose names differ in nothing but their numbers, and count "
+    "in the same way on both sides."
+)
 
 
 class Paired(NamedTuple):
@@ -235,12 +244,23 @@ def _without_problems(match: Match) -> Reading:
     is_different = any(problems.values()) or match.problems
     problems["ambiguous"] = match.problems + orders + questions.asked
     if not any(problems.values()):
+        if match.options.plain and questions.likely:
+            warnings.warn(
+                "plain=True says that nothing is flattened, but widths beside convolutions fit "
+                f"flattened maps: {printable('; '.join(questions.likely))}. Pass these arguments "
+                "if there are any, else flatten={} and unflatten={}.",
+                stacklevel=2,
+            )
         return questions.reading
     message = _FORMS_ARE_OPEN
     if is_different:
         message = _DIFFERENT
     elif orders:
         message = _ORDER_IS_OPEN
+        if match.options.plain:
+            message += _PLAIN_ORDER
+    elif questions.likely:
+        message = _MAPS_ARE_OPEN
     message = _reparametrized(problems["unexpected"]) + message
     if _packs(lonely):
         message = f"{_PACKED_IN_FLAX} {message}"

@@ -185,6 +185,32 @@ class Flow:
             return (picture,)
         return None
 
+    def is_beside_convolution(self, option: str, layer: Layer) -> bool:
+        """Returns True if a layer has several values for each channel of the convolution beside it.
+
+        Then no pooling to one value a channel stands between them, and the values are probably a
+        flattened map. Norms, layers with as many inputs (or outputs), and convolutions of one
+        channel may stand between the two.
+        """
+        values = self.sizes[layer][option]
+        place = self.layers.index(layer)
+        beside = self.layers[place + 1 :]
+        if option == "flatten":
+            beside = self.layers[:place][::-1]
+        convs = {self.layers[conv.place]: conv for conv in self.convs}
+        for other in beside:
+            width = self.sizes[other].get("flatten")
+            if other in convs:
+                channels = convs[other].channels[option]
+                if channels > 1:
+                    return values > channels and values % channels == 0
+            elif other.is_vector:
+                if option == "flatten" and width == values:
+                    return False  # the norm of several joined maps, each value a channel
+            elif self.sizes[other].get(option) != values:
+                return False
+        return False
+
     def following(self, layer: Layer) -> Layer | None:
         """Returns the next layer that is not a vector, or None."""
         place = self.layers.index(layer)

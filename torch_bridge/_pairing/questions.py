@@ -65,7 +65,9 @@ def asked_orders(match: Match) -> list[str]:
 def _by_number(match: Match, group: Group) -> Partners:
     """Pairs layers that differ only in their numbers, in the order of the numbers; else none.
 
-    Layers of the same series that are paired already must have the same order.
+    Layers of the same series that are paired already must have the same order. Names that count by
+    several numbers on one side and by one on the other (``convs1.0`` and ``Conv_0``) have no common
+    order: the second number may count inside the first, or the first inside the second.
     """
     ours = {layer.words for layer in group.torch}
     theirs = {target.words for target in group.flax}
@@ -73,6 +75,8 @@ def _by_number(match: Match, group: Group) -> Partners:
         return {}
     torch = sorted(group.torch, key=lambda layer: layer.numbers)
     flax = sorted(group.flax, key=lambda target: target.numbers)
+    if _levels(torch) != _levels(flax):
+        return {}
     partners = dict(zip(torch, flax, strict=True))
     series = list(partners.items())
     for layer, target in match.partners.items():
@@ -86,6 +90,24 @@ def _by_number(match: Match, group: Group) -> Partners:
     return partners
 
 
+def _levels(layers: Sequence[Layer]) -> list[int]:
+    """Returns for each layer but the first the level of the number in which its name goes on.
+
+    Level 0 is the outermost number that goes on anywhere. Numbers that are equal in all names do
+    not count, nor do those that only go on together with a number before them.
+    """
+    places = []
+    for before, layer in itertools.pairwise(layers):
+        place = 0
+        for one, other in zip(before.numbers, layer.numbers, strict=True):
+            if one != other:
+                break
+            place += 1
+        places.append(place)
+    known = sorted(set(places))
+    return list(map(known.index, places))
+
+
 class Questions:
     """The questions about some pairs of layers, with the options' answers.
 
@@ -93,6 +115,8 @@ class Questions:
       reading: The pairs of layers, with the answer for each layer.
       asked: The open questions, each a line of text that says how to answer.
       wrong: A line of text for each answer that does not fit.
+      likely: The arguments for flattened maps directly beside a convolution, which are likely. With
+        ``plain=True`` they are not asked about.
     """
 
     def __init__(self, match: Match, partners: Partners) -> None:
@@ -106,11 +130,12 @@ class Questions:
         self.reading = Reading(match.in_order(partners), {})
         self.asked = []
         self.wrong = []
+        self.likely = []
         self._ask_forms(match.known)
         self._flow = Flow(self.reading)
         for option in VERBS:
             self._take_maps(option)
-            if not self._options.plain and getattr(self._options, option) is None:
+            if getattr(self._options, option) is None:
                 self._ask_maps(option)
 
     def _ask_forms(self, known: Mapping[str, str]) -> None:
@@ -194,6 +219,10 @@ class Questions:
                 continue
             names = listed(layers)
             shown = _written(shape)
+            if any(flow.is_beside_convolution(option, layer) for layer in layers):
+                self.likely.append(f"{option}={{{names!r}: {shown}}}")
+            if self._options.plain:
+                continue
             others = []
             for other in flow.layers:
                 may_be = other.is_vector or flow.is_table(other)
