@@ -86,6 +86,12 @@ LAYERS = {
     "conv2d in groups": conv(2, groups=2),
     **{f"conv_transpose{n}d": conv(n, transposed=True) for n in (1, 2, 3)},
     "layer norm": normed(tnn.LayerNorm(6), "LayerNorm", ROW),
+    "layer norm of a map": Layer(
+        tnn.LayerNorm((6, 3, 3)),
+        nn.LayerNorm(epsilon=1e-5, reduction_axes=(-3, -2, -1), feature_axes=(-3, -2, -1)),
+        None,
+        (MAP,),
+    ),
     "rms norm": normed(tnn.RMSNorm(6, eps=1e-5), "RMSNorm", ROW),
     "group norm map": normed(tnn.GroupNorm(2, 6), "GroupNorm", MAP, num_groups=2),
     "batch norm map": normed(tnn.BatchNorm2d(6).eval(), "BatchNorm", MAP, use_running_average=True),

@@ -446,6 +446,34 @@ def test_one_question_for_all_square_matrices():
         np.testing.assert_array_equal(params[name]["kernel"], weight.T if turned else weight)
 
 
+@pytest.mark.parametrize("shape", [(4, 4), (4, 4, 4)])
+def test_the_order_of_a_cubic_norm_is_asked_about_in_spite_of_plain(shape):
+    model = {"norm.weight": values(*shape), "norm.bias": values(*shape) + 1}
+    like = {"norm": {"scale": np.zeros(shape), "bias": np.zeros(shape)}}
+    last = (*range(1, len(shape)), 0)
+    for options in ({}, {"plain": True}):
+        error = refused(model, like, **options)
+        assert f"else turned={{'norm': {last}}}" in error.ambiguous[0]
+        assert error.message.startswith("plain=True does not") == bool(options)
+    kept = there_and_back(model, like, turned={})
+    np.testing.assert_array_equal(kept["norm"]["bias"], model["norm.bias"])
+    moved_last = there_and_back(model, like, turned={"norm": last})
+    np.testing.assert_array_equal(moved_last["norm"]["scale"], model["norm.weight"].transpose(last))
+
+
+def test_a_norm_of_a_map_has_its_channels_last_and_torchs_matrix():
+    model = {"norm.weight": values(4, 3, 3), "norm.bias": values(4, 3, 3) + 1}
+    like = {"norm": {"scale": np.zeros((3, 3, 4)), "bias": np.zeros((3, 3, 4))}}
+    params = there_and_back(model, like)
+    np.testing.assert_array_equal(params["norm"]["bias"], np.moveaxis(model["norm.bias"], 0, -1))
+    for one in pair(model, like):
+        rows, cols = one.matrix_axes()
+        assert rows == (2,)
+        matrix = params["norm"][one.path[-1]].transpose(*rows, *cols).reshape(4, -1)
+        torch_matrix = model[one.torch_name].reshape(4, -1)
+        np.testing.assert_array_equal(matrix, torch_matrix[:, one.column_order(cols)])
+
+
 @pytest.mark.parametrize(
     ("option", "shape"), [("conv1d", (4, 4)), ("conv_transpose", (4, 4, 3, 3))]
 )
@@ -479,6 +507,14 @@ def norm_elsewhere():
     return FLAT[0] | vectors, FLAT[1] | {"norm": norm(128)}
 
 
+def behind_a_norm():
+    """Makes a norm over all axes of the map, and the layer behind it."""
+    conv, fc = ({f"{name}.weight": FLAT[0][f"{name}.weight"]} for name in ("conv0", "fc"))
+    return conv | {"norm.weight": values(8, 4, 4)} | fc, FLAT[1] | {
+        "norm": {"scale": np.zeros((4, 4, 8))}
+    }
+
+
 def several_beside_a_convolution():
     """Lists models with layers that have several values for each channel of a convolution."""
     heads = twins(conv=CONV, value_conv=(1, 8, 1, 1), mean=FC, variance=(9, 128))
@@ -486,6 +522,7 @@ def several_beside_a_convolution():
     return {
         "a Linear": (FLAT, ["fc"], "flatten"),
         "an LSTM": (recurrent(), ["lstm.l0"], "flatten"),
+        "a Linear behind a norm of the map": (behind_a_norm(), ["fc"], "flatten"),
         "two heads": (heads, ["mean", "variance"], "flatten"),
         "a decoder": (decoder, ["fc"], "unflatten"),
     }

@@ -51,8 +51,12 @@ _ORDER_IS_OPEN = (
 )
 _FORMS_ARE_OPEN = (
     "If nothing is unusual in this model (square weights are (out, in) and not of a ConvTranspose, "
-    "no map is flattened), plain=True answers all questions. Else answer with these arguments, or "
-    "pass apply= and example=, so that a run finds it out."
+    "no map is flattened, norms have one axis), plain=True answers all questions. Else answer with "
+    "these arguments, or pass apply= and example=, so that a run finds it out."
+)
+_PLAIN_IS_OPEN = (
+    "plain=True does not answer all questions. Answer with these arguments, or pass apply= and "
+    "example=, so that a run finds it out."
 )
 _MAPS_ARE_OPEN = (
     "A layer beside a convolution has several values for each channel, which probably are a "
@@ -259,6 +263,8 @@ def _without_problems(match: Match) -> Reading:
         message = _ORDER_IS_OPEN
         if match.options.plain:
             message += _PLAIN_ORDER
+    elif match.options.plain:
+        message = _PLAIN_IS_OPEN
     elif questions.likely:
         message = _MAPS_ARE_OPEN
     message = _reparametrized(problems["unexpected"]) + message

@@ -224,6 +224,21 @@ def _norm(torch: Layer, flax: Layer) -> list[Link]:
     return links
 
 
+def _norm_of_map(torch: Layer, flax: Layer) -> list[Link]:
+    """Links a LayerNorm over several axes, in torch's order or with the channels last.
+
+    Both orders fit a cube, and neither is the usual one: (C, H, W) has its channels last in Flax,
+    and (positions, features) keeps its order.
+    """
+    same = tuple(range(len(torch.shape("weight"))))
+    last = (*same[1:], 0)
+    forms: dict[Form, Shape] = {same: same, last: last}
+    weight = _link(torch, flax, "weight", "scale", forms=forms)
+    if not weight.views:
+        return _bare(torch, flax)
+    return [weight, _link(torch, flax, "bias", "bias", forms=forms)]
+
+
 def _attention(torch: Layer, flax: Layer) -> list[Link]:
     """Links the parts of MultiheadAttention's packed projection, and the output projection."""
     links = []
@@ -313,6 +328,7 @@ _KINDS: Mapping[tuple[str, str], Callable[[Layer, Layer], list[Link]]] = {
     ("weight", "kernel"): _weight,
     ("weight", "embedding"): _embedding,
     ("norm", "norm"): _norm,
+    ("weight", "norm"): _norm_of_map,
     ("attention", "attention"): _attention,
     ("recurrent", "recurrent"): _recurrent,
 }

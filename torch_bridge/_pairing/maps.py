@@ -189,8 +189,8 @@ class Flow:
         """Returns True if a layer has several values for each channel of the convolution beside it.
 
         Then no pooling to one value a channel stands between them, and the values are probably a
-        flattened map. Norms, layers with as many inputs (or outputs), and convolutions of one
-        channel may stand between the two.
+        flattened map. Norms, bare parameters, layers with as many inputs (or outputs), and
+        convolutions of one channel may stand between the two.
         """
         values = self.sizes[layer][option]
         place = self.layers.index(layer)
@@ -207,7 +207,7 @@ class Flow:
             elif other.is_vector:
                 if option == "flatten" and width == values:
                     return False  # the norm of several joined maps, each value a channel
-            elif self.sizes[other].get(option) != values:
+            elif other.sort == "attention" or self.sizes[other].get(option, values) != values:
                 return False
         return False
 

@@ -81,8 +81,9 @@ def pair(
       conv1d: Regular expression of the module names of square matrices that are stored ``(in,
         out)``, as in transformers' ``Conv1D``; ``""`` for none. Other matrices show it by their
         shapes.
-      turned: Regular expression of a bare parameter (or of a Bilinear) -> the order of its axes in
-        Flax, as for ``numpy.transpose``; ``{}`` if all have torch's order.
+      turned: Regular expression of a bare parameter (of a Bilinear, or of a norm whose several axes
+        are equal) -> the order of its axes in Flax, as for ``numpy.transpose``; ``{}`` if all have
+        torch's order.
       plain: Answers all open questions with the usual case: square weights are ``(out, in)`` and
         not of a ConvTranspose, bare parameters have torch's order of axes, and no map is flattened.
         Layers that differ only in their numbers are paired in the order of the numbers. Torch and

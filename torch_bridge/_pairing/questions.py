@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch_bridge._pairing.kinds import OUT_IN, Answer, Form
@@ -30,7 +30,7 @@ _OF_FORMS = {
     "Pass conv_transpose='' if none of these is a ConvTranspose, else conv_transpose=<regular "
     "expression of those that are>",
     "turned": "{0}: its shape fits in several orders of its axes. Pass turned={{}} if all have "
-    "torch's order, else turned={{{0!r}: (1, 0)}}, or another order",
+    "torch's order, else turned={{{0!r}: {1}}}, or another order",
 }
 
 
@@ -131,24 +131,28 @@ class Questions:
         self.asked = []
         self.wrong = []
         self.likely = []
-        self._ask_forms(match.known)
+        self._ask_forms(match)
         self._flow = Flow(self.reading)
         for option in VERBS:
             self._take_maps(option)
             if getattr(self._options, option) is None:
                 self._ask_maps(option)
 
-    def _ask_forms(self, known: Mapping[str, str]) -> None:
+    def _ask_forms(self, match: Match) -> None:
         """Answers or asks for each weight with several possible forms which form it has."""
         open_layers = {}
         names = set(itertools.chain.from_iterable(map(Layer.tensors, self.reading.partners)))
-        for layer, forms in self.reading.forms().items():
+        several = self.reading.forms()
+        for layer, forms in several.items():
             form: Form | None = None
             packed = [name.replace("out_proj.weight", "in_proj_weight") for name in layer.tensors()]
             if any(map(_OF_TORCH.search, names.intersection(packed))):
                 form = OUT_IN
             elif len(forms) == 2:  # a Linear with three output axes in Flax has more orders
-                form = known.get(layer.name)
+                form = match.known.get(layer.name)
+            is_norm = self.reading.partners[layer].sort == "norm"
+            if is_norm and layer in match.by_rule and len(layer.shape("weight")) == 2:
+                continue  # a rule transposes a matrix only if its shape requires it
             if form is not None:
                 self.reading.answers[layer] = Answer(form)
                 continue
@@ -160,6 +164,8 @@ class Questions:
                     options[form] = None
             for option in options:
                 form = self._options.form_of(option, layer)
+                if is_norm and self._options.turned is None:
+                    form = None  # plain=True knows no usual order for a norm of several axes
                 if form is None:
                     open_layers.setdefault(option, []).append(layer)
                 elif form and form not in forms:
@@ -168,7 +174,8 @@ class Questions:
                 elif form:
                     self.reading.answers[layer] = Answer(form)
         for option, layers in open_layers.items():
-            self.asked.append(_OF_FORMS[option].format(listed(layers)))
+            orders = [form for form in several[layers[0]][1:] if isinstance(form, tuple)]
+            self.asked.append(_OF_FORMS[option].format(listed(layers), *orders[:1]))
 
     # --- flattened maps -------------------------------------------------------------------------
 
