@@ -456,6 +456,85 @@ def test_packed_rows_of_many_layers(ours):
     np.testing.assert_allclose(Deep(ours).apply(params, x), example[1], atol=allowed)
 
 
+class TorchReader(tnn.Module):
+    """Packs key and value, as Perceiver does, and has two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = tnn.ModuleList(tnn.Linear(8, 8) for _ in range(2))
+        self.kv = tnn.ModuleList(tnn.Linear(8, 16) for _ in range(2))
+
+    def forward(self, x):
+        for query, kv in zip(self.queries, self.kv, strict=True):
+            q = query(x).view(*x.shape[:2], 2, 4)
+            k, v = kv(x).view(*x.shape[:2], 2, 2, 4).unbind(2)
+            scores = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
+            x = x + torch.einsum("bhqk,bkhd->bqhd", scores, v).flatten(2)
+        return x
+
+
+class Reader(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        heads = (*x.shape[:2], 2, 4)
+        for _ in range(2):
+            q = nn.Dense(8)(x).reshape(heads)
+            v, k = jnp.split(nn.Dense(16)(x), 2, axis=-1)
+            scores = nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k.reshape(heads)))
+            x = x + jnp.einsum("bhqk,bkhd->bqhd", scores, v.reshape(heads)).reshape(x.shape)
+        return x
+
+
+def test_key_and_value_in_the_other_order_beside_a_query_of_two_heads():
+    x = values(2, 5, 8)
+    state, example = proof(TorchReader(), x)
+    like = abstract(Reader(), x)
+    params = params_from_torch(state, like, apply=Reader().apply, example=example)
+    np.testing.assert_allclose(Reader().apply(params, x), example[1], atol=1e-4)
+
+
+class TorchPixels(tnn.Module):
+    """Packs query, key and value of each head in a convolution, as guided diffusion does."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = tnn.Conv2d(8, 24, 1), tnn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).reshape(len(x), 2, 12, -1).chunk(3, dim=2)
+        scores = torch.einsum("bhdq,bhdk->bhqk", q, k).softmax(-1)
+        return self.out(torch.einsum("bhqk,bhdk->bhdq", scores, v).reshape(x.shape))
+
+
+class Pixels(nn.Module):
+    packed: bool
+
+    @nn.compact
+    def __call__(self, x):
+        if self.packed:
+            parts = jnp.split(nn.Conv(24, (1, 1))(x), 3, axis=-1)
+        else:
+            parts = [nn.Conv(8, (1, 1))(x) for _ in range(3)]
+        q, k, v = (part.reshape(len(x), -1, 2, 4) for part in parts)
+        scores = nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return nn.Conv(8, (1, 1))(jnp.einsum("bhqk,bkhd->bqhd", scores, v).reshape(x.shape))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_packed_rows_of_a_convolution(packed):
+    x = values(2, 8, 3, 4)
+    ours = np.moveaxis(x, 1, -1)
+    state, example = proof(TorchPixels(), x)
+    model = Pixels(packed)
+    like = abstract(model, ours)
+    pairs = torch_bridge.pair(state, like, apply=model.apply, example=example)
+    params = params_from_torch(state, like, pairs=pairs)
+    outputs = np.moveaxis(model.apply(params, ours), -1, 1)
+    np.testing.assert_allclose(outputs, example[1], atol=1e-5)
+    back = torch_bridge.params_to_torch(params, state, pairs=pairs)
+    assert all(torch.equal(back[name], value) for name, value in state.items())
+
+
 @pytest.mark.parametrize(("theirs", "ours"), [("heads", "dense"), ("kvq", "qkv")])
 def test_a_sequence_of_one_value_does_not_tell_query_from_key(theirs, ours):
     x = values(2, 1, 8)

@@ -180,14 +180,15 @@ def _weight(torch: Layer, flax: Layer) -> list[Link]:
     in_out = CONV_TRANSPOSE if space else CONV1D
     forms: dict[Form, Shape] = {OUT_IN: (*space, 1, 0), in_out: (*space, 0, 1)}
     is_dense = not space or (math.prod(shape[2:]) == 1 and len(kernel) == 2)
-    if is_dense:
-        if torch.share:
-            del forms[in_out]
-    elif len(shape) != len(kernel):  # a Conv2d over one channel that is a Conv1d in Flax
+    if torch.share:
+        del forms[in_out]
+    elif not is_dense and len(shape) != len(
+        kernel
+    ):  # a Conv2d over one channel that is a Conv1d in Flax
         del forms[in_out]
         turned = (*space[::-1], 1, 0)
         forms[turned] = turned
-    elif len(shape) == 3:
+    elif not is_dense and len(shape) == 3:
         for order in itertools.permutations(range(3)):
             forms[order] = order
     maps = _NO_MAPS

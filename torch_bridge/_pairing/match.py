@@ -9,6 +9,7 @@ layers have a partner. The other layers stay open, in groups of layers that fit 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -175,13 +176,17 @@ class Match:
             _exchange(side, parts)
 
     def take_shares(self, layers: Group) -> None:
-        """Divides packed Linears into equal shares, if enough Flax layers fit the shares."""
+        """Divides packed Linears into equal shares, if enough Flax layers fit the shares.
+
+        A convolution over single places counts as a Linear.
+        """
         packed = {}
         kinds = grouped(layers.flax, lambda target: target.signature).values()
         for layer in layers.torch:
             weight = layer.shape("weight")
             for count in _PACKED:
-                if len(weight) != 2 or weight[0] % count:
+                is_linear = len(weight) > 1 and math.prod(weight[2:]) == 1
+                if not is_linear or weight[0] % count:
                     continue
                 shares = layer.shares(count)
                 places = 0

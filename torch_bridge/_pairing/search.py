@@ -364,10 +364,11 @@ class Search:
 
         A deep model is far off until all its layers are right, so these are not single changes.
         """
-        together = grouped(self._packings(reading), lambda choice: tuple(choice.values))
         layers = []
         likely = []
-        for values, choices in together.items():
+        together = grouped(self._packings(reading), _rows_and_values)
+        # The widest layers come last, whose orders change first: narrow ones are rarely packed.
+        for (_, values), choices in sorted(together.items(), key=lambda item: item[0][0]):
             layers.append(list(itertools.chain(*(choice.layers for choice in choices))))
             likely.append([value for value in values if value is None or value.is_likely])
         for packings in itertools.islice(itertools.product(*likely), _PACKINGS):
@@ -518,6 +519,10 @@ def _changed(reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:
             for layer in layers:
                 answers[layer] = reading.answer(layer)._replace(**{field: value})
             yield Change(f"{names}: {what}", Reading(reading.partners, answers))
+
+
+def _rows_and_values(choice: Choice) -> tuple[int, tuple[Any, ...]]:
+    return choice.layers[0].shape("weight")[0], tuple(choice.values)
 
 
 def _orders(parts: int, heads: Sequence[int]) -> list[Packing]:
