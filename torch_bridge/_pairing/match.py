@@ -185,8 +185,7 @@ class Match:
         for layer in layers.torch:
             weight = layer.shape("weight")
             for count in _PACKED:
-                is_linear = len(weight) > 1 and math.prod(weight[2:]) == 1
-                if not is_linear or weight[0] % count:
+                if len(weight) < 2 or math.prod(weight[2:]) > 1 or weight[0] % count:
                     continue
                 shares = layer.shares(count)
                 places = 0
