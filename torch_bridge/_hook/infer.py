@@ -17,12 +17,13 @@ import collections
 import itertools
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._base.tensors import trainable
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
@@ -64,11 +65,12 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     if not checkpoint.powersgd or not checkpoint.model:
         raise CheckpointMismatch(f"The layout cannot be inferred without a model. {_HOW_TO}")
     record = checkpoint.powersgd[0]
+    evidence = _evidence_of(checkpoint)
     candidates = _candidates(checkpoint.model, frozen, record.error_sizes)
-    fitting, reasons = _fitting(candidates, checkpoint)
+    fitting, reasons = _fitting(candidates, checkpoint, evidence)
     if not fitting:
         candidates = _candidates(checkpoint.model, frozen, record.error_sizes, root_moved=True)
-        fitting, _ = _fitting(candidates, checkpoint)
+        fitting, _ = _fitting(candidates, checkpoint, evidence)
     if len(fitting) == 1:
         _, layout = next(iter(fitting.values()))
         return layout
@@ -94,8 +96,37 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     )
 
 
+class _Evidence(NamedTuple):
+    """The hook state against which every layout is tested.
+
+    Attributes:
+      record: The state of the first rank.
+      mean: The state with the mean errors; None if some ranks are missing.
+      several: True if the errors are those of several ranks.
+      rounding: The root mean square of errors that are rounding only.
+    """
+
+    record: PowerSGDRecord
+    mean: PowerSGDRecord | None
+    several: bool
+    rounding: float
+
+
+def _evidence_of(checkpoint: Checkpoint) -> _Evidence:
+    """Reads all errors once, because they may be gigabytes and there are many candidates."""
+    record = checkpoint.powersgd[0]
+    mean = None
+    if not checkpoint.missing_ranks:
+        mean = checkpoint.mean
+    # If the ranks had equal gradients, their errors are rounding only, and need not cancel.
+    rounding = 1e-6 * _root_mean_square(record.error_dict.values())
+    return _Evidence(record, mean, len(checkpoint.powersgd) > 1, rounding)
+
+
 def _fitting(
-    candidates: Iterator[tuple[str, list[Sequence[str]]]], checkpoint: Checkpoint
+    candidates: Iterator[tuple[str, list[Sequence[str]]]],
+    checkpoint: Checkpoint,
+    evidence: _Evidence,
 ) -> tuple[dict[Any, tuple[str, BucketLayout]], list[str]]:
     """Tests the candidates against the hook state.
 
@@ -107,7 +138,7 @@ def _fitting(
     reasons = []
     for label, order in candidates:
         layout = BucketLayout.from_order(order, checkpoint.model)
-        flaw = _flaw_of(layout, checkpoint)
+        flaw = _flaw_of(layout, evidence)
         if flaw:
             reasons.append(f"{label}: {flaw}")
             continue
@@ -157,17 +188,15 @@ def _other_size(checkpoint: Checkpoint) -> str:
     )
 
 
-def _flaw_of(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
+def _flaw_of(layout: BucketLayout, evidence: _Evidence) -> str | None:
     """Returns the reason why the hook state cannot have this layout; None if it can."""
-    record = checkpoint.powersgd[0]
+    record = evidence.record
     wrong = layout.misfits(record)
     if wrong:
         return wrong[0]
     means = {}
-    if not checkpoint.missing_ranks:
-        means = layout.parts(checkpoint.mean)
-    # If the ranks had equal gradients, their errors are rounding only, and need not cancel.
-    rounding = 1e-6 * _root_mean_square(record.error_dict.values())
+    if evidence.mean:
+        means = layout.parts(evidence.mean)
     for name, part in layout.parts(record).items():
         mean = None
         if means:
@@ -185,10 +214,10 @@ def _flaw_of(layout: BucketLayout, checkpoint: Checkpoint) -> str | None:
             left_over = p.T @ part.entry.to_memory(mean).reshape(len(p), -1)
             if np.linalg.norm(left_over) > 1e-2 * np.linalg.norm(mean) + 1e-12:
                 return f"the error of {name} would not be what its factors left over"
-        elif len(checkpoint.powersgd) > 1 and not part.rank and mean is not None:
+        elif evidence.several and not part.rank and mean is not None:
             assert part.error is not None
             size = np.linalg.norm(part.error.astype(np.float64))
-            if np.linalg.norm(mean) > 1e-2 * size + rounding * np.sqrt(mean.size):
+            if np.linalg.norm(mean) > 1e-2 * size + evidence.rounding * np.sqrt(mean.size):
                 return f"the errors of {name} would not cancel over the ranks"
     return None
 
@@ -243,7 +272,7 @@ def layout_of(
             unexpected=unknown,
         )
     if of_user:  # in another order of equal sizes, parameters would get the state of others
-        flaw = _flaw_of(layout, checkpoint)
+        flaw = _flaw_of(layout, _evidence_of(checkpoint))
         if flaw:
             raise CheckpointMismatch(
                 f"The layout has another order than the hook state: {flaw}. Record it in the same "
