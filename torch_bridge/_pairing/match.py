@@ -239,14 +239,8 @@ class Match:
         A layer that fits no other is in a group with one empty side.
         """
         ours, theirs, could_be = self._candidates()
-        total = len(ours) + len(theirs)
-        if not total:
-            return []
-        rows, columns = np.nonzero(could_be)
-        edges = (rows, columns + len(ours))
-        graph = coo_array((np.ones(len(rows)), edges), shape=(total, total))
-        labels = connected_components(graph, directed=False)[1]
-        groups = [Group([], []) for _ in range(total)]
+        labels = _components(could_be)
+        groups = [Group([], []) for _ in labels]
         group_of = {}
         for alike, label in zip(ours + theirs, labels, strict=True):
             group_of.update(dict.fromkeys(alike, groups[label]))
@@ -350,6 +344,21 @@ def grouped(members: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_
     return groups
 
 
+def _components(fits: np.ndarray) -> np.ndarray:
+    """Returns a number for each row, then for each column: equal if they are connected by fits.
+
+    Args:
+      fits: Shape (rows, columns); not zero if the row fits the column.
+    """
+    size = len(fits)
+    total = sum(fits.shape)
+    if not total:
+        return np.zeros(0, int)
+    rows, columns = np.nonzero(fits)
+    graph = coo_array((np.ones(len(rows)), (rows, columns + size)), shape=(total, total))
+    return connected_components(graph, directed=False)[1]
+
+
 def _ranks(strengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the positions of rows and columns among those that fit each other, from 0 to 1.
 
@@ -357,12 +366,8 @@ def _ranks(strengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
       strengths: Shape (rows, columns); not zero if the row fits the column.
     """
     size = len(strengths)
-    rows, columns = np.nonzero(strengths)
-    edges = (rows, columns + size)
-    total = sum(strengths.shape)
-    graph = coo_array((np.ones(len(rows)), edges), shape=(total, total))
-    ranks = np.zeros(total)
-    labels = connected_components(graph, directed=False)[1]
+    labels = _components(strengths)
+    ranks = np.zeros(len(labels))
     for side in (slice(size), slice(size, None)):
         of_side = labels[side]
         for label in np.unique(of_side):

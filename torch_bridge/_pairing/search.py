@@ -30,9 +30,8 @@ _CHECKS = 64  # further runs, which check that other readings do not give torch'
 _BATCH = 60  # changes of the nearest reading to try before the best changes are combined
 _GLANCE = 20  # the same for the other readings
 _SURE = 0.5  # a change that reduces the distance to less than this share is kept at once
-_PATIENCE = (
-    100  # after as many tried changes, the nearest reading comes behind one twice as far off
-)
+# After this number of tried changes, the nearest reading comes behind one that is twice as far off.
+_PATIENCE = 100
 _HASTE = 20  # the same for the other readings
 _FAR = 0.3  # relative to the outputs' norm; larger distances of the other readings count as equal
 _PACKINGS = 16  # the most orders of packed rows that are tried with each of the first readings
