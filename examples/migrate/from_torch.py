@@ -97,7 +97,7 @@ def continue_in_jax(case: Case, folder: pathlib.Path, mesh: Mesh) -> np.ndarray:
         losses.append(float(loss))
     params, state = jax.device_get((params, jaxcomp.consolidate(state)))
     path = folder / f"{case.name}.to_torch.pt"
-    torch_bridge.to_torch(params, state, like=checkpoint, path=path, pairs=run.pairs)
+    torch_bridge.to_torch(params, state, like=run, path=path)
     return np.array(losses)
 
 

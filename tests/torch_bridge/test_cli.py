@@ -24,6 +24,7 @@ from tests.helpers.cli_model import PARAMS, document
 from tests.helpers.script import python
 from tests.helpers.watch import watched
 from torch_bridge.__main__ import OK, UNSAFE, UNUSABLE, USAGE
+from torch_bridge._cli.files import FlaxFile
 
 FC1, FC2 = "fc1.weight", "fc2.weight"
 
@@ -157,6 +158,36 @@ def test_there_and_back(call, options):
     for name in ("p_memory_dict", "q_memory_dict", "hyperparameters"):
         equal(getattr(one, name), getattr(other, name))
     equal(old.layout.parts(one)[FC1].error, old.layout.parts(other)[FC1].error)
+
+
+def test_the_way_back_knows_what_was_passed_to_to_flax(call):
+    value = document()
+    value["state_dict"] = dict(value["state_dict"]) | {"aux.weight": torch.zeros(3, 3)}
+    layout = value.pop("layout")
+    value["comm_hook_state"].p_memory_dict.clear()  # a layout is checked against the factors
+    value["optimizer"]["param_groups"][0].pop("param_names", None)
+    torch.save(value, "source.pt")
+    pathlib.Path("layout.json").write_text(layout)
+    pathlib.Path("names.json").write_text(json.dumps([FC1, "fc1.bias", FC2, "fc2.bias"]))
+    answers = (*OPTIONS, "--layout", "layout.json", "--param-names", "names.json")
+    assert call("to-flax", "source.pt", *PARAMS, "--out", "run", *answers)[::2] == (OK, "")
+    back = ("to-torch", "run", "--like", "source.pt", "--force", "--out")
+    assert call(*back, "whole.pt", *answers)[::2] == (OK, "")
+    assert call(*back, "alone.pt")[::2] == (OK, "")
+    one, other = (torch_bridge.load(name) for name in ("whole.pt", "alone.pt"))
+    equal((one.model, one.optimizer), (other.model, other.optimizer))
+    equal(one.powersgd[0].error_dict, other.powersgd[0].error_dict)
+    # A training script has gone on in the same directory.
+    state = FlaxFile(pathlib.Path("run")).read()
+    with ocp.CheckpointManager(pathlib.Path("run").absolute(), item_names=("state",)) as manager:
+        manager.save(21, args=ocp.args.Composite(state=ocp.args.StandardSave(state)))
+    assert call(*back, "later.pt")[::2] == (OK, "")
+    equal(torch_bridge.load("later.pt").model, one.model)
+    # Another file than the one that the pairs were made for.
+    value["state_dict"]["aux2.weight"] = value["state_dict"].pop(FC2)
+    torch.save(value, "other.pt")
+    code, _, err = call("to-torch", "run", "--like", "other.pt", "--out", "no.pt")
+    assert (code, FC2 in err) == (UNUSABLE, True)
 
 
 def test_the_model_is_run_on_the_example_of_the_file(call):

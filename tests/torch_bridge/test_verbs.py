@@ -156,6 +156,38 @@ def test_an_optimizer_of_the_trained_parameters_without_their_names():
 
 
 @pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
+def test_a_run_is_all_that_the_way_back_needs():
+    source = checkpoint()
+    group = dict(source.optimizer["param_groups"][0])
+    group["params"] = group["params"][::-1]
+    answers = {"param_names": group.pop("param_names")[::-1]}
+    bare = dataclasses.replace(
+        source,
+        model=source.model | {"aux": np.ones(3, np.float32)},
+        optimizer={**source.optimizer, "param_groups": [group]},
+    )
+    dims = torch_bridge.torch_matrix_dims
+    run = torch_bridge.to_flax(bare, variables(), ignore="aux", matrix_dims=dims, **answers)
+    whole = torch_bridge.to_torch(
+        run.params, run.opt_state, bare, ignore="aux", matrix_dims=dims, **answers
+    )
+    short = torch_bridge.to_torch(run.params, run.opt_state, run)
+    names = short["optimizer"]["param_groups"][0].pop("param_names")
+    assert names == answers["param_names"]
+    for part in ("state_dict", "optimizer", "powersgd", "errors"):
+        torch.testing.assert_close(short[part], whole[part], rtol=0, atol=0, equal_nan=True)
+    assert "param_names" not in bare.optimizer["param_groups"][0]
+    emptied = torch_bridge.to_flax(bare, variables(), ignore="aux", consume=True, **answers)
+    with pytest.raises(ValueError, match=r"pairs=run\.pairs"):
+        torch_bridge.to_torch(run.params, run.opt_state, emptied)
+    other = Checkpoint({"head.weight": np.zeros((9, 9))})
+    with pytest.raises(CheckpointMismatch, match="not the checkpoint that `pairs`") as error:
+        torch_bridge.to_torch(run.params, (), other, pairs=run.pairs)
+    assert error.value.mis_shaped == ("head.weight (9, 9), paired as (10, 24)",)
+    assert "norm.bias" in error.value.missing
+
+
+@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
 def test_what_the_torch_file_has_no_place_for_is_named():
     source = checkpoint()
     run = torch_bridge.to_flax(source, variables())

@@ -53,12 +53,10 @@ examples:
 Names, hyperparameters and everything else that Flax does not keep come from --like.
 
 CHECKPOINT is an orbax directory that `to-flax` wrote, or a training script that saves params and
-the consolidated opt_state with StandardSave.
+the consolidated opt_state with StandardSave. If `to-flax` wrote a step of it, the pairs, the layout
+and the names of the optimizer come from there; otherwise pass --apply or the answers again.
 
-Pass the options that you passed to to-flax (--apply, or --flatten, --rule, ...) here, too.
-
-example: python -m torch_bridge to-torch checkpoints/ --like checkpoint.pt \\
-    --apply my_model:apply --out continued.pt
+example: python -m torch_bridge to-torch checkpoints/ --like checkpoint.pt --out continued.pt
 """,
 }
 

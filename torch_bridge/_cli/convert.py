@@ -23,12 +23,14 @@ from torch_bridge._convert.to_flax import to_flax
 from torch_bridge._convert.to_torch import to_torch
 from torch_bridge._convert.torch_updates import UnusedState
 from torch_bridge._hook.arguments import powersgd_kwargs_from_torch
+from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 from torch_bridge._job.save import write_document
 from torch_bridge._pairing.leaves import COLLECTIONS, flatten, hollow, leaves_by_path
 from torch_bridge._pairing.pair import paired_for
+from torch_bridge._pairing.pairs import Packing, Pair
 
 # orbax writes a NamedTuple as a dictionary; the set of its fields identifies the class.
 _STATES: dict[frozenset[str], Any] = {
@@ -47,7 +49,8 @@ def convert_to_flax(options: argparse.Namespace) -> None:
 
         apply = _imported_apply(options)
         params = imported_tree(options.params)
-        config = {}  # the arguments of jaxcomp.powersgd with which the run continues
+        config: dict[str, Any] = {}
+        # The arguments of jaxcomp.powersgd with which the run continues.
         for record in checkpoint.powersgd[:1]:
             kwargs = powersgd_kwargs_from_torch(record, hook=checkpoint.hook)
             if "comm_dtype" in kwargs:
@@ -64,6 +67,12 @@ def convert_to_flax(options: argparse.Namespace) -> None:
             consume=True,
             **options.pairing,
         )
+        # `to-torch` needs these again.
+        config["pairs"] = [dataclasses.asdict(pair) for pair in run.pairs]
+        config["param_names"] = options.param_names
+        config["layout"] = None
+        if options.layout is not None:
+            config["layout"] = options.layout.to_json()
         # As in a TrainState, the other collections of linen variables stand beside `params`.
         state = {"step": np.int32(run.step), "opt_state": run.opt_state}
         of_variables = flatten(run.params).collections
@@ -97,8 +106,16 @@ def convert_to_torch(options: argparse.Namespace) -> None:
             apply = functools.partial(_apply_to_variables, apply)
         file = FlaxFile(options.checkpoint)
         variables = _parts(file.shapes)[-1]
-        pairs = paired_for(like.model, variables, None, options.pairing, apply, example).pairs
-        layout = layout_of(like, options.layout, pairs)  # needs the values of the errors
+        pairs = None
+        answers = options.pairing
+        if not apply and not any(answers.values()):  # as `to-flax` has paired them
+            pairs = _pairs_in(file.config)
+            answers = None if pairs else answers
+        pairs = paired_for(like.model, variables, pairs, answers, apply, example).pairs
+        layout = options.layout
+        if layout is None and file.config.get("layout") is not None:
+            layout = BucketLayout.from_json(file.config["layout"])
+        layout = layout_of(like, layout, pairs)  # needs the values of the errors
         for record in like.powersgd:  # the rest needs only the shapes of the errors
             record.error_dict.update(hollow(record.error_dict))
         like = dataclasses.replace(like, optimizer=hollow(like.optimizer))
@@ -110,13 +127,47 @@ def convert_to_torch(options: argparse.Namespace) -> None:
             run.pop(),
             like,
             layout=layout,
-            param_names=options.param_names,
+            param_names=options.param_names or file.config.get("param_names"),
             pairs=pairs,
         )
         begin("writing")
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_document(options.out, document)
     print(f"{printable(str(options.out))}: {len(document['state_dict'])} tensors")
+
+
+def _pairs_in(config: Mapping[str, Any]) -> tuple[Pair, ...] | None:
+    """Returns the pairs that ``to-flax`` wrote; None if there are none.
+
+    Raises:
+      CheckpointMismatch: The entry is not a list of pairs.
+    """
+    entries = config.get("pairs")
+    if entries is None:
+        return None
+    pairs = []
+    try:
+        for entry in entries:
+            fields = {}
+            for name, value in entry.items():
+                fields[name] = _as_tuples(value)
+            pair = Pair(**fields)
+            if pair.packing is not None:
+                pair = dataclasses.replace(pair, packing=Packing(*pair.packing))
+            pairs.append(pair)
+    except (TypeError, AttributeError) as error:
+        raise CheckpointMismatch(
+            "The Flax checkpoint's `config` is damaged: its `pairs` are not those that to-flax "
+            "wrote. Convert the torch file again."
+        ) from error
+    return tuple(pairs)
+
+
+def _as_tuples(value: Any) -> Any:
+    """Makes tuples of the lists that JSON has in their place."""
+    if isinstance(value, list):
+        return tuple(map(_as_tuples, value))
+    return value
 
 
 def _loaded(options: argparse.Namespace, files: Sequence[str]) -> Checkpoint:

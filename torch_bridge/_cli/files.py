@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import logging
 import os
 import pathlib
@@ -88,6 +89,8 @@ class FlaxFile:
     Attributes:
       shapes: The step's tree, with arrays that take no memory. As on the disk, a NamedTuple is a
         dictionary, and an empty part is None.
+      config: What `write_flax` wrote beside the newest step that has it; else empty. A training
+        script may have added later steps to the directory.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -103,9 +106,13 @@ class FlaxFile:
             raise CheckpointMismatch(f"{path} holds no orbax checkpoint.")
         folder = path.absolute() / str(step)
         _refuse_changes(folder)
-        items = (folder / name for name in (_STATE, "default"))  # "default" is orbax's own name
-        self._item: Any = next((item for item in items if item.exists()), folder)
+        self._item = folder
+        for name in (_STATE, "default"):  # "default" is orbax's own name
+            if (folder / name).exists():
+                self._item = folder / name
+                break
         self.shapes = self._ask(lambda orbax: hollow(orbax.metadata(self._item).tree))
+        self.config = _config_of(path)
 
     def read(self) -> Any:
         """Reads the tree with its values, as NumPy arrays; the devices of the run do not matter."""
@@ -124,6 +131,29 @@ class FlaxFile:
                 f"{self._item} is no tree of arrays as orbax's StandardSave writes it. Convert it "
                 f"in Python with torch_bridge.to_torch. ({error!s:.200})"
             ) from error
+
+
+def _config_of(path: pathlib.Path) -> dict[str, Any]:
+    """Reads the newest `config` that `write_flax` wrote into an orbax directory.
+
+    Raises:
+      CheckpointMismatch: The file is not a dictionary in JSON.
+    """
+    steps = {}
+    for file in path.glob(f"*/{_CONFIG}/metadata"):
+        # A script's config may be anything; `write_flax` writes its sums beside its own.
+        if file.parts[-3].isdecimal() and (file.parents[1] / _SUMS).exists():
+            steps[int(file.parts[-3])] = file
+    if not steps:
+        return {}
+    newest = steps[max(steps)]
+    try:
+        config = json.loads(newest.read_text("utf-8"))
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise CheckpointMismatch(f"{newest} is damaged: a dictionary in JSON was expected.")
+    return config
 
 
 def _refuse_changes(folder: pathlib.Path) -> None:

@@ -317,6 +317,20 @@ def recorded_names(optimizer: Document, param_names: ParamNames) -> list[str] | 
     return jax.tree.leaves(list(param_names))
 
 
+def with_names(optimizer: Document, entries: Mapping[str, Entry]) -> dict[str, Any]:
+    """Returns an optimizer's state dict with the names of the parameters in its groups.
+
+    Args:
+      optimizer: The optimizer's ``state_dict()``; it does not change.
+      entries: Parameter name -> entry, from `read_entries`.
+    """
+    groups = []
+    for number, group in enumerate(optimizer["param_groups"]):
+        names = [name for name, entry in entries.items() if entry.group == number]
+        groups.append(dict(group, param_names=names))
+    return dict(optimizer, param_groups=groups)
+
+
 def _names_by_order(
     optimizer: Document,
     model: Document,

@@ -16,7 +16,7 @@ import optax
 import jaxcomp
 from torch_bridge._base.terminal import some
 from torch_bridge._convert.optimizer import HELD, UNUSED, OptimizerPlan, Rates, has_schedule
-from torch_bridge._convert.optimizer_groups import ParamNames, doubts_about
+from torch_bridge._convert.optimizer_groups import ParamNames, doubts_about, with_names
 from torch_bridge._convert.powersgd import filled_state
 from torch_bridge._hook.arguments import powersgd_kwargs_from_torch, reducer_from_torch
 from torch_bridge._hook.buckets import BucketLayout
@@ -44,6 +44,8 @@ class FlaxRun:
     ``optax.chain(run.reducer, optax.clip_by_global_norm(1.0), run.optimizer)`` with the state
     ``(run.reducer_state, optax.EmptyState(), run.optimizer_state)``.
 
+    For the way back, `to_torch` takes the run as its `like`.
+
     Attributes:
       params: A tree of the structure of `like`, running statistics included.
       reducer: The transformation that averages the gradients.
@@ -58,6 +60,10 @@ class FlaxRun:
       control: The same for two runs of the Flax model, the second one with parameters and inputs
         changed by one rounding.
       pairs: The pairs of torch tensors and Flax leaves, which `to_torch` takes.
+      checkpoint: The checkpoint that was converted, with the same arrays. What the file lacked is
+        filled in: the bucket layout and the names in the optimizer's groups. None after
+        ``consume=True``.
+      matrix_dims: The function that says how leaves become matrices.
 
     Example:
       >>> run = FlaxRun({}, optax.identity(), optax.EmptyState(), None, None, 20)
@@ -75,6 +81,8 @@ class FlaxRun:
     difference: float | None = None
     pairs: tuple[Pair, ...] = ()
     control: float | None = None
+    checkpoint: Checkpoint | None = None
+    matrix_dims: MatrixDimsFn | None = None
 
     @property
     def transformation(self) -> optax.GradientTransformation:
@@ -227,9 +235,15 @@ def to_flax(
     if plan:
         optimizer = plan.transformation(trained_params, learning_rate)
         optimizer_state = plan.state(optimizer.init(trained_params), taken)
+    completed = None
     if consume:
         checkpoint.model.clear()
         (checkpoint.optimizer or {}).clear()
+    else:
+        named_groups = checkpoint.optimizer
+        if plan:
+            named_groups = with_names(named_groups, plan.entries)
+        completed = dataclasses.replace(checkpoint, layout=layout, optimizer=named_groups)
     if step is None:
         step = calls
     difference = None
@@ -247,6 +261,8 @@ def to_flax(
         difference,
         paired.pairs,
         control,
+        completed,
+        matrix_dims,
     )
 
 

@@ -17,13 +17,13 @@ from jaxcomp import PowerSGDState
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import import_torch
 from torch_bridge._base.plain import plain_copy
-from torch_bridge._base.tensors import to_tensor
+from torch_bridge._base.tensors import shape_of, to_tensor
 from torch_bridge._base.terminal import some
 from torch_bridge._convert.optimizer import kept_moments, optimizer_to_torch
 from torch_bridge._convert.optimizer_groups import ParamNames
 from torch_bridge._convert.params import as_tensors, params_to_torch
 from torch_bridge._convert.powersgd import record_of_state
-from torch_bridge._convert.to_flax import refuse_other_than_checkpoint
+from torch_bridge._convert.to_flax import FlaxRun, refuse_other_than_checkpoint
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import make_document
@@ -39,7 +39,7 @@ from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
 def to_torch(
     params: Any,
     opt_state: Any,
-    like: Checkpoint,
+    like: Checkpoint | FlaxRun,
     *,
     apply: Apply | None = None,
     module: Any = None,
@@ -61,7 +61,9 @@ def to_torch(
         statistics.
       opt_state: The Optax state, consolidated (`jaxcomp.consolidate`), of all parameters, of the
         trained parameters or of whole variables. Parts that torch does not keep are ignored.
-      like: The torch checkpoint that the run came from. Names, hyperparameters, the random number
+      like: The run that `to_flax` returned, which has all that you passed to `to_flax`. Or the
+        torch checkpoint that the run came from; then pass `pairs` or `options`, and `layout`,
+        `matrix_dims` and `param_names`, as to `to_flax`. Names, hyperparameters, the random number
         generator and everything else that Flax does not keep come from `like` unchanged. So a
         learning rate scheduler does not know the steps that JAX took.
       apply: ``apply(params, *inputs) -> outputs`` of the Flax model, as for `to_flax`. It is run on
@@ -98,6 +100,11 @@ def to_torch(
       >>> document["state_dict"]["fc.weight"].shape
       torch.Size([3, 2])
     """
+    if isinstance(like, FlaxRun):
+        matrix_dims = matrix_dims or like.matrix_dims
+        if pairs is None and not options:
+            pairs = like.pairs
+        like = _origin(like)
     refuse_other_than_checkpoint(like, "like")
     import_torch()
     reducers, opt_state = _split(opt_state)
@@ -110,6 +117,7 @@ def to_torch(
         _refuse_part_of_tree(params, pairs)
     example = like.example if apply else None
     pairs = paired_for(like.model, params, pairs, options, apply, example).pairs
+    _refuse_other_model(like, pairs)
     layout = layout or layout_of(like, None, pairs)
     _warn_of_lost_states(like, layout, reducers, opt_state)
     model = params_to_torch(params, like.model, pairs=pairs)
@@ -153,6 +161,44 @@ def to_torch(
     if path is not None:
         write_document(pathlib.Path(path), document)
     return document
+
+
+def _origin(run: FlaxRun) -> Checkpoint:
+    """Returns the checkpoint that a run came from.
+
+    Raises:
+      ValueError: ``to_flax(..., consume=True)`` has emptied it.
+    """
+    if run.checkpoint is None:
+        raise ValueError(
+            "`like` is a run of to_flax(..., consume=True), which emptied its checkpoint. Read the "
+            "file again: pass like=torch_bridge.load(...) and pairs=run.pairs."
+        )
+    return run.checkpoint
+
+
+def _refuse_other_model(like: Checkpoint, pairs: Pairs) -> None:
+    """Refuses a checkpoint of another model than the one that the pairs were made for.
+
+    Raises:
+      CheckpointMismatch: Tensors are missing or have other shapes; the error lists all.
+    """
+    missing = []
+    wrong = []
+    shapes = {pair.torch_name: pair.torch_shape for pair in pairs}
+    for name, shape in shapes.items():
+        if name not in like.model:
+            missing.append(name)
+        elif shape_of(like.model[name]) != tuple(shape):
+            wrong.append(f"{name} {shape_of(like.model[name])}, paired as {tuple(shape)}")
+    if missing or wrong:
+        raise CheckpointMismatch(
+            "`like` is not the checkpoint that `pairs` were made for. Pass the one that the run "
+            "came from.",
+            missing=missing,
+            mis_shaped=wrong,
+            parameters=("like",),
+        )
 
 
 def _refuse_part_of_tree(params: Any, pairs: Pairs) -> None:
