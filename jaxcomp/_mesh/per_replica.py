@@ -183,14 +183,22 @@ def without_row(state: PyTree) -> PyTree:
         if mark == SHARED:
             return leaf
         if leaf.shape[0] != 1:
+            fix = (
+                "Map the state over the replicas: place it with jaxcomp.shard_state and give "
+                "jax.shard_map jaxcomp.state_specs(state, axis_name), or give jax.vmap and "
+                "jax.pmap in_axes=jaxcomp.state_axes(state)."
+            )
+            if is_accumulator(state):
+                fix = (
+                    "If the gradients are already averaged, put jaxcomp.hold_state(reducer) "
+                    "before the accumulation as a link of the same optax.chain: "
+                    "optax.chain(hold_state(reducer), accumulate(...)). The state of an "
+                    "optax.named_chain, or of hold_state in a chain within the chain, does not "
+                    f"show that they are averaged. If they are not: {fix}"
+                )
             raise ValueError(
                 f"The leaf {leaf_name(path)} of the state has the rows of {leaf.shape[0]} "
-                "replicas, but this function runs on one replica. Map the state over the replicas: "
-                "place it with jaxcomp.shard_state and give jax.shard_map "
-                "jaxcomp.state_specs(state, axis_name), or give jax.vmap and jax.pmap "
-                "in_axes=jaxcomp.state_axes(state). After jaxcomp.value_and_grad, which has "
-                "already averaged, put jaxcomp.hold_state(reducer) into the chain, before a "
-                "jaxcomp.accumulate in the same chain."
+                f"replicas, but this function runs on one replica. {fix}"
             )
         return leaf.reshape(leaf.shape[1:])
 

@@ -360,6 +360,25 @@ def test_accumulation_deeper_behind_averaged_gradients_has_no_axis_of_replicas(o
     assert jax.tree.map(np.shape, found[1]) == jax.tree.map(np.shape, state[1])
 
 
+HELD = ("hold", jaxcomp.hold_state(TX))
+UNCERTAIN = {
+    "named": optax.named_chain(HELD, ("later", averaging())),
+    "within": optax.chain(optax.chain(HELD[1], optax.clip(1.0)), averaging()),
+}
+
+
+@pytest.mark.parametrize("name", UNCERTAIN)
+def test_a_chain_that_does_not_show_that_gradients_are_averaged_is_refused(name):
+    """Two networks beside each other have states like these."""
+    optimizer = UNCERTAIN[name]
+    state = jaxcomp.shard_state(optimizer.init(PARAMS), grid(2), "data")
+    message = (
+        r"already averaged, put jaxcomp.hold_state.* same optax\.chain: .* an optax.named_chain"
+    )
+    with pytest.raises(ValueError, match=message):
+        optimizer.update(PARAMS, state, PARAMS)
+
+
 @pytest.mark.parametrize("name", ["powersgd", "feedback-int8"])
 def test_accumulated_gradients_beside_a_reducers_state_have_no_axis_of_replicas(name):
     """Places a state as of a TrainState with the reducer's state beside the optimizer's."""
