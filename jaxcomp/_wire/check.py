@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxcomp._base.checks import check_int
 from jaxcomp._base.leaves import is_floating
@@ -15,7 +17,9 @@ from jaxcomp._base.stats import dense_stats
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
 from jaxcomp._mesh.explicit import replicas_on
+from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import Reducer, check_reducer
+from jaxcomp._states.place import known_spec
 from jaxcomp._training.data_parallel import data_parallel
 from jaxcomp._wire.collectives import Collective, collectives, mesh_of
 from jaxcomp._wire.program import Program, read_program
@@ -44,7 +48,8 @@ def check(
     Args:
       compiled: ``jax.jit(step).lower(...).compile()``.
       reducer: The reducer of the step. If one program trains several networks (a generator and a
-        discriminator, an actor and a critic), a list of their reducers.
+        discriminator, an actor and a critic), a list of their reducers. For a chain of two levels,
+        the reducer of one level, or a list of both.
       params: The parameters or their shapes, with the shardings of the step. If `reducer` is a
         list, the list of the networks' parameters.
       mesh: The mesh that names the axes; None takes the mesh of the program's arguments and
@@ -181,32 +186,64 @@ def _expected(
     allow: int | None,
 ) -> _Expected:
     """Compiles a network's reducer alone and returns what it sends."""
-    alone = _crossing(
-        collectives(_alone(network, mesh), mesh=mesh), axis_tuple(network.reducer.axis_name)
-    )
+    alone = _sent_alone(network, listed, mesh)
     sent = _bytes(alone)
     if allow is None:
         dense = dense_stats(network.params).bytes_before
         allow = int(max(_SMALL, min(dense / 100, sent / 2)))
     steps = network.steps or 1
     if network.steps is None and alone:
-        largest = max(alone, key=lambda collective: collective.bytes)
-        steps = count_steps(program, listed, largest)
+        steps = count_steps(program, listed, _largest(alone))
     return _Expected(steps, steps * sent, steps * len(alone), steps * allow)
 
 
-def _alone(network: _Network, mesh: Any) -> Any:
-    """Compiles the reducer alone, for gradients with the shardings of the parameters."""
-    reducer = network.reducer
+def _largest(alone: Iterable[Collective]) -> Collective:
+    return max(alone, key=lambda collective: collective.bytes)
+
+
+def _sent_alone(network: _Network, listed: Sequence[Collective], mesh: Any) -> Sequence[Collective]:
+    """Returns the collectives of a network's reducer alone, over its axes.
+
+    Beside an axis of the mesh that the step maps too, as for an exact average before the reducer,
+    each device sends whole factors. Beside another axis it may send its share of them. The program
+    does not say which axes it maps, so this tries them until it finds the reducer's largest array.
+    """
+    axes = axis_tuple(network.reducer.axis_name)
+    sharded = set(axes)
+    for leaf in jax.tree.leaves(network.params):
+        sharded.update(jax.tree.leaves(tuple(known_spec(leaf, mesh))))
+    beside = [name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in sharded]
+    tried = []
+    for number in range(len(beside) + 1):
+        for mapped in itertools.combinations(beside, number):
+            compiled = _compiled_alone(network, mesh, mapped)
+            alone = _crossing(collectives(compiled, mesh=mesh), axes)
+            tried.append(alone)
+            if not alone:
+                return alone
+            for collective in _crossing(listed, axes):
+                if set(_largest(alone).arrays) <= set(collective.arrays):
+                    return alone
+    return tried[0]
+
+
+def _compiled_alone(network: _Network, mesh: Any, mapped: tuple[str, ...]) -> Any:
+    """Compiles the reducer alone, behind an exact average over the axes `mapped`.
+
+    The gradients have the shardings of the parameters.
+    """
+    reducer: Any = network.reducer
+    axes = mapped + axis_tuple(reducer.axis_name)
+    if mapped:
+        reducer = optax.chain(allreduce(axis_name=mapped), reducer)
     params = jax.tree.map(lambda leaf: leaf if is_floating(leaf) else None, network.params)
 
     def gradients(params: PyTree, x: Array) -> tuple[Array, PyTree]:
         scale = x.mean()
         return scale, jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), params)
 
-    replicas = replicas_on(mesh, reducer.axis_name)
-    rows = jax.NamedSharding(mesh, jax.P(reducer.axis_name))  # names the devices
-    examples = jax.ShapeDtypeStruct((replicas,), jnp.float32, sharding=rows)
-    run = data_parallel(gradients, reducer, mesh=mesh)
+    rows = jax.NamedSharding(mesh, jax.P(axes))  # names the devices
+    examples = jax.ShapeDtypeStruct((replicas_on(mesh, axes),), jnp.float32, sharding=rows)
+    run = data_parallel(gradients, reducer, mesh=mesh, axis_name=axes)
     state = jax.eval_shape(run.init, params)
     return jax.jit(run).lower(state, params, examples).compile()

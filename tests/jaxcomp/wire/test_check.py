@@ -406,6 +406,33 @@ def test_several_networks_in_one_program(names, critic_steps):
     jaxcomp.check(compiled(three, *arguments), reducers, networks)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_compressed_average_behind_an_exact_one(kind):
+    """Sends whole factors, where beside an automatic axis a device sends its share."""
+    fast = jaxcomp.allreduce(axis_name="fast")
+    slow = jaxcomp.powersgd(16, axis_name="slow", start_step=0)
+    kinds = {"axis_types": (kind,) * 2, "devices": jax.devices()[:4]}
+    mesh = jax.make_mesh((2, 2), ("slow", "fast"), **kinds)
+    local = optax.stateless(lambda grads, params: jaxcomp.as_local(grads, "slow"))
+
+    def step_of(*links):
+        chain = optax.chain(*links)
+        run = jaxcomp.value_and_grad(loss, chain, mesh=mesh, axis_name=("slow", "fast"))
+        return compiled(run, run.init(params), params, X)
+
+    params = jax.device_get(PARAMS)
+    right = step_of(fast, slow)
+    jaxcomp.check(right, slow, params)
+    jaxcomp.check(right, fast, params)
+    jaxcomp.check(right, [fast, slow], [params, params])
+    for wrong in (
+        step_of(fast, slow, local, slow),
+        step_of(fast, jaxcomp.allreduce(axis_name="slow")),
+    ):
+        with pytest.raises(ValueError, match=r"sends [\d,]+ bytes over slow, but"):
+            jaxcomp.check(wrong, slow, params)
+
+
 def test_lists_that_do_not_belong_together_are_refused():
     program = compiled(jnp.sin, 1.0)
     with pytest.raises(ValueError, match=r"is a list of 2, .* params of type dict"):
