@@ -457,14 +457,34 @@ def gather(x: Array, axis_name: AxisName) -> Array:
 
 def maximum(x: Array, axis_name: AxisName) -> Array:
     """Returns the elementwise maximum over the replicas, for values that have no mean."""
-    return lax.pmax(as_local(x, axis_name), axis_name)
+    x = as_local(x, axis_name)
+    if _vmapped_on_explicit_axes():
+        return jnp.max(gather(x, axis_name), axis=0)
+    return lax.pmax(x, axis_name)
 
 
 def total(x: Array, axis_name: AxisName) -> Array:
     """Sums over the replicas in the array's dtype; flags as int32."""
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.int32)
-    return lax.psum(as_local(x, axis_name), axis_name)
+    (summed,) = _sums([as_local(x, axis_name)], axis_name)
+    return summed
+
+
+def _vmapped_on_explicit_axes() -> bool:
+    """Tells whether the replicas are those of `jax.vmap`, on a mesh with Explicit axes.
+
+    There `lax.psum` and `lax.pmax` of a mapped array end in an error of jax 0.11 and 0.12 ("Length
+    of sharding.spec"), but `lax.all_gather` does not.
+    """
+    return bool(mesh_axes(AxisType.Explicit)) and not mesh_axes(AxisType.Manual)
+
+
+def _sums(xs: list[Array], axis_name: AxisName) -> list[Array]:
+    """Sums each array over the replicas in its dtype."""
+    if _vmapped_on_explicit_axes():
+        return [jnp.sum(gather(x, axis_name), axis=0, dtype=x.dtype) for x in xs]
+    return lax.psum(xs, axis_name)
 
 
 def _psum(xs: list[Array], axis_name: AxisName, dtype: Any) -> list[Array]:
@@ -475,10 +495,10 @@ def _psum(xs: list[Array], axis_name: AxisName, dtype: Any) -> list[Array]:
     """
 
     def summed(xs: list[Array]) -> Any:
-        return optax.tree.cast(lax.psum(xs, axis_name), dtype)
+        return optax.tree.cast(_sums(xs, axis_name), dtype)
 
     def summed_wide(xs: list[Array]) -> list[Array]:
-        return lax.psum(optax.tree.cast(xs, dtype), axis_name)
+        return _sums(optax.tree.cast(xs, dtype), axis_name)
 
     if xs[0].dtype != jnp.bfloat16:
         return summed(xs)

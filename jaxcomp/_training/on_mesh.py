@@ -157,9 +157,11 @@ def call_on_replicas(
     """
     mesh = boundary.outer
     axes = boundary.axes
+    alone = replicas_on(mesh, axes) == 1 and mesh.size > 1
+    if alone:  # nothing is split, also in the types of Explicit axes
+        in_specs = jax.tree.map(lambda spec: PartitionSpec(), in_specs)
     inputs = jax.tree.map(lambda x, spec: resharded(x, mesh, spec, axes), inputs, in_specs)
-    replicas = replicas_on(mesh, axes)
-    if replicas == 1 and mesh.size > 1:
+    if alone:
         # XLA refuses an all-reduce of one replica if an array is sharded over another axis
         # ("Cross-partition allreduce must be in (partial) manual partitioning mode"). Under
         # `jax.vmap` an average over the replicas is a sum without a collective.

@@ -114,6 +114,7 @@ def test_a_reducer_without_a_state_takes_any_and_two_states_are_refused():
         (1, "auto", "powersgd"),
         (1, "auto", "powersgd-int6"),
         (1, "explicit", "powersgd"),
+        (1, "explicit", "powersgd-int6"),
     ],
 )
 def test_weights_keys_and_exact_steps_beside_another_axis(replicas, kind, name):

@@ -74,10 +74,11 @@ make = functools.partial(jaxcomp.value_and_grad, reducer=reducer("allreduce"), h
 
 
 @pytest.mark.parametrize(
-    ("replicas", "kind"), [(1, "auto"), (4, "auto"), (4, "explicit"), (8, "auto")]
+    ("replicas", "kind", "model"),
+    [(1, "auto", 1), (4, "auto", 1), (4, "explicit", 1), (8, "auto", 1), (1, "explicit", 2)],
 )
-def test_what_is_said_is_as_without_replicas(replicas, kind):
-    mesh = grid(replicas, kind)
+def test_what_is_said_is_as_without_replicas(replicas, kind, model):
+    mesh = grid(replicas, kind, model=model)
     loss = loss_with(*FITTING)
     params, x, y = data()
     run = make(loss, mesh=mesh, aux=FITTING)
