@@ -65,6 +65,31 @@ def test_without_an_example_nothing_is_wrong_without_a_word(name):
         assert built.difference(variables) < 3e-6
 
 
+# Kinds for which plain=True asks, or names an assumption that is wrong; and kinds where it is right
+# and names none.
+DOUBTFUL = (
+    *("BatchNorm everywhere", "GPT-2", "MLP of colour images", "MLP in nested calls"),
+    *("depthwise with GroupNorm, nested", "blocks numbered backwards", "DCGAN's generator"),
+    *("conditional discriminator", "VGG", "Siamese"),
+)
+PLAIN = ("ResNet-18", "DenseNet, small", "MobileNet", "ConvNeXt", "ViT", "BERT", "Whisper", "T5")
+
+
+@pytest.mark.parametrize("name", DOUBTFUL)
+def test_plain_is_not_wrong_without_a_word(name):
+    built = architectures.build(name)
+    with pytest.raises((CheckpointMismatch, UserWarning)) as error:
+        torch_bridge.params_from_torch(built.module.state_dict(), built.like, plain=True)
+    assert "apply= and example=" in str(error.value)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_names_no_assumption_that_shapes_support(name):
+    built = architectures.build(name)
+    variables = torch_bridge.params_from_torch(built.module.state_dict(), built.like, plain=True)
+    assert built.difference(variables) < 3e-6
+
+
 def test_the_losses_are_those_of_the_run_that_stayed():
     moved, stayed, controls = architectures.there_and_back("GPT-2", steps=(2, 4, 2))
     assert_no_further(moved, stayed, *controls, terms=200)

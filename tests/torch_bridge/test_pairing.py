@@ -45,6 +45,7 @@ def refused(model, like, rules=(), **said):
     return error.value
 
 
+ASSUMING = pytest.mark.filterwarnings("ignore:Assumed")
 TWO = (0, 1)
 WORDS = {"q": "query", "k": "key", "v": "value", "out": "out"}
 PAIRED = {  # torch's layers and those of Flax, all of one shape; and the rules
@@ -69,6 +70,7 @@ PAIRED = {  # torch's layers and those of Flax, all of one shape; and the rules
 }
 
 
+@ASSUMING
 @pytest.mark.parametrize("case", PAIRED)
 def test_what_belongs_together(case):
     together, rules = PAIRED[case]
@@ -201,6 +203,7 @@ OTHER_COUNTS = {  # torch's names and those of Flax, in the order of their numbe
 }
 
 
+@ASSUMING
 @pytest.mark.parametrize("case", OTHER_COUNTS)
 def test_numbers_that_count_in_another_way_are_asked_about_in_spite_of_plain(case):
     names, like = OTHER_COUNTS[case]
@@ -216,6 +219,7 @@ def test_numbers_that_count_in_another_way_are_asked_about_in_spite_of_plain(cas
     there_and_back(model, like, rules, plain=True)
 
 
+@ASSUMING
 def test_numbers_that_are_equal_or_go_on_together_do_not_count():
     names = [f"encoder.3.layer{k}.conv{k}" for k in (1, 2)]
     model = {f"{name}.weight": values(4, 4) + k for k, name in enumerate(names)}
@@ -480,7 +484,74 @@ def test_a_norm_of_a_map_has_its_channels_last_and_torchs_matrix():
 def test_an_empty_pattern_names_no_layer_and_not_the_one_without_a_name(option, shape):
     model = {"weight": np.zeros(shape)}
     like = {"kernel": np.zeros((*shape[2:], 4, 4))}
-    assert pair(model, like, **{option: ""}) == pair(model, like, plain=True)
+    with pytest.warns(UserWarning, match=rf"\(else {option}=\)"):
+        assert pair(model, like, **{option: ""}) == pair(model, like, plain=True)
+
+
+# Models of square weights, the other arguments, and what of them plain=True assumes.
+ASSUMED = {
+    "only square matrices": (model_of(a=(4, 4)), kernels(a=(4, 4)), "a: stored (out, in)"),
+    "only square kernels": (
+        {"up.weight": values(4, 4, 2, 2)},
+        kernels(up=(2, 2, 4, 4)),
+        "up: not a ConvTranspose",
+    ),
+    "a bare matrix": (
+        {"table": values(4, 4)},
+        {"table": np.zeros((4, 4))},
+        "table: torch's order of axes",
+    ),
+    "equal layers": (
+        {f"{k}.weight": values(4) for k in TWO},
+        {f"RMSNorm_{k}": {"scale": np.zeros(4)} for k in TWO},
+        "0, 1 and RMSNorm_0, RMSNorm_1 are called in the order of their numbers",
+    ),
+    "a picture": (
+        model_of(fc=(5, 192)),
+        kernels(fc=(192, 5)),
+        "fc reads no flattened map (else flatten={'fc': (3, 8, 8)}",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ASSUMED)
+def test_plain_names_what_it_assumes(case):
+    model, like, line = ASSUMED[case]
+    with pytest.warns(UserWarning, match="which alone proves it") as caught:
+        params_from_torch(model, like, plain=True)
+    (warning,) = caught
+    assert line in str(warning.message)
+
+
+SHOWN = {  # a square weight, and another one that shows its form
+    "conv1d": (model_of(a=(4, 4), b=(8, 4)), model_of(a=(4, 4), b=(4, 8)), (4, 8)),
+    "conv_transpose": (
+        {"a.0.weight": values(4, 4, 2, 2), "a.1.weight": values(8, 4, 2, 2)},
+        {"a.0.weight": values(4, 4, 2, 2), "a.1.weight": values(4, 8, 2, 2)},
+        (2, 2, 4, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("option", SHOWN)
+def test_plain_takes_a_form_that_others_show_and_asks_if_they_show_the_unusual_one(option):
+    usual, unusual, shape = SHOWN[option]
+    names = [name.removesuffix(".weight").replace(".", "_") for name in usual]
+    like = kernels(**dict.fromkeys(names, shape))
+    like[names[0]]["kernel"] = np.zeros((*shape[:-2], 4, 4))
+    there_and_back(usual, like, plain=True)
+    if option == "conv_transpose":
+        like[names[1]]["kernel"] = np.zeros((2, 2, 4, 8))
+    (line,) = refused(unusual, like, plain=True).ambiguous
+    assert f"Pass {option}='' if none" in line
+    there_and_back(unusual, like, plain=True, **{option: "a.*"})
+
+
+def test_plain_asks_about_kernels_that_flax_names_a_transposed_convolution():
+    model, like = {"0.weight": values(4, 4, 2, 2)}, kernels(ConvTranspose_0=(2, 2, 4, 4))
+    assert (
+        "the name in Flax, is of a ConvTranspose" in refused(model, like, plain=True).ambiguous[0]
+    )
 
 
 # --- a flatten --------------------------------------------------------------------------------
@@ -533,7 +604,7 @@ def test_a_likely_map_is_not_without_a_word(case):
     (model, like), names, option = several_beside_a_convolution()[case]
     error = refused(model, like)
     assert error.message.startswith("A layer beside a convolution has several values for each")
-    with pytest.warns(UserWarning, match="plain=True says that nothing is flattened") as caught:
+    with pytest.warns(UserWarning, match="no flattened map") as caught:
         params_from_torch(model, like, plain=True)
     for name in names:
         assert f"{option}={{{name!r}: (8, 4, 4)}}" in str(caught[0].message)
@@ -543,9 +614,11 @@ def test_a_likely_map_is_not_without_a_word(case):
 
 def joined_maps():
     """Makes a norm of the width of joined maps, and the layer behind it."""
+    growing = {f"grow{k}": (k, 8, 3, 3) for k in (60, 61)}
+    model, like = twins(conv0=CONV, **growing, fc=FC)
     vectors = {"norm.weight": values(128), "norm.bias": values(128)}
-    conv, fc = ({f"{name}.weight": FLAT[0][f"{name}.weight"]} for name in ("conv0", "fc"))
-    return conv | vectors | fc, FLAT[1] | {"norm": norm(128)}
+    head = {"fc.weight": model.pop("fc.weight")}
+    return model | vectors | head, like | {"norm": norm(128)}
 
 
 POOLED = {
@@ -651,7 +724,10 @@ def test_round_trip_and_column_order(shape, transposed, data):
         {"c.weight": weight},
         {"c": {"kernel": np.ones(flax_shape)}},
         conv_transpose=".*" if transposed else "-",
-        plain=True,
+        conv1d="",
+        turned={},
+        flatten={},
+        unflatten={},
     )
     leaf = found.to_flax(weight)
     assert leaf.shape == flax_shape
@@ -671,6 +747,7 @@ KINDS = {  # torch's tensors and Flax's leaves, and the sizes in torch
 }
 
 
+@ASSUMING
 @settings(max_examples=25, deadline=None)
 @given(kinds=st.lists(st.sampled_from([*KINDS]), min_size=1, max_size=6), data=st.data())
 def test_random_stacks_there_and_back(kinds, data):

@@ -34,9 +34,10 @@ LIKE = {"kernel": np.zeros((24, 16), np.float32), "bias": np.zeros(16, np.float3
 
 
 def converted(checkpoint, like=LIKE, **options):
-    """Returns the run in Flax, and what was said of it."""
+    """Returns the run in Flax, and what was said of it, beside what plain=True assumes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "Assumed")
         run = to_flax(checkpoint, like, **options)
     return run, [str(warning.message) for warning in caught]
 

@@ -233,7 +233,7 @@ def _reparametrized(names: Collection[str]) -> str:
 
 def _without_problems(match: Match) -> Reading:
     """Returns the decided reading, or raises one error with all problems and open questions."""
-    orders = asked_orders(match)
+    orders, assumed = asked_orders(match)
     questions = Questions(match, match.partners)
     lonely = match.lonely()
     problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "mis_shaped": []}
@@ -248,11 +248,11 @@ def _without_problems(match: Match) -> Reading:
     is_different = any(problems.values()) or match.problems
     problems["ambiguous"] = match.problems + orders + questions.asked
     if not any(problems.values()):
-        if match.options.plain and questions.likely:
+        assumed += questions.assumed
+        if assumed:
             warnings.warn(
-                "plain=True says that nothing is flattened, but widths beside convolutions fit "
-                f"flattened maps: {printable('; '.join(questions.likely))}. Pass these arguments "
-                "if there are any, else flatten={} and unflatten={}.",
+                "Assumed, because neither names nor shapes show it, and no example was run (apply= "
+                f"and example=), which alone proves it: {printable('; '.join(assumed))}.",
                 stacklevel=2,
             )
         return questions.reading

@@ -221,9 +221,15 @@ def torch_matrix_dims(path: Any, leaf: Any) -> MatrixDims | None:
         rows = (ndim - 1,)
         if module in _SPLIT_OUTPUTS and ndim > 2:
             rows = tuple(range(1, ndim))
-        elif ndim > 2 and _TRANSPOSED_WORDS.intersection(words_of((module.lower(),))[0]):
+        elif ndim > 2 and names_transposed((module,)):
             rows = (ndim - 2,)
     return MatrixDims(rows=rows, cols=tuple(axis for axis in range(ndim) if axis not in rows))
+
+
+def names_transposed(names: Path) -> bool:
+    """Returns True if a name is that of a ConvTranspose: ``ConvTranspose_0``, ``deconv1``, ..."""
+    words, _ = words_of(tuple(map(str.lower, names)))
+    return not _TRANSPOSED_WORDS.isdisjoint(words)
 
 
 def matrix_dims_of(pairs: Sequence[Pair]) -> MatrixDimsFn:

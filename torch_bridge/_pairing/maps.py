@@ -205,10 +205,36 @@ class Flow:
                 if channels > 1:
                     return values > channels and values % channels == 0
             elif other.is_vector:
-                if option == "flatten" and width == values:
+                if option == "flatten" and width == values and self._can_be_joined(values, place):
                     return False  # the norm of several joined maps, each value a channel
             elif other.sort == "attention" or self.sizes[other].get(option, values) != values:
                 return False
+        return False
+
+    def _can_be_joined(self, channels: int, place: int) -> bool:
+        """Returns True if the convolutions before a place have so many output channels in all."""
+        total = 0
+        for conv in self.convs:
+            if conv.place < place:
+                total += conv.channels["flatten"]
+        return total >= channels
+
+    def has_other_end(self, option: str, values: int) -> bool:
+        """Returns True if a layer gives (or reads) as many values as another one reads (or gives).
+
+        Then these are probably the same values, and not a flattened map. A norm of joined maps
+        gives its width, too.
+        """
+        side = {"flatten": "unflatten", "unflatten": "flatten"}[option]
+        if any(conv.channels[option] == values for conv in self.convs):
+            return True
+        for place, layer in enumerate(self.layers):
+            sizes = self.sizes[layer]
+            if not layer.is_vector:
+                if sizes.get(side) == values:
+                    return True
+            elif sizes.get("flatten") == values and self._can_be_joined(values, place):
+                return True
         return False
 
     def following(self, layer: Layer) -> Layer | None:

@@ -84,12 +84,12 @@ def pair(
       turned: Regular expression of a bare parameter (of a Bilinear, or of a norm whose several axes
         are equal) -> the order of its axes in Flax, as for ``numpy.transpose``; ``{}`` if all have
         torch's order.
-      plain: Answers all open questions with the usual case: square weights are ``(out, in)`` and
-        not of a ConvTranspose, bare parameters have torch's order of axes, and no map is flattened.
-        Layers that differ only in their numbers are paired in the order of the numbers. Torch and
-        Flax must number them in the same order; linen numbers nested calls from the outside. Names
-        that do not count in the same way (``convs1.0`` and ``Conv_0``) are asked about. With the
-        other arguments you name exceptions.
+      plain: Answers open questions with the usual case: square weights are ``(out, in)`` and not of
+        a ConvTranspose, bare parameters have torch's order of axes, and no map is flattened. Layers
+        that differ only in their numbers are paired in the order of the numbers. Torch and Flax
+        must number them in the same order; linen numbers nested calls from the outside. Still asked
+        about are names that do not count in the same way (``convs1.0`` and ``Conv_0``), and weights
+        of which other layers show the unusual form. With the other arguments you name exceptions.
       ignore: Regular expression of the names of tensors to leave out.
       apply: ``apply(params, *inputs) -> outputs``, the Flax model in evaluation mode; `params` is a
         tree of the structure of `like`. The inputs are arrays. Floating-point inputs with three or
@@ -107,8 +107,8 @@ def pair(
       ValueError: An argument has another form, or `apply` does not run on the example.
 
     Warns:
-      UserWarning: A shape of `flatten` or `unflatten` seems to have the channels last. Or with
-        `plain` a layer directly beside a convolution may have a flattened map.
+      UserWarning: A shape of `flatten` or `unflatten` seems to have the channels last. Or `plain`
+        answers questions where no other layer supports the usual case; the warning lists them.
 
     Example:
       >>> import numpy as np

@@ -12,16 +12,27 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch_bridge._pairing.kinds import OUT_IN, Answer, Form
+from torch_bridge._pairing.kinds import CONV1D, CONV_TRANSPOSE, OUT_IN, Answer, Form, join
 from torch_bridge._pairing.layers import Layer
+from torch_bridge._pairing.leaves import names_transposed
 from torch_bridge._pairing.maps import VERBS, Flow, Reading
 from torch_bridge._pairing.match import Group, Match, Partners, grouped
 from torch_bridge._pairing.options import Flattened, maps_of, size_of
 from torch_bridge._pairing.pairs import Shape
 
 # Matrices of torch's own modules, which always are (out, in).
-_OF_TORCH = re.compile(r"\b(in_proj_weight|weight_[ih]h(_l\d+)?(_reverse)?)$")
+OF_TORCH = re.compile(r"\b(in_proj_weight|weight_[ih]h(_l\d+)?(_reverse)?)$")
 _SHOWN = 4  # the most layers that are listed by name
+# Reasons to ask about a form in spite of ``plain=True``.
+_UNUSUAL = {
+    "conv1d": " Other matrices of this model are stored (in, out).",
+    "conv_transpose": " Another layer of this series, or the name in Flax, is of a ConvTranspose.",
+}
+_ASSUMED_FORMS = {
+    "conv1d": "{0}: stored (out, in) (else conv1d=)",
+    "conv_transpose": "{0}: not a ConvTranspose (else conv_transpose=)",
+    "turned": "{0}: torch's order of axes (else turned=)",
+}
 _OF_FORMS = {
     "conv1d": "{0}: a square matrix, which may be stored (out, in) or, as in transformers' Conv1D, "
     "(in, out). Pass conv1d='' if none of these is (in, out), else conv1d=<regular expression of "
@@ -34,18 +45,26 @@ _OF_FORMS = {
 }
 
 
-def asked_orders(match: Match) -> list[str]:
-    """Returns a question for each group of layers that cannot be told apart.
+def asked_orders(match: Match) -> tuple[list[str], list[str]]:
+    """Asks about each group of layers that cannot be told apart.
 
     With ``plain=True`` layers that differ only in their numbers are paired instead.
+
+    Returns:
+      The questions, and what was assumed about layers that are paired by their numbers.
     """
     lines = []
+    assumed = []
     for group in match.groups():
         if not (group.torch and group.flax):
             continue
         by_number = _by_number(match, group)
         if by_number and match.options.plain:
             match.partners.update(by_number)
+            assumed.append(
+                f"{_shown(group.torch)} and {_shown(group.flax)} are called in the order of their "
+                "numbers on both sides (else rules=)"
+            )
             continue
         first = group.torch[0]
         shapes = ", ".join(map(str, map(first.shape, first.parts)))
@@ -59,7 +78,7 @@ def asked_orders(match: Match) -> list[str]:
             f"{_shown(group.torch)} {shapes} could be {_shown(group.flax)}: say which is which, as "
             f"with rules={{{re.escape(str(first))!r}: {str(group.flax[0])!r}}}.{hint}"
         )
-    return lines
+    return lines, assumed
 
 
 def _by_number(match: Match, group: Group) -> Partners:
@@ -115,8 +134,9 @@ class Questions:
       reading: The pairs of layers, with the answer for each layer.
       asked: The open questions, each a line of text that says how to answer.
       wrong: A line of text for each answer that does not fit.
-      likely: The arguments for flattened maps directly beside a convolution, which are likely. With
-        ``plain=True`` they are not asked about.
+      likely: The arguments for flattened maps directly beside a convolution, which are likely.
+      assumed: A line of text for each question that ``plain=True`` answers, although neither names
+        nor shapes of other layers support the answer.
     """
 
     def __init__(self, match: Match, partners: Partners) -> None:
@@ -131,6 +151,7 @@ class Questions:
         self.asked = []
         self.wrong = []
         self.likely = []
+        self.assumed = []
         self._ask_forms(match)
         self._flow = Flow(self.reading)
         for option in VERBS:
@@ -141,16 +162,20 @@ class Questions:
     def _ask_forms(self, match: Match) -> None:
         """Answers or asks for each weight with several possible forms which form it has."""
         open_layers = {}
+        assumed = {}
+        unusual = set()  # options about which other layers contradict the usual form
         names = set(itertools.chain.from_iterable(map(Layer.tensors, self.reading.partners)))
         several = self.reading.forms()
+        shown = _ShownForms(self.reading)
         for layer, forms in several.items():
             form: Form | None = None
             packed = [name.replace("out_proj.weight", "in_proj_weight") for name in layer.tensors()]
-            if any(map(_OF_TORCH.search, names.intersection(packed))):
+            if any(map(OF_TORCH.search, names.intersection(packed))):
                 form = OUT_IN
             elif len(forms) == 2:  # a Linear with three output axes in Flax has more orders
                 form = match.known.get(layer.name)
-            is_norm = self.reading.partners[layer].sort == "norm"
+            target = self.reading.partners[layer]
+            is_norm = target.sort == "norm"
             if is_norm and layer in match.by_rule and len(layer.shape("weight")) == 2:
                 continue  # a rule transposes a matrix only if its shape requires it
             if form is not None:
@@ -164,18 +189,28 @@ class Questions:
                     options[form] = None
             for option in options:
                 form = self._options.form_of(option, layer)
-                if is_norm and self._options.turned is None:
-                    form = None  # plain=True knows no usual order for a norm of several axes
+                if getattr(self._options, option) is None and form is not None:  # plain=True
+                    usual = shown.is_usual(option, layer, target)
+                    if is_norm or usual is False:  # a norm of several axes has no usual order
+                        form = None
+                    elif usual is None:
+                        assumed.setdefault(option, []).append(layer)
                 if form is None:
                     open_layers.setdefault(option, []).append(layer)
+                    if shown.is_usual(option, layer, target) is False:
+                        unusual.add(option)
                 elif form and form not in forms:
-                    target = self.reading.partners[layer]
                     self.wrong.append(f"{layer} <-> {target}, with {option}: {form}")
                 elif form:
                     self.reading.answers[layer] = Answer(form)
         for option, layers in open_layers.items():
             orders = [form for form in several[layers[0]][1:] if isinstance(form, tuple)]
-            self.asked.append(_OF_FORMS[option].format(listed(layers), *orders[:1]))
+            line = _OF_FORMS[option].format(listed(layers), *orders[:1])
+            if option in unusual:
+                line += f".{_UNUSUAL[option]}"
+            self.asked.append(line)
+        for option, layers in assumed.items():
+            self.assumed.append(_ASSUMED_FORMS[option].format(listed(layers)))
 
     # --- flattened maps -------------------------------------------------------------------------
 
@@ -226,9 +261,15 @@ class Questions:
                 continue
             names = listed(layers)
             shown = _written(shape)
-            if any(flow.is_beside_convolution(option, layer) for layer in layers):
+            is_likely = any(flow.is_beside_convolution(option, layer) for layer in layers)
+            if is_likely:
                 self.likely.append(f"{option}={{{names!r}: {shown}}}")
             if self._options.plain:
+                if is_likely or not flow.has_other_end(option, values):
+                    self.assumed.append(
+                        f"{names} {VERBS[option]} no flattened map (else {option}={{{names!r}: "
+                        f"{shown}}}; if there is none, {option}={{}})"
+                    )
                 continue
             others = []
             for other in flow.layers:
@@ -244,6 +285,42 @@ class Questions:
                 f"these are a flattened map of such a shape. Name all layers with a flattened map, "
                 f"or pass {option}={{}} if there is none{hint}"
             )
+
+
+class _ShownForms:
+    """The forms of weights that the shapes of other layers, or a name in Flax, show."""
+
+    def __init__(self, reading: Reading) -> None:
+        """Collects the forms of all kernels that have only one possible form."""
+        self._matrices = set()  # forms of matrices anywhere in the model
+        self._kernels = {}  # name without numbers -> forms of the convolutions of this series
+        for layer, target in reading.partners.items():
+            forms = join(layer, target).forms
+            if len(forms) != 1 or (layer.sort, target.sort) != ("weight", "kernel"):
+                continue
+            if len(layer.shape("weight")) > 2:
+                self._kernels.setdefault(layer.words, set()).update(forms)
+            else:
+                self._matrices.update(forms)
+
+    def is_usual(self, option: str, layer: Layer, target: Layer) -> bool | None:
+        """Returns True or False if other layers show the usual or the unusual form, else None.
+
+        A model stores all its matrices in one way, unless it shows both. But convolutions of both
+        kinds often stand in one model, so only those of the same series count.
+        """
+        forms = set()
+        if option == CONV1D:
+            forms = self._matrices
+        elif option == CONV_TRANSPOSE:
+            forms = set(self._kernels.get(layer.words, ()))
+            if names_transposed(target.segments[-1:]):
+                forms.add(CONV_TRANSPOSE)
+        if option in forms:
+            return False
+        if forms:
+            return True
+        return None
 
 
 def listed(layers: Iterable[Layer]) -> str:
