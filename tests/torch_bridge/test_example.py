@@ -458,6 +458,115 @@ def test_packed_rows_of_many_layers(ours):
     np.testing.assert_allclose(Deep(ours).apply(params, x), example[1], atol=allowed)
 
 
+class TorchGrouped(tnn.Module):
+    """Packs 4 heads of queries, of which 2 share a key and a value: group by group, as Falcon does,
+    or all queries before all keys and values."""
+
+    def __init__(self, by_group):
+        super().__init__()
+        self.qkv, self.out, self.by_group = tnn.Linear(8, 32), tnn.Linear(16, 8), by_group
+
+    def forward(self, x):
+        batch = x.shape[:2]
+        if self.by_group:
+            q, k, v = self.qkv(x).view(*batch, 2, 4, 4).split((2, 1, 1), dim=3)
+        else:
+            q, k, v = self.qkv(x).split((16, 8, 8), dim=-1)
+        q, k, v = q.reshape(*batch, 2, 2, 4), k.reshape(*batch, 2, 4), v.reshape(*batch, 2, 4)
+        scores = torch.einsum("bqghd,bkgd->bghqk", q, k).softmax(-1)
+        return self.out(torch.einsum("bghqk,bkgd->bqghd", scores, v).reshape(*batch, 16))
+
+
+class Grouped(nn.Module):
+    """Has query, key and value in several kernels, or in one, by group or one after the other."""
+
+    order: str
+
+    @nn.compact
+    def __call__(self, x):
+        batch = x.shape[:2]
+        if self.order == "dense":
+            q, k, v = nn.Dense(16, name="q")(x), nn.Dense(8, name="k")(x), nn.Dense(8, name="v")(x)
+        elif self.order == "by group":
+            packed = nn.Dense(32, name="qkv")(x).reshape(*batch, 2, 16)
+            q, k, v = jnp.split(packed, (8, 12), axis=-1)
+        else:
+            packed = nn.Dense(32, name="qkv")(x)
+            q, k, v = packed[..., :16], packed[..., 16:24], packed[..., 24:]
+        q, k, v = q.reshape(*batch, 2, 2, 4), k.reshape(*batch, 2, 4), v.reshape(*batch, 2, 4)
+        scores = nn.softmax(jnp.einsum("bqghd,bkgd->bghqk", q, k))
+        mixed = jnp.einsum("bghqk,bkgd->bqghd", scores, v)
+        return nn.Dense(8, name="out")(mixed.reshape(*batch, 16))
+
+
+def found_by_trying(module, model, *inputs):
+    """Asserts that an example finds the order of the rows, and that the way back is exact."""
+    state, example = proof(module, *inputs)
+    like = abstract(model, *inputs)
+    pairs = torch_bridge.pair(state, like, apply=model.apply, example=example)
+    params = params_from_torch(state, like, pairs=pairs)
+    np.testing.assert_allclose(model.apply(params, *inputs), example[1], atol=1e-5)
+    back = torch_bridge.params_to_torch(params, state, pairs=pairs)
+    assert all(torch.equal(back[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("by_group", [True, False])
+@pytest.mark.parametrize("ours", ["dense", "by group", "in turn"])
+def test_heads_that_share_a_key_and_a_value(by_group, ours):
+    found_by_trying(TorchGrouped(by_group), Grouped(ours), values(2, 5, 8))
+
+
+class TorchCell(tnn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gates = tnn.Linear(6, 16)
+
+    def forward(self, x):
+        i, f, g, o = self.gates(x).chunk(4, dim=-1)
+        return o.sigmoid() * torch.tanh(f.sigmoid() + i.sigmoid() * torch.tanh(g))
+
+
+class Cell(nn.Module):
+    order: str
+
+    @nn.compact
+    def __call__(self, x):
+        parts = jnp.split(nn.Dense(16, name="gates")(x), 4, axis=-1)
+        i, f, g, o = (parts[self.order.index(name)] for name in "ifgo")
+        return nn.sigmoid(o) * jnp.tanh(nn.sigmoid(f) + nn.sigmoid(i) * jnp.tanh(g))
+
+
+@pytest.mark.parametrize("order", ["iogf", "gifo", "ofig"])
+def test_four_gates_in_any_order(order):
+    found_by_trying(TorchCell(), Cell(order), ROWS)
+
+
+class TorchMixer(tnn.Module):
+    """Packs the inputs of a state-space layer in the order z, x, B, C, dt, as Mamba-2 does."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_proj = tnn.Linear(6, 8 + 8 + 4 + 4 + 2)
+
+    def forward(self, x):
+        z, x, b, c, dt = self.in_proj(x).split((8, 8, 4, 4, 2), dim=-1)
+        mixed = torch.tanh(x) * (b * c.sigmoid()).sum(-1, keepdim=True)
+        return mixed * z.sigmoid() * dt.sum(-1, keepdim=True)
+
+
+class Mixer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        packed = nn.Dense(26, name="in_proj")(x)
+        x, z, b, c, dt = jnp.split(packed, (8, 16, 20, 24), axis=-1)
+        mixed = jnp.tanh(x) * (b * nn.sigmoid(c)).sum(-1, keepdims=True)
+        return mixed * nn.sigmoid(z) * dt.sum(-1, keepdims=True)
+
+
+def test_two_of_five_unequal_parts_exchanged():
+    found_by_trying(TorchMixer(), Mixer(), ROWS)
+
+
 class TorchReader(tnn.Module):
     """Packs key and value, as Perceiver does, and has two layers."""
 

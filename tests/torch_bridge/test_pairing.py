@@ -345,7 +345,7 @@ def test_rule_takes_a_packed_linear_apart():
     like = {"h_0": {"query": heads, "key": heads, "value": heads, "out": out}}
     refused(model, like)
     rules = {
-        r"h\.(\d+)\.c_attn": r"h_\1/query|h_\1/key|h_\1/value",
+        r"h\.(\d+)\.c_attn": r"1*(h_\1/query|h_\1/key|h_\1/value)",
         r"h\.(\d+)\.c_proj": r"h_\1/out",
     }
     params = there_and_back(model, like, rules, conv1d="")
@@ -360,6 +360,106 @@ def test_rule_takes_a_packed_linear_apart():
     straight = {"c_attn.weight": values(8, 24)}  # which no rule takes apart
     error = refused(straight, kernels(q=(8, 8), k=(8, 8), v=(8, 8)), {"c_attn": "q|k|v"})
     assert len(error.mis_shaped) == 3
+
+
+def rows_of(weight, *shape):
+    """Divides the rows of a weight as in `shape`; -1 is the width of a head."""
+    return weight.reshape(*shape, weight.shape[-1])
+
+
+def by_head(weight):
+    """Takes queries, keys and values from the rows of 2 heads, each (query, key, value)."""
+    return rows_of(weight, 2, 3, -1).swapaxes(0, 1).reshape(3, -1, weight.shape[1])
+
+
+def by_group(weight):
+    """Takes them from 2 groups of rows, each of 2 heads of queries, a key and a value."""
+    groups = rows_of(weight, 2, 4, -1)
+    q, k, v = groups[:, :2], groups[:, 2], groups[:, 3]
+    return [part.reshape(-1, weight.shape[1]) for part in (q, k, v)]
+
+
+SPELLED = {  # the rows of the packed weight, the Flax tree, the rule, and the parts
+    "one after the other": (24, dict.fromkeys("qkv", 8), "1*(q|k|v)", lambda w: np.split(w, 3)),
+    "in another order": (24, dict.fromkeys("qkv", 8), "1*(v|k|q)", lambda w: np.split(w, 3)[::-1]),
+    "by head": (24, dict.fromkeys("qkv", 8), "2*(q|k|v)", by_head),
+    "by group": (32, {"q": 16, "k": 8, "v": 8}, "2*(q|k|v)", by_group),
+    "by group, said": (32, {"q": 16, "k": 8, "v": 8}, "2*(q|q|k|v)", by_group),
+    "unequal parts": (
+        32,
+        {"q": 16, "k": 8, "v": 8},
+        "1*(q|k|v)",
+        lambda w: np.split(w, [16, 24]),
+    ),
+    "four gates": (
+        16,
+        dict.fromkeys("ifgo", 4),
+        "1*(i|o|f|g)",
+        lambda w: np.split(w, 4)[:1] + np.split(w, 4)[2:] + np.split(w, 4)[1:2],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPELLED)
+def test_a_rule_says_the_order_of_packed_rows(case):
+    rows, widths, path, take = SPELLED[case]
+    model = {"packed.weight": values(rows, 8), "packed.bias": values(rows)}
+    like = linears(**{name: (8, width) for name, width in widths.items()})
+    params = there_and_back(model, like, {"packed": path})
+    biases = take(model["packed.bias"][:, None])
+    for name, weight, bias in zip(widths, take(model["packed.weight"]), biases, strict=True):
+        np.testing.assert_array_equal(params[name]["kernel"].T, weight)
+        np.testing.assert_array_equal(params[name]["bias"], bias[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("path", "take"),
+    [
+        (
+            "qkv[0]|qkv[2]|qkv[1]",
+            lambda w: np.concatenate(np.split(w, 3))[[*range(8), *range(16, 24), *range(8, 16)]],
+        ),
+        ("2*(qkv[0]|qkv[1]|qkv[2])", lambda w: np.concatenate(by_head(w))),
+    ],
+)
+def test_a_rule_says_the_order_of_rows_in_one_packed_layer(path, take):
+    model = {"packed.weight": values(24, 8)}
+    params = there_and_back(model, kernels(qkv=(8, 24)), {"packed": path})
+    np.testing.assert_array_equal(params["qkv"]["kernel"].T, take(model["packed.weight"]))
+
+
+def test_blocks_of_one_part_are_said_one_after_the_other():
+    model = {"packed.weight": values(32, 8)}
+    rules = {"packed": "2*(qkv[0]|qkv[0]|qkv[1]|qkv[2])"}
+    params = there_and_back(model, kernels(qkv=(8, 32)), rules)
+    parts = np.concatenate(by_group(model["packed.weight"]))
+    np.testing.assert_array_equal(params["qkv"]["kernel"].T, parts)
+
+
+def test_a_rule_without_the_order_of_the_rows_names_what_is_assumed():
+    model = model_of(packed=(24, 8))
+    like = kernels(q=(8, 8), k=(8, 8), v=(8, 8))
+    with pytest.warns(UserWarning, match="packed: all rows of a part follow each other") as caught:
+        params_from_torch(model, like, rules={"packed": "q|k|v"})
+    assert "'12*(query|key|value)' if each of 12 heads" in str(caught[0].message)
+    like = kernels(a=(8, 8), b=(8, 8), c=(8, 8), d=(8, 8))
+    rules = {"in_proj": "a|b|c", "out_proj": "d"}
+    there_and_back(PACKED, like, rules, conv1d="")  # torch's own order
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("5*(q|k|v)", "15 equal blocks of rows, and it has 24"),
+        ("q|k|q", "names a Flax layer twice"),
+        ("q[0]|k[1]|v[2]", "must name every part of one Flax layer once"),
+        ("q[0]|q[2]", "must name every part of one Flax layer once"),
+    ],
+)
+def test_a_wrong_order_of_packed_rows_is_refused(path, text):
+    like = kernels(q=(8, 8), k=(8, 8), v=(8, 8))
+    with pytest.raises(ValueError, match=re.escape(text)):
+        pair(model_of(packed=(24, 8)), like, {"packed": path})
 
 
 # --- options ----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import Group, Match, grouped
 from torch_bridge._pairing.options import Options, PairOptions, refuse_idle_patterns
 from torch_bridge._pairing.pairs import Pair
-from torch_bridge._pairing.questions import Questions, asked_orders
+from torch_bridge._pairing.questions import Questions, asked_orders, listed
 from torch_bridge._pairing.search import TRIES, Search
 
 # Class of torch or transformers -> the form of its weight.
@@ -249,6 +249,12 @@ def _without_problems(match: Match) -> Reading:
     problems["ambiguous"] = match.problems + orders + questions.asked
     if not any(problems.values()):
         assumed += questions.assumed
+        for layers in match.consecutive.values():
+            assumed.append(
+                f"{listed(layers)}: all rows of a part follow each other (in rules= this is "
+                "'1*(query|key|value)', and '12*(query|key|value)' if each of 12 heads has rows of "
+                "every part)"
+            )
         if assumed:
             warnings.warn(
                 "Assumed, because neither names nor shapes show it, and no example was run (apply= "

@@ -41,6 +41,7 @@ _VIEWS = frozenset(
 )
 _MAP_AXES = 3  # from 3 axes on, channels may be the second axis in torch and the last in Flax
 _PARTS = (2, 3)  # numbers of parts of a packed layer: (gate, value), (query, key, value)
+_MOST_PARTS = 5  # the same if the model cuts its outputs, as for the gates of a cell, or in Mamba
 
 
 class Apart(NamedTuple):
@@ -81,7 +82,7 @@ class Evidence:
       order: Path of a leaf -> its position in the order in which the Flax model uses the leaves.
       upward: Paths of the kernels that the model uses in a ConvTranspose with a stride.
       maps: The maps that the model flattens or unflattens: (number of values, number of channels).
-      splits: The axes that the model divides into a few equal parts: (length, number of parts).
+      splits: The axes that the model divides into a few parts: (length, ratio of the parts).
       runs: The number of runs so far, not counting controls.
     """
 
@@ -215,6 +216,7 @@ class Evidence:
         if layout.program is None:
             return
         leaves = dict(zip(layout.program.invars, self._leaves, strict=False))
+        cuts = {}  # (array, axis) -> (length, parts), each from a start to a stop
         for place, equation in enumerate(_operations(layout.program, leaves)):
             used = []
             for variable in filter(_is_variable, equation.invars):
@@ -235,11 +237,20 @@ class Evidence:
                 self.maps += _merged(before, result.aval.shape)
                 self.maps += _merged(result.aval.shape, before)
                 self.splits.update(_split_by_shape(before, result.aval.shape))
-            elif name in ("split", "slice"):
-                before = equation.invars[0].aval.shape
-                for whole, part in zip(before, result.aval.shape, strict=True):
-                    if part and whole % part == 0 and whole // part in _PARTS:
-                        self.splits.add((whole, whole // part))
+            elif name == "split":
+                length = equation.invars[0].aval.shape[equation.params["axis"]]
+                self._add_split(length, equation.params["sizes"])
+            elif name == "slice":
+                whole = equation.invars[0].aval.shape
+                starts = equation.params["start_indices"]
+                stops = equation.params["limit_indices"]
+                for axis, length in enumerate(whole):
+                    part = stops[axis] - starts[axis]
+                    if part and length % part == 0 and length // part in _PARTS:
+                        self._add_split(length, [part] * (length // part))
+                    if part < length:
+                        _, parts = cuts.setdefault((equation.invars[0], axis), (length, set()))
+                        parts.add((starts[axis], stops[axis]))
             if name == "dot_general":  # the kernel may have several input or output axes
                 kernel = equation.invars[1].aval.shape
                 contracted = equation.params["dimension_numbers"][0][1]
@@ -248,6 +259,19 @@ class Evidence:
                     self.maps += _merged(sizes.tolist(), [total])
                     self.splits.update(_split_by_shape([total], sizes.tolist()))
         self.maps = list(dict.fromkeys(self.maps))
+        for length, parts in cuts.values():
+            borders = [0]
+            for start, stop in sorted(parts):
+                if start == borders[-1]:
+                    borders.append(stop)
+            if borders[-1] == length:
+                self._add_split(length, np.diff(borders).tolist())
+
+    def _add_split(self, length: int, sizes: Sequence[int]) -> None:
+        """Adds an axis that the model divides into a few parts."""
+        if 1 < len(sizes) <= _MOST_PARTS and min(sizes) > 0:
+            unit = math.gcd(*sizes)
+            self.splits.add((length, tuple(size // unit for size in sizes)))
 
 
 def _operations(jaxpr: core.Jaxpr, leaves: dict[Any, Any]) -> Iterator[Any]:
@@ -383,10 +407,10 @@ def _merged(wide: Sequence[int], narrow: Sequence[int]) -> list[tuple[int, int]]
     return [(math.prod(sizes), sizes[-1])]
 
 
-def _split_by_shape(narrow: Sequence[int], wide: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns (length, parts) for each new axis that divides the last axis into a few parts."""
+def _split_by_shape(narrow: Sequence[int], wide: Sequence[int]) -> list[tuple[int, Shape]]:
+    """Returns (length, ratio) for each new axis that divides the last axis into a few parts."""
     sizes = _divided(wide, narrow)
-    return [(math.prod(sizes), size) for size in sizes if size in _PARTS]
+    return [(math.prod(sizes), (1,) * size) for size in sizes if size in _PARTS]
 
 
 def _matched(ours: Any, theirs: Iterable[np.ndarray]) -> list[tuple[Any, list[np.ndarray]]]:

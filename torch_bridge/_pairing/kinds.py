@@ -244,9 +244,9 @@ def _attention(torch: Layer, flax: Layer) -> list[Link]:
     """Links the parts of MultiheadAttention's packed projection, and the output projection."""
     links = []
     for place, name in enumerate(("query", "key", "value")):
-        links.append(_link(torch, flax, "in_proj_weight", f"{name}.kernel", (place, 3)))
+        links.append(_link(torch, flax, "in_proj_weight", f"{name}.kernel", (place, (1, 1, 1))))
         links.append(_link(torch, flax, f"{name[0]}_proj_weight", f"{name}.kernel"))
-        links.append(_link(torch, flax, "in_proj_bias", f"{name}.bias", (place, 3)))
+        links.append(_link(torch, flax, "in_proj_bias", f"{name}.bias", (place, (1, 1, 1))))
     links.append(_link(torch, flax, "out_proj.weight", "out.kernel"))
     links.append(_link(torch, flax, "out_proj.bias", "out.bias"))
     return links
@@ -267,7 +267,8 @@ def _recurrent(torch: Layer, flax: Layer) -> list[Link]:
     if "dense_i.kernel" in flax.parts:  # flax.nnx packs the gates as torch does
         prefix = "dense_"
     elif count > 1:
-        gates = [(letter, (place, count)) for place, letter in enumerate(_GATES[count])]
+        equal = (1,) * count
+        gates = [(letter, (place, equal)) for place, letter in enumerate(_GATES[count])]
     links = []
     for letter, share in gates:
         inputs = f"{prefix}i{letter}"
@@ -351,7 +352,7 @@ def _link(
       flax: The layer of the leaf.
       tensor: The tensor's name in its layer, which may lack it.
       leaf: The leaf's name in its layer.
-      share: (k, n) for the k-th of n equal shares of the rows; None for all rows.
+      share: The part of the rows; None for all rows.
       maps: As for `_views`.
       forms: Form -> order of torch's axes; None for a vector, or a matrix (out, in).
     """
@@ -361,8 +362,11 @@ def _link(
     forms = forms or {OUT_IN: tuple(range(len(shape)))[::-1]}
     rows = None
     if share:
-        height, rest = divmod(shape[0], share[1])
-        rows = (share[0] * height, (share[0] + 1) * height)
+        place, sizes = share
+        unit, rest = divmod(shape[0], sum(sizes))
+        start = unit * sum(sizes[:place])
+        height = unit * sizes[place]
+        rows = (start, start + height)
         shape = (height, *shape[1:])
         if rest:
             forms = {}

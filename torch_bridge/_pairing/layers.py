@@ -17,7 +17,8 @@ from torch_bridge._pairing.leaves import Tree, words_of
 from torch_bridge._pairing.pairs import Path, Shape
 
 Sort: TypeAlias = Literal["weight", "kernel", "embedding", "norm", "attention", "recurrent", "bare"]
-Share: TypeAlias = tuple[int, int]  # (k, n): the k-th of n equal parts of the rows
+# (k, sizes): the k-th part of the rows, which are divided in the ratio of `sizes`.
+Share: TypeAlias = tuple[int, Shape]
 Part: TypeAlias = tuple[Any, Shape]  # the name of a tensor or the path of a leaf, and its shape
 Parts: TypeAlias = dict[str, Part]
 
@@ -33,6 +34,8 @@ _RECURRENT = re.compile(
     r"(weight_ih|weight_hh|bias_ih|bias_hh|weight_hr)(?:_(l\d+))?(?:_(reverse))?"
 )
 _PACKED = re.compile(r"\b(in_proj_weight|q_proj_weight)$")
+# Matrices of torch's own modules, which always are (out, in).
+OF_TORCH = re.compile(r"\b(in_proj_weight|weight_[ih]h(_l\d+)?(_reverse)?)$")
 # The tensors of torch's weight_norm (length and direction), in its old form and as a
 # parametrization.
 _WEIGHT_NORM = {
@@ -52,7 +55,7 @@ class Layer:
         a Linear, a Conv or an Embedding, a Flax ``kernel`` of a Dense or a Conv.
       parts: Name of a part, ``weight`` or ``query.kernel`` -> (tensor name or leaf path, shape).
       sep: The separator between `segments`: a dot in torch, a slash in Flax.
-      share: (k, n) for the k-th of n equal parts of a packed Linear; None for a whole layer.
+      share: The part of a packed Linear that the layer is; None for a whole layer.
       name: The name as users write it.
       words: The name without its numbers: (layers, #, fc, #) for ``layers.3.fc1``.
       numbers: The numbers in the name: (3, 1).
@@ -73,9 +76,13 @@ class Layer:
 
     @functools.cached_property
     def signature(self) -> tuple[Any, ...]:
-        """Returns sort, shapes and number of shares: equal for layers that can be exchanged."""
+        """Returns sort, shapes and sizes of shares: equal for layers that can be exchanged."""
         shapes = frozenset((part, shape) for part, (_, shape) in self.parts.items())
-        return self.sort, shapes, self.share and self.share[1]
+        divided = None
+        if self.share:
+            place, sizes = self.share
+            divided = (sizes[place], sizes)
+        return self.sort, shapes, divided
 
     @property
     def is_vector(self) -> bool:
@@ -99,11 +106,15 @@ class Layer:
             name = "/".join(name)
         return f"{name} {shape}"
 
-    def shares(self, count: int) -> list[Layer]:
-        """Divides the layer into `count` equal shares of its rows; one share is the layer."""
-        if count == 1:
+    def shares(self, sizes: Shape) -> list[Layer]:
+        """Divides the rows of the layer in the ratio of `sizes`; a single share is the layer."""
+        if len(sizes) == 1:
             return [self]
-        return [dataclasses.replace(self, share=(place, count)) for place in range(count)]
+        return [dataclasses.replace(self, share=(place, sizes)) for place in range(len(sizes))]
+
+    def is_packed_by_torch(self) -> bool:
+        """Returns True for a packed tensor of torch's own modules, whose order is known."""
+        return any(map(OF_TORCH.search, map(str, self.tensors())))
 
     def single(self, part: str) -> Layer:
         """Returns one part as a layer by itself: a weight alone, or a bare parameter."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -24,11 +24,16 @@ from torch_bridge._pairing.kinds import CONV1D, join
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.leaves import without_collection, words_of
 from torch_bridge._pairing.options import Options
-from torch_bridge._pairing.pairs import Path
+from torch_bridge._pairing.pairs import Packing, Path, Shape
 
 Partners: TypeAlias = dict[Layer, Layer]
 _T = TypeVar("_T")
-_PACKED = (3, 2, 4)  # numbers of parts of a packed Linear: (query, key, value), (key, value), gates
+_QUERY_KEY_VALUE = 3
+_PACKED = (
+    _QUERY_KEY_VALUE,
+    2,
+    4,
+)  # numbers of parts of a packed Linear: (query, key, value), (key, value), gates
 UNUSUAL = 1
 FITS = 2
 
@@ -47,6 +52,82 @@ class Group(NamedTuple):
         return Group(torch, flax)
 
 
+class Rule(NamedTuple):
+    """A rule for a layer or tensor: one path, or the paths of the parts of a packed layer.
+
+    Attributes:
+      pattern: The regular expression.
+      paths: The paths of Flax layers or leaves, in the order of torch's rows.
+      groups: The number of groups of rows, each with rows of all parts; None if it is not said.
+      sizes: The relative numbers of rows of the parts; () if the rule does not say them.
+      places: The positions of torch's parts in a single packed Flax layer; () for several layers.
+    """
+
+    pattern: str
+    paths: list[str]
+    groups: int | None
+    sizes: Shape
+    places: Shape
+
+    @classmethod
+    def of(cls, pattern: str, text: str) -> Rule:
+        """Reads ``query|key|value``, ``12*(query|key|value)`` or ``dense[0]|dense[2]|dense[1]``.
+
+        A part that occurs several times in a row has as many blocks of rows in every group.
+
+        Raises:
+          ValueError: A part occurs at two places, or not all parts of a Flax layer are named.
+        """
+        in_groups = re.fullmatch(r"(\d+)\*\((.*)\)", text)
+        groups = None
+        if in_groups:
+            groups = max(int(in_groups[1]), 1)
+            text = in_groups[2]
+        parts = []
+        counts = []
+        for part, run in itertools.groupby(text.split("|")):
+            parts.append(part)
+            counts.append(len(list(run)))
+        paths = []
+        places = []
+        for part in parts:
+            path, place = re.fullmatch(r"(.*?)(?:\[(\d+)\])?", part).groups()
+            words = tuple(path.strip("/").split("/"))
+            paths.append("/".join(without_collection(words)))
+            if place is not None:
+                places.append(int(place))
+        if places:
+            if len(set(paths)) > 1 or sorted(places) != list(range(len(paths))):
+                raise ValueError(
+                    f"`rules`: {text!r} of {pattern!r} must name every part of one Flax layer "
+                    "once, as in 'dense[0]|dense[2]|dense[1]'."
+                )
+            paths = paths[:1]
+        elif len(set(paths)) < len(paths):
+            raise ValueError(
+                f"`rules`: {text!r} of {pattern!r} names a Flax layer twice. Blocks of one part "
+                "must follow each other, as in '8*(query|query|key|value)'."
+            )
+        sizes: Shape = ()
+        if max(counts) > 1:
+            sizes = tuple(counts)
+        return cls(pattern, paths, groups, sizes, tuple(places))
+
+    def packing(self, sizes: Shape) -> Packing | None:
+        """Returns the order of the packed rows, for parts in the ratio of `sizes`.
+
+        It is None if the parts follow each other in the same order in both frameworks.
+        """
+        order = self.places or tuple(range(len(sizes)))
+        order = tuple(map(order.index, range(len(order))))
+        packing = Packing(order, self.groups or 1, 1)
+        if packing.torch_groups == 1 and packing.is_in_order:
+            return None
+        if len(set(sizes)) > 1:
+            packing = packing._replace(sizes=sizes)
+        return packing
+
+
 class Match:
     """The layers of two models and the pairs of layers that are decided.
 
@@ -56,6 +137,9 @@ class Match:
       partners: Torch layer -> Flax layer, for the decided pairs.
       by_rule: The torch layers whose partner a rule names.
       by_name: The torch layers whose partner has an equal name.
+      packings: The orders of packed rows that rules name.
+      consecutive: Pattern of a rule -> packed layers that it sends to several Flax layers without a
+        word about the order of the rows, so that the parts are taken to follow each other.
       problems: A line of text for each rule that cannot be followed.
       options: The user's options. With `plain` a layer that fits somewhere in its usual form is not
         paired in another form.
@@ -73,6 +157,8 @@ class Match:
         self.flax = list(flax)
         self.partners: Partners = {}
         self.by_name = set()
+        self.packings: dict[Layer, Packing] = {}
+        self.consecutive: dict[str, list[Layer]] = {}
         self.problems = []
         self.options = options
         self.known = known
@@ -112,16 +198,19 @@ class Match:
         for layer in self.torch.copy():
             sent = {}
             for part, (name, _) in list(layer.parts.items()):
-                pattern, paths = _first_rule(rules, [names[name], layer.name])
+                rule = _first_rule(rules, [names[name], layer.name])
+                if rule is None:
+                    continue
+                paths = rule.paths
                 leaf = None
                 if len(paths) == 1:
                     leaf = leaves.get(paths[0])
-                if leaf is not None and not _meet(layer, part, owners[paths[0]], leaf, pattern):
+                if leaf is not None and not _meet(layer, part, owners[paths[0]], leaf, rule):
                     owners[paths[0]] = self._alone(layer, part, owners[paths[0]], leaf)
                     del leaves[paths[0]]
-                elif paths:
+                else:
                     targets = tuple(map(owners.get, paths))
-                    sent.setdefault(targets, (pattern, paths))
+                    sent.setdefault(targets, rule)
             if sent:
                 shares[layer] = self._send(layer, sent)
         _exchange(self.torch, shares)
@@ -138,19 +227,24 @@ class Match:
         self.partners[one] = other
         return other
 
-    def _send(self, layer: Layer, sent: Mapping[Any, tuple[str, list[str]]]) -> list[Layer]:
+    def _send(self, layer: Layer, sent: Mapping[Any, Rule]) -> list[Layer]:
         """Follows the rule for one layer.
 
-        If the rule names one Flax layer, pairs the two. If it names several, divides the torch
-        layer into as many equal shares of its rows, and pairs each share.
+        If the rule names one Flax layer, pairs the two. If it names several, divides the rows of
+        the torch layer into as many shares, and pairs each share.
 
         Returns:
           The shares, or the layer alone.
         """
-        (targets, (pattern, paths)), *others = sent.items()
-        text = f"the rule {pattern!r} sends {layer} to"
-        shares = layer.shares(len(paths))
-        for share, target, path in zip(shares, targets, paths, strict=True):
+        (targets, rule), *others = sent.items()
+        text = f"the rule {rule.pattern!r} sends {layer} to"
+        if rule.places:  # one packed Flax layer
+            sizes = rule.sizes or (1,) * len(rule.places)
+            shares = [layer]
+        else:
+            sizes = rule.sizes or _relative_rows(layer, targets)
+            shares = layer.shares(sizes)
+        for share, target, path in zip(shares, targets, rule.paths, strict=True):
             if target is None:
                 self.problems.append(
                     f"{text} {path}, which is neither a leaf nor a module of the Flax tree"
@@ -159,11 +253,20 @@ class Match:
                 self.problems.append(f"{text} {path}, where an earlier rule sends another layer")
             else:
                 self.partners[share] = target
-        for _, (other, elsewhere) in others:
+        for _, other in others:
             self.problems.append(
-                f"{text} {'|'.join(paths)}, and {other!r} sends a part of it to "
-                f"{'|'.join(elsewhere)}: let one rule name the whole layer"
+                f"{text} {'|'.join(rule.paths)}, and {other.pattern!r} sends a part of it to "
+                f"{'|'.join(other.paths)}: let one rule name the whole layer"
             )
+        packing = rule.packing(sizes)
+        if packing:
+            rows = layer.shape("weight")[:1] or (0,)
+            units = packing.torch_groups * sum(packing.sizes or (1,) * len(packing.order))
+            if rows[0] % units:
+                self.problems.append(f"{text} {units} equal blocks of rows, and it has {rows[0]}")
+            self.packings.update(dict.fromkeys(shares, packing))
+        elif len(shares) > 1 and rule.groups is None and not layer.is_packed_by_torch():
+            self.consecutive.setdefault(rule.pattern, []).append(layer)
         return shares
 
     def take_apart(self, layers: Group) -> None:
@@ -176,26 +279,33 @@ class Match:
             _exchange(side, parts)
 
     def take_shares(self, layers: Group) -> None:
-        """Divides packed Linears into equal shares, if enough Flax layers fit the shares.
+        """Divides packed Linears into shares, if enough Flax layers fit the shares.
 
         A convolution over single places counts as a Linear.
         """
         packed = {}
-        kinds = grouped(layers.flax, lambda target: target.signature).values()
+        kinds = list(grouped(layers.flax, lambda target: target.signature).values())
         for layer in layers.torch:
             weight = layer.shape("weight")
-            for count in _PACKED:
-                if len(weight) < 2 or math.prod(weight[2:]) > 1 or weight[0] % count:
-                    continue
-                shares = layer.shares(count)
-                places = 0
-                for alike in kinds:
-                    if self.fits(shares[0], alike[0]):
-                        places += len(alike)
-                if places >= count:
+            if len(weight) < 2 or math.prod(weight[2:]) > 1:
+                continue
+            for sizes in _divisions(layer, kinds):
+                shares = layer.shares(sizes)
+                lacking = False
+                for share, size in zip(shares, sizes, strict=True):
+                    lacking = lacking or self._places(share, kinds) < sizes.count(size)
+                if not lacking:
                     packed[layer] = shares
                     break
         _exchange(self.torch, packed)
+
+    def _places(self, share: Layer, kinds: Iterable[Sequence[Layer]]) -> int:
+        """Counts the Flax layers that a share fits."""
+        places = 0
+        for alike in kinds:
+            if self.fits(share, alike[0]):
+                places += len(alike)
+        return places
 
     # --- by name, and by shape ------------------------------------------------------------------
 
@@ -435,36 +545,68 @@ def _shared(
     return innermost
 
 
-def _meet(layer: Layer, part: str, target: Layer, leaf: str, pattern: str) -> bool:
+def _relative_rows(layer: Layer, targets: Sequence[Layer | None]) -> Shape:
+    """Returns the ratio of the rows of a packed layer's parts: that of the kernels' widths.
+
+    If the kernels do not have as many columns in all, the parts are equal, and do not fit.
+    """
+    weight = layer.shape("weight")
+    widths = []
+    for target in targets:
+        if target is not None and len(weight) > 1:
+            widths.append(_width(target, math.prod(weight[1:])))
+    if len(widths) < len(targets) or not all(widths) or sum(widths) != weight[0]:
+        return (1,) * len(targets)
+    unit = math.gcd(*widths)
+    return tuple(width // unit for width in widths)
+
+
+def _width(target: Layer, inputs: int) -> int:
+    """Returns the number of outputs of a kernel; 0 if it has another number of inputs."""
+    kernel = target.shape("kernel")
+    width, rest = divmod(math.prod(kernel), inputs)
+    if rest or not kernel:
+        return 0
+    return width
+
+
+def _divisions(layer: Layer, kinds: Iterable[Sequence[Layer]]) -> Iterator[Shape]:
+    """Yields the ratios in which a packed layer may be divided, the likeliest first.
+
+    The parts are equal, or the queries of several heads share a key and a value.
+    """
+    rows, *inputs = layer.shape("weight")
+    for count in _PACKED:
+        if rows % count == 0:
+            yield (1,) * count
+    for alike in kinds:
+        width = _width(alike[0], math.prod(inputs))
+        if width and rows % width == 0 and rows // width > _QUERY_KEY_VALUE:
+            yield (rows // width - 2, 1, 1)
+
+
+def _meet(layer: Layer, part: str, target: Layer, leaf: str, rule: Rule) -> bool:
     """Returns True if a rule for a tensor and a leaf should pair their whole layers.
 
-    That is so if joining the layers links the tensor with the leaf. It is also so if the pattern
-    matches the module's name, too, and joining the layers gives any link.
+    That is so if joining the layers links the tensor with the leaf. It is also so if the rule's
+    pattern matches the module's name, too, and joining the layers gives any link.
     """
     links = join(layer, target).links
     if any((link.tensor, link.leaf) == (part, leaf) for link in links):
         return True
-    return bool(links) and re.fullmatch(pattern, layer.name) is not None
+    return bool(links) and re.fullmatch(rule.pattern, layer.name) is not None
 
 
-def _first_rule(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the first rule's pattern that matches one of two names, with its expanded paths.
-
-    Without such a rule the pattern is "" and the list of paths is empty.
-    """
+def _first_rule(rules: Sequence[tuple[str, str]], names: Sequence[str]) -> Rule | None:
+    """Returns the first rule whose pattern matches one of two names, or None."""
     for pattern, template in rules:
         match = re.fullmatch(pattern, names[0]) or re.fullmatch(pattern, names[1])
         if match is None:
             continue
         try:
-            paths = match.expand(template).split("|")
+            return Rule.of(pattern, match.expand(template))
         except (re.error, IndexError) as error:
             raise ValueError(
                 f"`rules`: the path {template!r} of {pattern!r} cannot be used ({error})."
             ) from error
-        targets = []
-        for path in paths:
-            words = tuple(path.strip("/").split("/"))
-            targets.append("/".join(without_collection(words)))
-        return pattern, targets
-    return "", []
+    return None

@@ -64,9 +64,10 @@ def pair(
         ``r"block_\1/kernel"``. If tensor and leaf belong to different kinds of layers
         (``norm.gamma`` and ``norm/scale``), the two still become one pair; a matrix is transposed
         if its shape requires it. A Linear that packs several layers goes to several modules, in the
-        order of its rows: ``{r"h\.(\d+)\.c_attn": r"h_\1/query|h_\1/key|h_\1/value"}``. If the rows
-        alternate from head to head, as in GPT-NeoX and BLOOM, pass an example, too: without one
-        all rows of a part are taken to follow each other.
+        order of its rows: ``{r"h\.(\d+)\.c_attn": r"1*(h_\1/query|h_\1/key|h_\1/value)"}``. With
+        ``12*(...)`` the rows alternate: each of 12 heads, or groups of heads, has rows of every
+        part, as in GPT-NeoX, BLOOM and Falcon. ``dense[0]|dense[2]|dense[1]`` names torch's parts
+        in one packed Flax layer; a part that occurs several times in a row has as many blocks.
       flatten: Regular expression of the module name of a Linear (or of a recurrent layer with its
         suffix, as in ``lstm.l0``) -> the channels-first shape ``(C, H, W)`` of the map that is
         flattened before the layer. Flax flattens ``(H, W, C)``, so the layer's inputs must be
@@ -108,7 +109,8 @@ def pair(
 
     Warns:
       UserWarning: A shape of `flatten` or `unflatten` seems to have the channels last. Or `plain`
-        answers questions where no other layer supports the usual case; the warning lists them.
+        answers questions where no other layer supports the usual case; the warning lists them. Or
+        the parts in a rule have no factor, and no example shows whether their rows alternate.
 
     Example:
       >>> import numpy as np

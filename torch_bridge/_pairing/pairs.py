@@ -35,6 +35,8 @@ class Packing(NamedTuple):
       order: For each part in Flax, its position among torch's parts.
       torch_groups: The number of groups in torch; 1 if the parts follow each other.
       flax_groups: The same in Flax.
+      sizes: The relative numbers of rows of torch's parts, such as (4, 1, 1) where four heads of
+        queries share a key and a value; () if all parts are equal.
 
     Example:
       >>> Packing((0, 1), 2, 1).torch_rows(8)
@@ -44,6 +46,7 @@ class Packing(NamedTuple):
     order: Shape
     torch_groups: int
     flax_groups: int
+    sizes: Shape = ()
 
     @property
     def is_likely(self) -> bool:
@@ -62,10 +65,14 @@ class Packing(NamedTuple):
 
     def torch_rows(self, total: int) -> np.ndarray:
         """Returns torch's row for each of Flax's `total` rows."""
-        parts = len(self.order)
-        in_groups = np.arange(total).reshape(self.torch_groups, parts, -1)
-        in_parts = in_groups.swapaxes(0, 1).reshape(parts, -1)[list(self.order)]
-        return in_parts.reshape(parts, self.flax_groups, -1).swapaxes(0, 1).ravel()
+        sizes = self.sizes or (1,) * len(self.order)
+        in_groups = np.arange(total).reshape(self.torch_groups, sum(sizes), -1)
+        parts = []
+        for place in self.order:
+            start = sum(sizes[:place])
+            part = in_groups[:, start : start + sizes[place]]
+            parts.append(part.reshape(self.flax_groups, -1))
+        return np.concatenate(parts, axis=1).ravel()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,15 +13,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch_bridge._pairing.kinds import CONV1D, CONV_TRANSPOSE, OUT_IN, Answer, Form, join
-from torch_bridge._pairing.layers import Layer
+from torch_bridge._pairing.layers import OF_TORCH, Layer
 from torch_bridge._pairing.leaves import names_transposed
 from torch_bridge._pairing.maps import VERBS, Flow, Reading
 from torch_bridge._pairing.match import Group, Match, Partners, grouped
 from torch_bridge._pairing.options import Flattened, maps_of, size_of
 from torch_bridge._pairing.pairs import Shape
 
-# Matrices of torch's own modules, which always are (out, in).
-OF_TORCH = re.compile(r"\b(in_proj_weight|weight_[ih]h(_l\d+)?(_reverse)?)$")
 _SHOWN = 4  # the most layers that are listed by name
 # Reasons to ask about a form in spite of ``plain=True``.
 _UNUSUAL = {
@@ -209,6 +207,10 @@ class Questions:
             if option in unusual:
                 line += f".{_UNUSUAL[option]}"
             self.asked.append(line)
+        for layer, packing in match.packings.items():
+            if layer in self.reading.partners:
+                answer = self.reading.answer(layer)
+                self.reading.answers[layer] = answer._replace(packing=packing)
         for option, layers in assumed.items():
             self.assumed.append(_ASSUMED_FORMS[option].format(listed(layers)))
 

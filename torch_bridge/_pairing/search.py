@@ -22,7 +22,7 @@ from torch_bridge._pairing.kinds import CONV_TRANSPOSE, OUT_IN, Answer, join
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.maps import VERBS, Flow, Reading
 from torch_bridge._pairing.match import Match, grouped
-from torch_bridge._pairing.pairs import Maps, Packing, Path, leaves_from_torch
+from torch_bridge._pairing.pairs import Maps, Packing, Path, Shape, leaves_from_torch
 
 _T = TypeVar("_T")
 TRIES = 500  # the most runs of the Flax model
@@ -34,6 +34,8 @@ _SURE = 0.5  # a change that reduces the distance to less than this share is kep
 _PATIENCE = 100
 _HASTE = 20  # the same for the other readings
 _FAR = 0.3  # relative to the outputs' norm; larger distances of the other readings count as equal
+_FEW_PARTS = 3  # up to this number all orders of packed parts are tried
+_GATES = 4  # the same for so many equal parts, the gates of a cell
 _PACKINGS = 16  # the most orders of packed rows that are tried with each of the first readings
 _STEP = 0.2  # for the other readings, the cost of one more change, beside the distance
 _SLIGHT = 1e-2  # relative to the largest output; another eps or activation differs by less
@@ -348,12 +350,15 @@ class Search:
             values: list[Packing | None] = [None]
             rows = alike[0].shape("weight")[0]
             share = alike[0].share
+            if self._answered.answer(alike[0]).packing:
+                continue
             if share:
-                for groups in self._groups(rows, share[1]):
-                    values.append(Packing(tuple(range(share[1])), groups, 1))
+                _, sizes = share
+                for groups in self._groups(rows, sizes):
+                    values.append(_packing(tuple(range(len(sizes))), groups, 1, sizes))
             else:
-                for parts in self._parts(rows):
-                    values += _orders(parts, self._groups(rows, parts))
+                for sizes in self._parts(rows):
+                    values += _orders(sizes, self._groups(rows, sizes))
             if len(values) > 1:
                 choices.append(Choice(alike, "packing", values))
         return choices
@@ -377,19 +382,25 @@ class Search:
                     answers[layer] = reading.answer(layer)._replace(packing=packing)
             yield Change("", Reading(reading.partners, answers))
 
-    def _parts(self, rows: int) -> list[int]:
-        """Returns the numbers of equal parts into which the Flax model divides so many values."""
+    def _parts(self, rows: int) -> list[Shape]:
+        """Returns the ratios of the parts into which the Flax model divides so many values."""
         lengths = {rows}
         lengths.update(channels for size, channels in self._evidence.maps if size == rows)
-        return sorted({parts for size, parts in self._evidence.splits if size in lengths})
+        ratios = {sizes for length, sizes in self._evidence.splits if length in lengths}
+        return sorted(ratios, key=lambda sizes: (len(set(sizes)), len(sizes), sizes))
 
-    def _groups(self, rows: int, parts: int) -> list[int]:
-        """Returns the numbers of groups (heads) that the Flax model makes of a part or of all."""
+    def _groups(self, rows: int, sizes: Shape) -> list[int]:
+        """Returns the numbers of groups (heads) that the Flax model makes of a part or of all.
+
+        If several heads of queries share a key and a value, these heads are one group.
+        """
         groups = set()
+        unit = rows // sum(sizes)
         for size, channels in self._evidence.maps:
-            if size in (rows, rows // parts):
-                groups.update((size // channels, size // channels // parts))
-        return sorted(one for one in groups if one > 1 and rows % (one * parts) == 0)
+            for several in {1, *sizes, sum(sizes)}:
+                if size in (rows, unit * several):
+                    groups.update((size // channels, size // channels // several))
+        return sorted(one for one in groups if one > 1 and rows % (one * sum(sizes)) == 0)
 
     def _says(self, option: str, layer: Layer) -> bool:
         """Returns True if the user has answered whether a layer reads or outputs a map."""
@@ -524,20 +535,40 @@ def _rows_and_values(choice: Choice) -> tuple[int, tuple[Any, ...]]:
     return choice.layers[0].shape("weight")[0], tuple(choice.values)
 
 
-def _orders(parts: int, heads: Sequence[int]) -> list[Packing]:
-    """Returns all orders of some packed parts but the usual one, the likeliest first.
+def _orders(sizes: Shape, heads: Sequence[int]) -> list[Packing]:
+    """Returns the orders of some packed parts but the usual one, the likeliest first.
 
-    The parts may follow each other or alternate from head to head, in torch, in Flax or in both.
+    The parts may follow each other or alternate from head to head, in torch, in Flax or in both. Of
+    many parts only two are exchanged, unless all are equal; four gates do not alternate.
+
+    Args:
+      sizes: The ratio of the parts in Flax.
+      heads: The possible numbers of heads.
     """
     groups = [(1, 1)]
     for count in heads:
         groups += [(count, 1), (1, count), (count, count)]
+    usual = tuple(range(len(sizes)))
+    is_equal = len(set(sizes)) == 1
     orders = []
-    for order in itertools.permutations(range(parts)):
+    for order in itertools.permutations(usual):
+        moved = sum(one != other for one, other in zip(order, usual, strict=True))
+        if moved > 2 and len(sizes) > _FEW_PARTS and not (is_equal and len(sizes) == _GATES):
+            continue
         for in_torch, in_flax in groups:
-            if in_torch != in_flax or order != tuple(range(parts)):
-                orders.append(Packing(order, in_torch, in_flax))
+            is_usual = order == usual and in_torch == in_flax
+            if is_usual or (order != usual and in_torch > 1 and len(sizes) > _FEW_PARTS):
+                continue
+            in_order = tuple(sizes[order.index(place)] for place in usual)
+            orders.append(_packing(order, in_torch, in_flax, in_order))
     return orders
+
+
+def _packing(order: Shape, torch_groups: int, flax_groups: int, sizes: Shape) -> Packing:
+    """Returns a packing, with () for equal sizes."""
+    if len(set(sizes)) == 1:
+        sizes = ()
+    return Packing(order, torch_groups, flax_groups, sizes)
 
 
 def _in_turn(layers: Sequence[Layer]) -> list[Layer]:
