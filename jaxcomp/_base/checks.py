@@ -1,4 +1,11 @@
-"""Checks of arguments that several transformations share."""
+"""Checks of arguments that several transformations share.
+
+Each function returns the value in the form that the caller keeps, or raises a ValueError that names
+the argument. The checks run when a transformation is made, so a mistake does not first show inside
+a traced step. Two kinds of argument differ: an integer or a flag decides the shape of the program
+and must be known, a number such as `eps` may be a tracer, because `optax.inject_hyperparams` passes
+one.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +26,7 @@ def check_axis_name(axis_name: Any) -> Any:
     named = bool(names)
     for name in names:
         named &= isinstance(name, str) and name != ""
+    # A repeated axis would count its replicas twice; `lax.psum` refuses it only inside of a step.
     if not named or len(set(names)) < len(names):
         raise ValueError(
             f"`axis_name` must be a string or a tuple of distinct strings, got {axis_name!r}. Pass "
@@ -34,6 +42,7 @@ def is_traced(value: Any) -> bool:
 
 def is_integer(value: Any) -> bool:
     """Tells whether a value is an integer of Python or NumPy, and not a bool or a tracer."""
+    # A bool is an int in Python, and rank=True would compress at rank 1.
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -79,6 +88,7 @@ def check_number(name: str, value: Any, minimum: float, maximum: float = math.in
         usable = value.dtype != jnp.bool_
     else:
         usable = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    # NaN fails both comparisons; infinity passes them if there is no maximum.
     if not usable or not minimum <= value <= maximum or value == math.inf:
         bounds = f"at least {minimum:g}"
         if maximum < math.inf:

@@ -1,4 +1,10 @@
-"""Leaves of trees: their names, their dtypes and casts, and the boxes that hold them."""
+"""Leaves of trees: their names, their dtypes and casts, and the boxes that hold them.
+
+All other wings use these functions. Two rules are fixed here, so that no two modules differ: a
+reducer averages the floating leaves and leaves all others alone, and arithmetic is in at least
+float32, the `compute_dtype` of a leaf. A tree of the user may hold anything (flags, modules, flax's
+boxes), so these functions look at what a leaf is before they read its dtype.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +25,7 @@ FACTOR_DTYPES = (*WIRE_DTYPES, "int8", "int6")
 RESIDUAL_DTYPES = ("float32", "bfloat16")
 
 
+# Not a dtype, because NumPy has no integers of six bits.
 @dataclasses.dataclass(frozen=True)
 class Integers:
     """Describes a wire format: signed integers, with a scale for each block."""
@@ -38,6 +45,7 @@ def leaf_name(path: KeyPath) -> str:
 
 def key_names(path: KeyPath) -> list[str | None]:
     """Returns the name of each key of a path; None for a position in a list."""
+    # A dict's key has `key`, an attribute's has `name`, and a position in a list has neither.
     return [getattr(key, "key", getattr(key, "name", None)) for key in path]
 
 
@@ -97,6 +105,7 @@ def clipped(x: Array, dtype: Any) -> Array:
     if jnp.finfo(dtype).nexp >= jnp.finfo(x.dtype).nexp:
         return x
     largest = float(jnp.finfo(dtype).max)
+    # An infinite value stays: it is how a step that is not finite is recognised.
     return jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
 
 
@@ -111,7 +120,7 @@ def checked_dtype(name: str, dtype: Any, allowed: tuple[str, ...] = WIRE_DTYPES)
         return None
     try:
         kind = jnp.dtype(dtype).name
-    except TypeError:
+    except TypeError:  # "int6" is no name of a NumPy dtype
         kind = dtype
     if kind not in allowed:
         hint = "."
@@ -262,6 +271,8 @@ def _is_box(node: Any) -> bool:
 
 
 def _content(node: Any) -> Any:
+    # Boxes nest, such as an nnx Param of a Partitioned. One with several values has no content that
+    # could stand in its place, so it stays.
     inside = []
     if _is_box(node):
         inside = jax.tree.leaves(node, is_leaf=lambda x: x is not node)

@@ -1,4 +1,11 @@
-"""Bytes of a step before and after compression, for each leaf: the result of `Reducer.bytes`."""
+"""Bytes of a step before and after compression, for each leaf: the result of `Reducer.bytes`.
+
+Every reducer counts its own bytes from the shapes of the parameters, and returns a
+`CompressionStats`; local SGD and accumulation add and scale those of the reducers in them. A count
+is the payload, what a replica hands to the collectives, and equals the sizes in the compiled
+program. What a network carries beyond that depends on the algorithm of the collective, and is left
+to the adviser.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +79,7 @@ class CompressionStats:
         leaves = {leaf.path: leaf for leaf in self.leaves}
         for leaf in other.leaves:
             same = leaves.get(leaf.path, dataclasses.replace(leaf, bytes_before=0, bytes_after=0))
+            # The later phase of a run is the compressed one, so its rank is the one to show.
             leaves[leaf.path] = dataclasses.replace(
                 leaf,
                 bytes_before=same.bytes_before + leaf.bytes_before,
@@ -84,7 +92,8 @@ class CompressionStats:
         dense = dense_stats(tree)
         before = {leaf.path: leaf.bytes_before for leaf in dense.leaves}
         leaves = []
-        for leaf in self.leaves:  # a leaf of another name stands for all leaves together
+        for leaf in self.leaves:
+            # A leaf of another name stands for all leaves together, as in `batched_powersgd`.
             instead = before.get(leaf.path, dense.bytes_before)
             leaves.append(dataclasses.replace(leaf, bytes_before=instead))
         return CompressionStats(tuple(leaves))
@@ -128,6 +137,7 @@ def whole_run(
         end = step + 1
         if in_phases:
             later = range(end, steps)
+            # Bisection finds the last equal step only if a number, once gone, never comes back.
             end += bisect.bisect_left(later, True, key=lambda at: count(at) != stats)
         total = total.plus(stats.scaled(end - step, end - step))
         step = end
@@ -159,6 +169,6 @@ def needed_replicas(replicas: int | None) -> int:
 
 
 def _ratio(before: int, after: int) -> float:
-    if not after:
+    if not after:  # an empty leaf, or a step that sends nothing: neither gained nor lost
         return 1.0
     return before / after

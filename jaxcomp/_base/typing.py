@@ -37,6 +37,7 @@ class MatrixDims(NamedTuple):
         """Returns the dims of a stack of such leaves; the new first axis is a batch axis."""
         moved = []
         for axes in self:
+            # A negative axis counts from the end, which a new first axis does not move.
             moved.append(tuple(axis + 1 if axis >= 0 else axis for axis in axes))
         batch, rows, cols = moved
         return MatrixDims((0, *batch), rows, cols)

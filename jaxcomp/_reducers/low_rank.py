@@ -1,5 +1,10 @@
 """Averages lists of arrays over the replicas in a PowerSGD step: exactly, or at low rank.
 
+`powersgd_step` calls one of two functions with the same arguments and the same kind of result,
+`exact_average` before `start_step` and `low_rank_average` after it, because both are branches of
+one conditional. Lists hold the compressed arrays first. `low_rank_average` is the algorithm of the
+paper; what remains is the wire.
+
 Floating factors are sent in one all-reduce together with the uncompressed leaves. Integers would
 overflow in the sums of an all-reduce, so they are sent in an all-to-all and an all-gather, together
 with the uncompressed leaves, which are not rounded.
@@ -70,6 +75,7 @@ class LowRank:
         for i, plan in enumerate(self.plan(params)):
             if plan.view is not None and self.error_feedback:
                 dtype = self.residual_dtype or compute_dtype(plan.dtype)
+                # Not jnp.zeros: a residual is sharded over other mesh axes as its leaf is.
                 residual[i] = jnp.zeros_like(leaves[i], dtype=dtype)
         return local_if_bound(treedef.unflatten(residual), self.axis_name)
 
@@ -113,6 +119,7 @@ def exact_average(
     p = []
     for i, (total, start) in enumerate(zip(totals, starts, strict=True)):
         arrays[i] = total.astype(gradients[i].dtype)
+        # Both branches of a conditional return the same shapes.
         p.append(jnp.zeros(plans[i].p_shape, start.dtype))
     dtype = _all_reduce_dtype(options, plans)  # never integers
     reduced = reduce_mean(arrays, options.axis_name, dtype)
@@ -199,6 +206,8 @@ def _nan_if_too_large(
 
 def _in_dtypes_of(plans: list[LeafPlan], averages: list[Array]) -> list[Array]:
     """Casts averages to the dtypes of the gradients; clips to their range."""
+    # Here and not by the caller, because XLA copies all results of a conditional, and 16 bits are
+    # half as many.
     return jax.tree.map(lambda plan, x: saturated(x, plan.dtype), plans, averages)
 
 
@@ -222,18 +231,18 @@ def average_factors(
     replicas = axis_size(axis_name)
     parts = list(map(_transposed, factors))
     layouts: list[Layout] = []
-    for plan, columns in zip(plans, parts, strict=False):
+    for plan, columns in zip(plans, parts, strict=False):  # plans of uncompressed leaves follow
         # Each leaf of a group is sent as if it were alone.
         shape = columns.shape
         if plan.view is not None and plan.view.is_group:
             shape = shape[1:]
         layouts.append(factor_layout(shape, replicas, options.comm_dtype.bits))
     in_all_reduces: list[Array] = []
-    if other_axes():
+    if other_axes():  # cutting a leaf into shares would gather one that is sharded over them
         in_all_reduces += uncompressed
     else:
         for x in uncompressed:
-            parts.append(x.astype(compute_dtype(x.dtype)))
+            parts.append(x.astype(compute_dtype(x.dtype)))  # the dtype of the sum
             layouts.append(ExactLayout(x.size, replicas, x.dtype))
     shared = mean_by_shares(parts, layouts, axis_name)
     others = mean_each(in_all_reduces, axis_name)

@@ -1,8 +1,13 @@
 """PowerSGD as an Optax transformation: local gradients in, one low-rank mean out.
 
-Small leaves of equal shape are first stacked to one array, a group. For each array there are dozens
-of operations, which XLA compiles and a GPU launches one by one: 300 layers of width 64 take half a
-minute to compile. A group costs as much as one leaf, plus one copy in and one copy out.
+`powersgd` checks the arguments and holds the equations; `powersgd_step` is one update of one
+replica; `low_rank.py` beside it has the two averages, exact and low-rank. A step never looks at
+single leaves: small leaves of equal shape are first stacked to one array, a group, and the results
+are taken apart at the end.
+
+The reason is the number of operations. For each array there are dozens, which XLA compiles and a
+GPU launches one by one: 300 layers of width 64 take half a minute to compile. A group costs as much
+as one leaf, plus one copy in and one copy out.
 """
 
 from __future__ import annotations
@@ -64,6 +69,7 @@ class PowerSGDState(NamedTuple):
     residual: PyTree  # compressed leaf: the part not sent yet, shape of the leaf; per replica
     q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32 or wider; replicated
     # float32 scalar: id of the replica that owns the residual, 0 if all share it; per replica
+    # The default is NumPy's, because an array of JAX would start its backends at import.
     owner: Any = np.zeros((), np.float32)
 
     # Read only by `_mesh/per_replica.py`. It is not a field, because it has no annotation.
@@ -162,6 +168,7 @@ def powersgd(
       Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
       Optimization. NeurIPS 2019.
     """
+    # `optax.inject_hyperparams` passes arguments that it may change, `eps` and `seed`, as arrays.
     options = LowRank(
         rank=rank if callable(rank) else check_int("rank", rank, 1),
         axis_name=check_axis_name(axis_name),
@@ -177,6 +184,7 @@ def powersgd(
     )
 
     def init(params: PyTree) -> PowerSGDState:
+        # Without a warm start no factor outlives its step, so the state holds none.
         q = [optax.MaskedNode()] * len(jax.tree.leaves(params))
         if options.warm_start:
             q = options.random_factors(options.plan(params), 0)
@@ -223,6 +231,7 @@ def powersgd_step(
     leaves, treedef = jax.tree.flatten(updates)
     old_residual = treedef.flatten_up_to(state.residual)
     old_q = treedef.flatten_up_to(state.q)
+    # Weighted gradients are float32, and the dtype of a plan is that of the output.
     of_leaves = options.plan(updates if like is None else like)
     q = old_q
     if not options.warm_start:
@@ -242,6 +251,8 @@ def powersgd_step(
     for i, old in enumerate(residual):
         old = old.astype(totals[i].dtype)
         if options.start_step:
+            # Exact steps keep the residual, so they must not send it. It is zero then, except one
+            # that `adapt_state` has brought from an earlier run.
             old = jnp.where(started, old, 0)
         totals[i] += old
     arguments = (options, plans, gradients, totals, starts)
@@ -258,6 +269,8 @@ def powersgd_step(
         commit = average.finite & started
     q = jax.tree.map(functools.partial(jnp.where, commit), average.q, starts)
     views = compressed_views(plans)
+    # Compressed gradients come first, so a position is the same in all lists. There are no
+    # residuals without error feedback.
     for i, old in enumerate(residual):
         factors = average.p[i], average.q[i], average.q_sent[i]
         residual[i] = unsent(views[i], plans[i].dtype, *factors, totals[i], old, commit)
@@ -287,17 +300,19 @@ def grouped(plans: Sequence[LeafPlan]) -> Groups:
     # them.
     largest = _SMALL
     if other_axes():
-        largest = -1
+        largest = -1  # even an empty leaf has 0 values
     kinds: list[Any] = []
     for i, plan in enumerate(plans):
         kind = None
         if plan.view is not None and plan.size <= largest:
-            kind = dataclasses.replace(plan, path="")
+            kind = dataclasses.replace(plan, path="")  # equal but for the name
         elif jnp.issubdtype(plan.dtype, jnp.floating):
             kind = i
         kinds.append(kind)
     groups = []
     values = 0
+    # The smallest leaves first, because they gain most from a group; those that come after the
+    # limit is passed stay alone.
     for equal in sorted(alike(kinds), key=lambda equal: plans[equal[0]].size):
         if len(equal) > 1:
             values += len(equal) * plans[equal[0]].size
@@ -306,6 +321,7 @@ def grouped(plans: Sequence[LeafPlan]) -> Groups:
             most = 1
         for start in range(0, len(equal), most):
             groups.append(tuple(equal[start : start + most]))
+    # Compressed gradients first, as the averages expect them.
     groups.sort(key=lambda group: (plans[group[0]].view is None, group))
     return Groups(groups, [_of_group(plans[group[0]], len(group)) for group in groups])
 
@@ -333,6 +349,7 @@ def together(groups: Groups, leaves: Sequence[Any]) -> list[Array]:
 def apart(groups: Groups, arrays: Sequence[Array], leaves: Sequence[Any]) -> list[Any]:
     """Returns `leaves` with the leaves of each group taken from `arrays`; masked leaves stay."""
     result = list(leaves)
+    # There may be no places: without a warm start the state does not keep the new factors.
     for positions, array in zip(_present(groups, leaves), arrays, strict=False):
         if len(positions) == 1:
             result[positions[0]] = array

@@ -1,7 +1,12 @@
 """Defines `Reducer`, which checks all gradients and states before its function sees them.
 
-Its method ``reduce`` checks gradients and state, takes gradients out of their boxes, and multiplies
-them by weights. So the function of a reducer computes with plain trees only.
+Every reducer of this package, and a user's own, is a `Reducer` around one function. The call goes
+`Transformation.update`, which removes the row of replicas, then `Reducer.reduce`, which checks
+gradients and state, takes gradients out of their boxes and multiplies them by weights, then that
+function. So the function of a reducer computes with plain trees of one replica only.
+
+The function returns a `Reduction`, more than an Optax update: what this replica sent, and whether
+the step is finite. `error_feedback` needs both.
 """
 
 from __future__ import annotations
@@ -155,6 +160,7 @@ class Reducer(Transformation):
         params = unboxed(params)
         check_shapes(gradients, params)
         check_gradients(gradients, self.axis_name)
+        # From the gradients, because an Optax update may be called without parameters.
         check_state(state, jax.eval_shape(self.init, gradients))
         average = self._average
         if mesh_axes(AxisType.Explicit):
@@ -181,6 +187,7 @@ class Reducer(Transformation):
         shares = gradients
         if weight is not None:
             shares = weighted_gradients(gradients, weight, self.axis_name)
+            # Weighted gradients are wider; the function may want the dtypes that will be returned.
             extra_args = extra_args | {"like": gradients}
         reduction = self._reduce(shares, state, params, **extra_args)
         averages = in_dtypes_of(gradients, reduction.updates)
@@ -221,6 +228,7 @@ def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
       ValueError: If a leaf is neither floating nor ``float0``, a leaf was already reduced over the
         axis, or the axis is not bound. The message names the leaves.
     """
+    # First, because it also names an axis that is not bound.
     axes = vma_axes(axis_name)
     wrong = []
     leaves = jax.tree.leaves_with_path(updates)
@@ -259,6 +267,7 @@ def check_shapes(gradients: PyTree, params: PyTree) -> None:
     """
     shapes = _shapes(params)
     for name, shape in _shapes(gradients).items():
+        # There may be no parameters, or other leaves than gradients, as with masked ones.
         expected = shapes.get(name, shape)
         if shape != expected:
             raise ValueError(
@@ -295,6 +304,7 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
         if shape != expected.get(name):
             line = f"{name}: expected {expected.get(name)}, got {shape}"
             wrong.append(line.replace("None", "none"))
+    # Masked leaves have no shape, so trees may still differ.
     if not wrong and jax.tree.structure(state) != jax.tree.structure(fresh):
         wrong = _leaves_of_one(state, fresh)
     if not wrong:
@@ -303,6 +313,7 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
         "Make the state with init() of a tree like the gradients and keep the reducer's arguments, "
         "or convert the state with jaxcomp.adapt_state"
     )
+    # Only lines about shapes have this word; the others would mislead with a hint about axes.
     if any("residual" in line and "expected" in line for line in wrong):
         hint += (
             "; if a residual has one axis of replicas too many, or lacks it, place the state with "

@@ -1,4 +1,10 @@
-"""Optax transformations that show their arguments and count the bytes that they send."""
+"""Optax transformations that show their arguments and count the bytes that they send.
+
+`Transformation` is the base class of `Reducer`, and the class of what `local_sgd` and `accumulate`
+return. It adds three things to the pair of functions that Optax expects: a ``repr`` that shows the
+call, ``bytes``, and an update that accepts the rows which `jax.shard_map` leaves on per-replica
+leaves. So the functions in it always see the state of one replica.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +62,8 @@ class Transformation(optax.GradientTransformationExtraArgs):
         def update_of_row(
             updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
         ) -> tuple[PyTree, PyTree]:
+            # A state without an owner does not show whether it has rows, so it is compared with a
+            # fresh one.
             like = updates if params is None else params
             if not has_rows(state, lambda: init(like)):
                 return update(updates, state, params, **extra_args)
@@ -130,6 +138,7 @@ class Transformation(optax.GradientTransformationExtraArgs):
     def __repr__(self) -> str:
         return self.made_by or f"{type(self).__name__}(...)"
 
+    # A copy of a named tuple calls `__new__` with its fields, which is not how these are made.
     def __copy__(self) -> Self:
         """Returns itself, since it is immutable."""
         return self
@@ -179,6 +188,7 @@ def shows_its_call(make: F) -> F:
             if name not in signature.parameters:
                 hint = _TORCH_NAMES.get(name, f"it has {', '.join(signature.parameters)}")
                 raise TypeError(f"{make.__name__} has no argument {name}: {hint}.")
+        # Before the call is bound: a wrong number of arguments is then Python's usual error.
         made = make(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
