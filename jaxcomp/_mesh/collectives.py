@@ -1,5 +1,10 @@
 """Mapped axes and all collectives over them: only this file calls `lax.psum` and its relatives.
 
+Reducers and local SGD call `reduce_mean`, which averages a list of arrays in one all-reduce. The
+same code runs under `jax.vmap`, `jax.pmap` and `jax.shard_map`; what differs is decided here. Two
+questions come up everywhere: whether JAX tracks which values are equal on all replicas
+(`vma_axes`), and whether arrays may be sharded over axes that are not mapped (`other_axes`).
+
 The arrays of one all-reduce are packed into one flat vector. XLA would merge separate all-reduces
 in the HLO, but on CPU over gloo it still sends the operands one after the other. Large arrays are
 not packed: each is one more operand of the same all-reduce. On a mesh with unmapped axes no array
@@ -32,8 +37,8 @@ _OWN_OPERAND_BYTES = 1 << 21
 # jaxlib 0.12 compiles for minutes for GPUs (GPT-2 small at rank 128: 209 s of CPU; at rank 64: 50
 # s).
 _FUSED_COLUMNS = 64
-# XLA puts at most 256 operands into one all-reduce; the largest arrays gain most from not being
-# packed.
+# XLA puts at most 256 operands into one all-reduce, and may merge others into this one; the largest
+# arrays gain most from not being packed.
 _MOST_OPERANDS = 128
 
 T = TypeVar("T")
@@ -107,6 +112,7 @@ def axis_size(axis_name: AxisName) -> int:
 
 def unbound_axis(error: BaseException) -> str | None:
     """Returns the unbound axis that an error of JAX or of `axis_size` names, or None."""
+    # `axis_size` raises its own error from JAX's, whose text has the name.
     cause = error.__cause__ or error
     named = re.search(r"unbound axis name: (.+?)(\. |$)", str(cause))
     return named and named[1]
@@ -124,7 +130,7 @@ def is_bound(axis_name: AxisName) -> bool:
 def varying(x: Any) -> frozenset[str]:
     """Returns the mesh axes over which JAX's type of `x` varies; none without `check_vma=True`."""
     shape = x
-    if not isinstance(x, jax.ShapeDtypeStruct):
+    if not isinstance(x, jax.ShapeDtypeStruct):  # which JAX takes for no value, but has the field
         shape = jax.typeof(x)
     kind = shape.manual_axis_type
     if kind is None:
@@ -134,9 +140,10 @@ def varying(x: Any) -> frozenset[str]:
 
 def vma_axes(axis_name: AxisName) -> tuple[str, ...]:
     """Returns the axes whose replication JAX tracks: all under `check_vma=True`, else none."""
-    axis_size(axis_name)
+    axis_size(axis_name)  # names an axis that is not bound
     names = []
     for name in axis_tuple(axis_name):
+        # JAX does not tell whether check_vma is on, but only then the index has a varying type.
         if name in varying(lax.axis_index(name)):
             names.append(name)
     return tuple(names)
@@ -214,7 +221,7 @@ def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
     """
     if len(branches) == 1:
         return branches[0]()
-    if not mesh_axes(AxisType.Manual):
+    if not mesh_axes(AxisType.Manual):  # no types to make equal, and tracing twice takes time
         return lax.switch(index, branches)
     shapes = map(jax.eval_shape, branches)
     axes = jax.tree.map(lambda *xs: _varying_of_any(xs), *shapes)
@@ -362,11 +369,11 @@ def _operands(
     alone = large[:_MOST_OPERANDS]
     if other_axes() or len(parts) - len(alone) <= 1:  # a single array keeps its shape
         return parts, list
-    operands: list[Any] = [None]
+    operands: list[Any] = [None]  # the flat vector comes first
     packed: list[Any] = list(parts)
     for i in alone:
         operands.append(parts[i])
-        packed[i] = None
+        packed[i] = None  # not a leaf for `ravel_pytree`, so positions stay
     operands[0], unravel = jax.flatten_util.ravel_pytree(packed)
 
     def unpacked(operands: list[Array]) -> list[Array]:
@@ -378,6 +385,7 @@ def _operands(
 
 
 def _whole(x: Array) -> Array:
+    """Lays an array out whole on each device of the Auto axes."""
     return lax.with_sharding_constraint(x, PartitionSpec())
 
 
@@ -422,6 +430,8 @@ def mean_each(
 
 def owner_id(axis_name: AxisName) -> Array:
     """Returns this replica's id as an owner: its index minus the number of replicas, -n to -1."""
+    # Negative, so that no id is 0, which says that all replicas share; floating, so that NaN can
+    # mark a state that lacks the rows of some.
     return lax.axis_index(axis_name).astype(jnp.float32) - axis_size(axis_name)
 
 
@@ -449,7 +459,9 @@ def exchange(x: Array, axis_name: AxisName) -> Array:
 def gather(x: Array, axis_name: AxisName) -> Array:
     """Gathers `x` of all replicas along a new axis 0; its type is replicated."""
     rows = x
+    # The last axis first, because each gather puts its axis in front.
     for names in reversed(_collective_axes(axis_name)):
+        # JAX tracks types only under check_vma=True, and then must learn that the result is equal.
         kind = "invarying" if vma_axes(names) else "varying"
         rows = lax.all_gather(rows, names, to=kind)
     return rows.reshape(-1, *x.shape)
@@ -465,8 +477,9 @@ def maximum(x: Array, axis_name: AxisName) -> Array:
 
 def total(x: Array, axis_name: AxisName) -> Array:
     """Sums over the replicas in the array's dtype; flags as int32."""
-    if x.dtype == jnp.bool_:
+    if x.dtype == jnp.bool_:  # a sum of flags counts them
         x = x.astype(jnp.int32)
+    # `lax.psum` refuses a value whose type varies along a part of the axes only.
     (summed,) = _sums([as_local(x, axis_name)], axis_name)
     return summed
 

@@ -1,7 +1,10 @@
 """Handles meshes outside of mapped functions, and Explicit axes inside of them.
 
-On a mesh with Explicit axes every operation must state the sharding of its result. The reshapes and
-products of a reducer cannot do that, so these axes become Auto while a reducer runs.
+`data_parallel`, rounds of local SGD and the functions that place states call this module; the
+reducers do so only through `Reducer.reduce`. On a mesh with Explicit axes every operation must
+state the sharding of its result. The reshapes and products of a reducer cannot do that, so these
+axes become Auto while a reducer runs. Afterwards each result gets the type of the value that it
+replaces.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ def replicas_on(mesh: Any, axis_name: AxisName) -> int:
 def over_axes(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
     """Returns the part of a PartitionSpec that names these axes."""
     parts: list[Any] = []
-    for part in spec:
+    for part in spec:  # an entry is a name, a tuple of names or None
         parts.append(tuple(name for name in axis_tuple(part) if name in axes))
     return PartitionSpec(*parts)
 
@@ -74,6 +77,7 @@ def resharded(x: Any, mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> 
 
     `jax.shard_map` reshards Auto axes by itself, but not Explicit axes.
     """
+    # The types of arrays name Explicit axes only, so there is nothing to compare.
     if set(axes).isdisjoint(mesh_axes(AxisType.Explicit, mesh)):
         return x
     before = jax.typeof(x).sharding.spec
@@ -82,7 +86,7 @@ def resharded(x: Any, mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> 
     for part, kept in itertools.zip_longest(over_axes(spec, axes), over_axes(before, others)):
         parts.append(axis_tuple(part) + axis_tuple(kept))
     after = PartitionSpec(*parts)
-    if after == before:
+    if after == before:  # keeps the step's program free of a sharding constraint
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, after))
 
@@ -107,6 +111,7 @@ def call_on_automatic_axes(function: Callable[..., Any], shardings: PyTree, /, *
         return function(*with_arrays(args, arrays))
 
     axes = mesh_axes(AxisType.Explicit)
+    # `auto_axes` takes arrays only, and some arguments are None or a user's static values.
     return jax.sharding.auto_axes(inside, axes=axes, out_sharding=shardings)(arrays_only(args))
 
 

@@ -61,6 +61,7 @@ def marks(tree: PyTree) -> PyTree:
         local = _FOREIGN.get(type(node)) or node.per_replica
         if averaged_before and is_accumulator(node):
             local = ()
+        # One level, because the class names its own fields only.
         children, treedef = jax.tree.flatten_with_path(node, lambda x: x is not node)
         marked = []
         for path, child in children:
@@ -69,6 +70,7 @@ def marks(tree: PyTree) -> PyTree:
             if field == "owner" and field in local:
                 below = jax.tree.map(lambda _: OWNER, below)
             elif field in local:
+                # A state inside, such as a reducer in the inner optimizer, has its own owner.
                 below = jax.tree.map(lambda mark: mark if mark == OWNER else LOCAL, below)
             marked.append(below)
         return treedef.unflatten(marked)
@@ -93,13 +95,14 @@ def _has_averaged_before(tree: PyTree) -> bool:
     if not nodes or reducer_states([node.inner_opt_state for node in nodes]):
         return False
     if all(type(node) in _FOREIGN for node in nodes):
+        # `optax.MultiSteps` around a reducer was excluded above, so the reducer came before it.
         return bool(reducer_states(tree))
     return bool(nodes_of(tree, _is_chain_behind))
 
 
 def _is_chain_behind(node: Any) -> bool:
     """Tells whether a node is a chain's state with a reducer and, behind it, an accumulator."""
-    if type(node) is not tuple:
+    if type(node) is not tuple:  # the state of optax.chain; named tuples are states of one link
         return False
     averaged = False
     for link in node:
@@ -162,6 +165,7 @@ def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
     """
     owners = leaves_marked(state, OWNER)
     if owners or fresh is None:
+        # An owner is a scalar, so an axis can only be that of the replicas.
         return any(map(np.ndim, owners.values()))
     local = leaves_marked(state, LOCAL)
     if not local:

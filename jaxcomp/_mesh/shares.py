@@ -1,9 +1,11 @@
 """Averages in shares: replica ``k`` sums share ``k`` of all arrays, and sends the mean to all.
 
-This takes an all-to-all and an all-gather, which together send as many bytes as a ring all-reduce.
-Shares are decoded before they are summed, so the format on the wire can differ from the format of
-the sum: integers of 8 or 6 bits with a scale for each block (`BlockLayout`), or exact values
-(`ExactLayout`). An all-reduce of integers would overflow.
+`mean_by_shares` does for integers what `reduce_mean` does for floating dtypes; PowerSGD with
+integer factors and `quantized_allreduce` call it. It takes an all-to-all and an all-gather, which
+together send as many bytes as a ring all-reduce. Shares are decoded before they are summed, so the
+format on the wire can differ from the format of the sum: integers of 8 or 6 bits with a scale for
+each block (`BlockLayout`), or exact values (`ExactLayout`). An all-reduce of integers would
+overflow.
 
 Arrays of one layout are stacked to one array. The bytes of all arrays lie side by side in a row,
 and each replica has one row.
@@ -222,7 +224,7 @@ def _groups(parts: Sequence[Array], layouts: Sequence[Layout]) -> list[list[int]
     for i, part in enumerate(parts):
         kind = None
         if part.size > _LARGE:
-            kind = i
+            kind = i  # a kind of its own
         elif part.size:
             kind = (layouts[i], part.dtype)
         kinds.append(kind)
@@ -282,6 +284,7 @@ def _quantize(x: Array, levels: int) -> tuple[Array, Array]:
     zero_or_nan = jnp.sum(x - x, axis=-1)
     finite = jnp.isfinite(scale) & (zero_or_nan == 0)
     scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, 0)
+    # A block with scale 0 becomes zeros: x / inf is 0, where x / 0 would be NaN.
     divisor = jnp.where(scale > 0, scale, jnp.inf).astype(x.dtype)
     rounded = jnp.round(x / divisor[..., None])
     integers = jnp.clip(rounded, -levels, levels).astype(jnp.int8)
@@ -292,6 +295,7 @@ def _packed(integers: Array) -> Array:
     """Packs 6-bit integers ``(..., count)`` as int8 ``(..., 3 * ceil(count / 4))``."""
     count = integers.shape[-1]
     whole = _padded(integers, 4 * _quotient_up(count, 4))
+    # The low six bits of two's complement are those of the number, negative or not.
     bits = lax.bitcast_convert_type(whole, jnp.uint8).astype(jnp.uint32) & 63
     fours = bits.reshape(*integers.shape[:-1], -1, 4)
     a, b, c, d = jnp.moveaxis(fours, -1, 0)

@@ -35,6 +35,7 @@ def refuse_misspelt_weight(names: Iterable[str]) -> None:
     for name in names:
         word = name.lower().strip("_").rpartition("_")[2]
         missing = set("weight").difference(word)
+        # A longer word is no slip, even if it has the letters.
         near = len(word) < 10 and len(missing) <= 1 and "w" in word
         if near or word in _OTHER_NAMES or word.endswith(("weight", "weights")):
             raise ValueError(
@@ -72,6 +73,7 @@ def share_of_mean(weight: Any, axis_name: AxisName) -> tuple[Array, Array]:
             f"{weight.dtype}. Map the array of all replicas' weights along the axis, as the batch."
         )
     scalar = jnp.asarray(weight).astype(jnp.float32).reshape(())
+    # `lax.psum` refuses a value whose type varies along a part of the axes only.
     scalar = as_local(scalar, axis_name)
     scalar = jnp.where(scalar >= 0, scalar, jnp.nan)
     mean = reduce_mean([scalar], axis_name, jnp.float32).means[0]
