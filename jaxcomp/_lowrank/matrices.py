@@ -1,8 +1,14 @@
 """Decides which leaves are compressed, views them as matrices, and multiplies them with factors.
 
-A leaf is not transposed if a reshape suffices: `MatrixView` remembers whether rows or columns come
-first in memory, and the products contract the right axis. ``M`` is ``(rows, cols)``, ``P`` is
-``(rows, r)`` and ``Q`` is ``(cols, r)``, each with the leading batch axes of the view.
+`plan_leaves` makes a `LeafPlan` for each leaf; the reducers, the count of bytes and the adviser all
+ask it, so they agree about what is compressed. A plan's `MatrixView` says which axes are rows and
+columns: ``M`` is ``(rows, cols)``, ``P`` is ``(rows, r)`` and ``Q`` is ``(cols, r)``, each with the
+leading batch axes of the view.
+
+A leaf is not transposed if a reshape suffices: the view remembers whether rows or columns come
+first in memory, and the products contract the right axis. Most of the code below chooses, for a
+rank and a platform, the form of a product that XLA compiles to fast code; all forms agree to
+rounding.
 """
 
 from __future__ import annotations
@@ -73,6 +79,7 @@ class MatrixView:
     @property
     def cols_first(self) -> bool:
         """Tells whether `matricize` puts columns before rows."""
+        # If neither order is a plain reshape, one is as good as the other.
         batch, rows, cols = self.dims
         return batch + rows + cols != tuple(range(len(self.shape)))
 
@@ -163,7 +170,7 @@ def product(view: MatrixView, leaf: Array, factor: Array, *, transposed: bool = 
         leaf = _held(leaf)
         factor = _held(factor)
     matrix = view.matricize(leaf)
-    if view.cols_first == transposed:
+    if view.cols_first == transposed:  # contracts the last axis of the matrix, which is fast
         return einsum("...ij,...jr->...ir", matrix, factor)
     flipped = einsum("...ir,...ij->...rj", factor, matrix)
     # Without the barrier XLA folds the transpose into the product (contraction over the first axis
@@ -254,6 +261,7 @@ def unsent(
     small = total.size * total.dtype.itemsize < 2 * _BLOCK_BYTES
     if p.shape[-1] <= _FUSED_RANK or small or not view.is_reshape or other_axes():
         return whole()
+    # The loop over the blocks carries it, and the blocks vary where any of these does.
     old_as_new = typed_like(old, (p, q_sent, total, commit))
     blocks = functools.partial(_in_blocks, view, p, q_sent, total, old_as_new, less)
     return lax.platform_dependent(cpu=blocks, default=whole)
@@ -399,7 +407,7 @@ def _plan(
             "pass eqx.filter(model, eqx.is_inexact_array), for other trees the arrays that are "
             "trained."
         ) from error
-    if not is_floating(plain):
+    if not is_floating(plain):  # before the user's functions, which may expect a matrix
         return plain
     leaf_rank: Any = rank
     if callable(rank):
@@ -416,6 +424,7 @@ def _plan(
         return plain
     view = MatrixView(plain.shape, _checked_dims(dims, plain.shape, name))
     r = min(view.n_rows, view.n_cols, int(leaf_rank))
+    # An empty batch passes the rule, but has nothing to send and no basis.
     if not is_compressed(view.n_rows, view.n_cols, r, rate) or 0 in view.batch:
         return plain
     return dataclasses.replace(plain, view=view, rank=r)
@@ -424,6 +433,7 @@ def _plan(
 def _checked_dims(dims: MatrixDims, shape: tuple[int, ...], name: str) -> MatrixDims:
     """Returns dims with non-negative axes; refuses dims that do not contain each axis once."""
     axes = np.arange(len(shape))
+    # NumPy's indexing counts negative axes from the end, and refuses axes that do not exist.
     try:
         batch, rows, cols = (tuple(axes[list(part)].tolist()) for part in dims)
     except (TypeError, ValueError, IndexError):

@@ -1,5 +1,8 @@
 """Orthogonalises the columns of many factors at once.
 
+A PowerSGD step calls `orthonormal_bases` twice, for the old right factors and for the averaged left
+factors. All replicas have the same columns and must get the same bases, bit for bit.
+
 With ``eps=0`` and all `ROUNDS`, the resulting columns are orthonormal for any finite input: zeros,
 repeated columns, values near either end of the float range. A column that is (almost) in the span
 of the columns before it is called lost. It is replaced by a fixed dense column, because the power
@@ -245,7 +248,8 @@ def _rows_of_a_block(n: int) -> int:
 
 
 def _round(
-    stacks: Sequence[Array], lost_below: float = -1.0
+    stacks: Sequence[Array],
+    lost_below: float = -1.0,  # no pivot is so small: only columns of zeros are lost
 ) -> tuple[list[Array], Array, list[Array]]:
     """Takes one round of Cholesky QR.
 
@@ -307,10 +311,12 @@ def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
     # If the rounding exceeds the shift, for example if all columns are multiples of one column, the
     # factorisation fails. Then a larger shift is used, which resolves fewer directions.
     shrunk = jnp.where(unit, 1, correlations * (1 / (1 + _LARGE_SHIFT)))
+    # Both in one batched call, because a second one after a failure would need a branch.
     factors = lax.linalg.cholesky(jnp.stack([correlations, shrunk]), symmetrize_input=False)
-    finite = jnp.isfinite(factors[0])
+    finite = jnp.isfinite(factors[0])  # a factorisation that fails returns NaN
     failed = ~finite.all(axis=(-2, -1), keepdims=True)
     factor = jnp.where(failed, factors[1], factors[0])
+    # Made from the factor and not by jnp.eye, so that it has the batch and the type of the factor.
     identity = jnp.where(unit, jnp.ones_like(factor), jnp.zeros_like(factor))
     inverse = lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
     pivots = jnp.square(jnp.diagonal(factor, axis1=-2, axis2=-1))

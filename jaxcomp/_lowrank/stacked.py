@@ -1,4 +1,10 @@
-"""Views scanned layers, which are stacked along the first axis of a leaf, as one matrix each."""
+"""Views scanned layers, which are stacked along the first axis of a leaf, as one matrix each.
+
+`stacked` makes a function for the `matrix_dims` of `powersgd`. The default rule takes a kernel of
+``(layers, in, out)`` as one matrix with one rank for all layers, which loses more. Nothing in a
+leaf shows for certain that its first axis counts layers, so the user names the parts of the tree,
+and names that fit nothing are refused.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +78,7 @@ def _check_leaves(names: Sequence[str], leaves: Sequence[tuple[KeyPath, Any]]) -
         in_path = key_names(path)
         known.update(in_path)
         chosen = [i for i, name in enumerate(in_path) if name in names]
-        if chosen:
+        if chosen:  # the outermost part, if names are nested
             part = leaf_name(path[: chosen[0] + 1])
             parts.setdefault(part, {})[leaf_name(path)] = np.shape(leaf)
     missing = tuple(name for name in names if name not in known)
@@ -90,7 +96,7 @@ def _check_part(part: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
     A stack of biases has two axes, so a leaf of two axes does not show stacked layers.
     """
-    lengths = {shape[:1] for shape in shapes.values()}
+    lengths = {shape[:1] for shape in shapes.values()}  # () for a scalar
     if len(lengths) > 1 or () in lengths:
         raise ValueError(
             f"`stacked` takes the leading axis of every leaf in {part} as the axis of layers, but "
@@ -122,5 +128,6 @@ def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 def _too_thin(layer: tuple[int, ...]) -> bool:
     """Tells whether the matrix of one layer is too small to be compressed, even at rank 1."""
+    # By the default rule, because the rank and the rate of the reducer are not known here.
     (plan,) = plan_leaves(jax.ShapeDtypeStruct(layer, np.float32), 1, _LEAST_RATE)
     return len(layer) > 1 and plan.view is None

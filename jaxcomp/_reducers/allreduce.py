@@ -1,4 +1,9 @@
-"""Averages gradients exactly, or in a narrower dtype on the wire."""
+"""Averages gradients exactly, or in a narrower dtype on the wire.
+
+`allreduce` is the baseline for every compressed reducer, the first level of a chain of two, and the
+reducer of local SGD when none is passed. It keeps no state: nothing that it rounds comes back in a
+later step, for which `error_feedback` can be put around it.
+"""
 
 from __future__ import annotations
 

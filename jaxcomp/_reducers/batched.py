@@ -1,4 +1,8 @@
-"""PowerSGD on one square matrix of all gradients: fewer bytes, larger error."""
+"""PowerSGD on one square matrix of all gradients: fewer bytes, larger error.
+
+It continues runs of torch's ``batched_powerSGD_hook``. The reducer holds a `powersgd` for a tree of
+a single leaf, the square, and only converts: gradients to the square, the square to outputs.
+"""
 
 from __future__ import annotations
 
@@ -115,6 +119,7 @@ def batched_powersgd(
         def square_of(flat: Array) -> Array:
             return jnp.pad(flat, (0, shape.size - flat.size)).reshape(shape.shape)
 
+        # Without `like`: the square has one dtype, and the leaves get theirs afterwards.
         result = square.reduce(square_of(flat), state)
         means = leaves_of(result.updates.reshape(-1)[: flat.size])
         sent = leaves_of(result.sent.reshape(-1)[: flat.size])

@@ -1,4 +1,10 @@
-"""Adds a residual to a reducer that does not send the whole gradient."""
+"""Adds a residual to a reducer that does not send the whole gradient.
+
+It is for reducers that keep no residual themselves, such as `quantized_allreduce`, a 16-bit
+`allreduce` or a user's own; `powersgd` has its own residual, in the shape that its factors allow.
+The wrapper knows nothing of how a reducer compresses: a `Reduction` says what this replica sent,
+and the rest is kept.
+"""
 
 from __future__ import annotations
 
@@ -133,6 +139,7 @@ def error_feedback(
         scale: Any = decay
         if callable(decay):
             scale = decay(state.count)
+        # Counted from 1, so that a whole period comes before the first residual is added.
         due = (state.count + 1) % every == 0
         if every > 1:
             scale = jnp.where(due, scale, 0.0)
