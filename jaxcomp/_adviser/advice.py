@@ -1,4 +1,9 @@
-"""Holds the result of `advise`: a prediction for each reducer, and the verdict in words."""
+"""Holds the result of `advise`: a prediction for each reducer, and the verdict in words.
+
+All numbers are computed before; this module orders them into a table and sentences. The verdict has
+three forms, use it, do not, or not known, and the reason always names what it was compared with.
+Programs read the fields, people the text.
+"""
 
 from __future__ import annotations
 

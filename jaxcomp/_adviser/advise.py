@@ -1,4 +1,10 @@
-"""Recommends for a network whether to compress and at which rank, or says why it cannot."""
+"""Recommends for a network whether to compress and at which rank, or says why it cannot.
+
+`advise` puts three predictions together: the bytes, which `Reducer.bytes` counts exactly; the time
+of a step, by the model in `model`; the loss, by the laws of `jaxcomp._bytes.gap`. It tries the
+exact averages, the int8 all-reduce and PowerSGD at three ranks. The loss is the least certain of
+the three, so a recommendation is made only where runs were made, and "not known" is an answer.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +108,7 @@ def advise(
       'Do not compress.'
     """
     workers = check_int("workers", workers, 1)
-    senders = workers
+    senders = workers  # those that share the network: replicas, or whole hosts
     if hosts is not None:
         senders = check_int("hosts", hosts, 1)
     if workers % senders:
@@ -147,12 +153,14 @@ def advise(
         if tokens is None:
             # Forward and backward pass take six operations for each parameter and token.
             estimate = workers * compute_time * constants.training_flops / (6 * values)
+            # Two digits, because the text shows it, and more would look like a measurement.
             tokens = float(f"{max(1.0, estimate):.2g}")
             guess = " (estimated from parameters, step time and device: pass tokens=)"
         width = typical_width(params, matrix_dims)
         lowest, loss, evidence = _losses_by_law(optimizer, width, parse("tokens", tokens), budget)
         evidence += guess
     notes.append(f"loss: {evidence}")
+    # Higher ranks lose less; if they cost no time, they are better.
     losses = {}
     for rank in (lowest, 2 * lowest, 4 * lowest):
         losses[rank] = loss(rank)
@@ -203,7 +211,7 @@ def _losses_of_run(
         return Loss(expected.gap, expected.half_width, doubt)
 
     highest = max(map(len, momentum.spectra.values()))
-    lowest = 8
+    lowest = 8  # multiples of 8, as in the law for runs that were not made yet
     while lowest < highest and gap(lowest).gap > budget:
         lowest += 8
     evidence = (
@@ -241,6 +249,7 @@ def _losses_by_law(
         half_width = law.half_width(rank, width, tokens)
         return Loss(law.gap(rank, width, tokens), half_width, _too_wide(half_width, budget))
 
+    # A sixteenth of the width to try first, where no law holds.
     lowest = 8 * math.ceil(width / 16 / 8)
     if covered:
         lowest = law.rank(budget, width, tokens)
@@ -293,7 +302,7 @@ def _predictions(
     for name, (make, costs, _, _) in candidates.items():
         sent[name] = make(axis_name="replicas").bytes(params, replicas=link.senders)
         step_times[name] = partial(costs.step_time, sent[name], compute_time)
-    baselines = list(step_times.values())[:2]
+    baselines = list(step_times.values())[:2]  # the two exact averages
     fastest = min(step_time(link) for step_time in baselines)
     narrow = sent[f"all-reduce {constants.half}"].bytes_after
     predictions = []

@@ -1,6 +1,9 @@
 """Models the time of a data-parallel step from bytes sent and the time of compression.
 
-docs/performance.md has the formulas of the model, its assumptions and its error.
+docs/performance.md has the formulas of the model, its assumptions and its error. A step takes its
+computation, its compression, and that part of its collectives which does not overlap with the
+backward pass. The constants of a device are in a `Calibration`, one `ReducerCosts` for each kind of
+reducer; `advise` applies them to a `Link`.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class ReducerCosts(NamedTuple):
         """Returns the seconds of all collectives, without any overlap."""
         if link.senders == 1:
             return 0.0
+        # A ring passes every share around twice: once to sum it, once to hand it out.
         hops = 2 * (link.senders - 1)
         fixed = self.collectives * (self.overhead + hops * link.latency)
         bandwidth = min(link.bandwidth, self.bandwidth)
@@ -128,6 +132,8 @@ def break_even(
         at = link._replace(bandwidth=_BASE**power)
         return any(step_time(at) >= baseline(at) for baseline in baselines)
 
+    # A faster link helps the baselines more, because they send more: so it loses from some power
+    # on.
     power = bisect.bisect(_POWERS, False, key=loses)
     if power == 0:
         return 0.0

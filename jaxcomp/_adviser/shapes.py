@@ -1,4 +1,9 @@
-"""Guesses a model's shapes from its number of parameters, and finds its typical width."""
+"""Guesses a model's shapes from its number of parameters, and finds its typical width.
+
+`advise` and `measure` take a number in the place of parameters, for a first answer before there is
+a model. What matters are the sizes of matrices, so one kind of transformer stands for all. A width
+goes the other way: the laws of loss ask for one number, and real models have leaves of many shapes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +44,7 @@ def shapes_of(params: PyTree) -> tuple[PyTree, str]:
             f"Shapes are guessed for {_SMALLEST:,} to {_LARGEST:.0e} parameters, got {count:,}. "
             "Pass the parameters, or their shapes, to jaxcomp.advise."
         )
-    width = 4
+    width = 4  # the largest multiple of 4 that fits
     while _values(width + 4) + min(_VOCABULARY * (width + 4), count // 3) <= count:
         width += 4
     layers = _layers(width)

@@ -1,4 +1,10 @@
-"""Predicts how much loss a rank costs, from the momentum of an exact run or before any run."""
+"""Predicts how much loss a rank costs, from the momentum of an exact run or before any run.
+
+There are two laws, both fitted to recorded runs. `TailLaw` reads the momentum of an exact run: what
+lies beyond the rank in its spectrum is what compression delays, and it needs neither width nor
+batch. `Law` predicts before a run, from width and tokens, and is less certain. `predict_gap` and
+`ranks_by_spectrum` use the first, `advise` either.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +36,7 @@ class Gap(NamedTuple):
 
 def _possible_excess(gap: float, error: float) -> float:
     """Returns how far above `gap` the true gap lies at most in 95% of the cases."""
+    # The error is that of log(gap), and two standard deviations hold 95%.
     return (math.exp(2 * error) - 1) * gap
 
 
@@ -189,7 +196,8 @@ def read_momentum(opt_state: PyTree, matrix_dims: MatrixDimsFn | None = None) ->
             "`opt_state` holds no moments `mu` and `nu`. Pass the state of adam, adamw or the "
             "like, or of optax.contrib.muon; for other optimizers no law is known."
         )
-    # With several optimizers, each leaf belongs to one of them and is masked for the others.
+    # With several optimizers, each leaf belongs to one of them and is masked for the others. False
+    # sorts before True, so the least is a leaf that is not masked.
     tree = jax.tree.map(lambda *leaves: min(leaves, key=is_masked), *parts, is_leaf=is_masked)
     momentum = Momentum(TAIL_LAWS[law], tree, spectra_of(tree, matrix_dims))
     if not momentum.energy > 0:
@@ -207,11 +215,12 @@ def spectra_of(tree: PyTree, matrix_dims: MatrixDimsFn | None) -> dict[str, np.n
       ValueError: If a leaf is not finite.
     """
     spectra = {}
-    plans = plan_leaves(tree, 1, 0.0, matrix_dims)
+    plans = plan_leaves(tree, 1, 0.0, matrix_dims)  # a rate of 0 compresses every matrix
     leaves = jax.tree.leaves_with_path(tree)
     for plan, (path, leaf) in zip(plans, leaves, strict=True):
         if plan.view is None:
             continue
+        # NumPy in float64: JAX has no float64 by default, and a spectrum spans many orders.
         on_host: Any = np.asarray(leaf)
         matrices = np.asarray(plan.view.matricize(on_host), np.float64)
         if not np.isfinite(matrices).all():
@@ -276,7 +285,7 @@ def _direction(mu: Any) -> np.ndarray:
     """Divides Muon's momentum by its root mean square, so that leaves can be compared."""
     mu = np.asarray(mu, np.float64)
     size = np.sqrt(np.mean(mu**2))
-    return mu / (size + np.finfo(np.float64).tiny)
+    return mu / (size + np.finfo(np.float64).tiny)  # zeros stay zeros
 
 
 USUAL_TOKENS = 1024  # tokens in a step of all replicas together, in most runs

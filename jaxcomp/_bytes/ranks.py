@@ -1,4 +1,10 @@
-"""Chooses a rank for each leaf, for a ratio of compression or a budget of loss."""
+"""Chooses a rank for each leaf, for a ratio of compression or a budget of loss.
+
+One rank for all leaves is seldom best: a spectrum that falls fast needs few columns.
+`ranks_by_spectrum` starts with rank 1 everywhere and adds one column at a time where it sends most
+energy for its bytes, until the budget is spent. It returns a `Ranks`, which `powersgd` takes as its
+`rank`.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +132,7 @@ def ranks_by_spectrum(
         momentum = read_momentum(gradients, matrix_dims)
         gradients = momentum.tree
         spectra = momentum.spectra
-        adaptive = False
+        adaptive = False  # the spectra are those of steps, which the optimizer has scaled already
     plans = list(filter(is_floating, plan_leaves(gradients, 1, rate, matrix_dims)))
     ranks: dict[str, int | None] = {}
     offers = []
@@ -212,6 +218,7 @@ def _offers(
         cost = column
         sent = energy[rank]
         if last:
+            # The rule allows no further column, so what is left to offer is the whole leaf.
             after = None
             dense = dataclasses.replace(plan, view=None, rank=0)
             cost = _cost(dense, wire) - column * rank
@@ -226,4 +233,5 @@ def _cost(plan: LeafPlan, wire: Any) -> int:
     """Returns the bytes that a leaf sends, or the number of values if `wire` is None."""
     if wire is None:
         return plan.wire_size
+    # As for one replica: padding to equal shares depends on their number, and is little.
     return leaf_bytes(plan, wire, 1)

@@ -1,4 +1,9 @@
-"""Numbers with units, as people write and read them: ``10Gbit``, ``120ms``, ``0.5%``, ``124M``."""
+"""Numbers with units, as people write and read them: ``10Gbit``, ``120ms``, ``0.5%``, ``124M``.
+
+`advise` reads its arguments with `parse`, in Python and on the command line, and writes its table
+with `with_unit`. Each argument allows only its own units, because "25G" alone could be bits or
+bytes.
+"""
 
 from __future__ import annotations
 

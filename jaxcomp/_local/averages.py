@@ -1,4 +1,9 @@
-"""Averages parameters, momenta or other arrays over the replicas."""
+"""Averages parameters, momenta or other arrays over the replicas.
+
+`average` is for users, at the end of a run of `local_sgd` or for statistics beside it, and for
+`local_sgd` itself where its rounds begin. Unlike a reducer it is exact, keeps no state and takes
+any tree.
+"""
 
 from __future__ import annotations
 

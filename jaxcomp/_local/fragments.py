@@ -1,4 +1,9 @@
-"""Splits parameters into fragments, by size or by name, which are averaged one at a time."""
+"""Splits parameters into fragments, by size or by name, which are averaged one at a time.
+
+Streaming DiLoCo averages fragments in turn, so that less is sent at once. A fragment is the whole
+tree with `optax.MaskedNode` in the place of all leaves outside of it, so reducers and optimizers
+take it as they take any tree. Without streaming there is one fragment: all floating leaves.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +158,7 @@ def _by_pattern(paths: Iterable[KeyPath], patterns: tuple[str, ...]) -> dict[Key
     numbers: dict[KeyPath, int] = {}
     for path in paths:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        numbers[path] = -1
+        numbers[path] = -1  # no pattern found
         for number, pattern in enumerate(patterns):
             if re.search(pattern, name):
                 numbers[path] = number

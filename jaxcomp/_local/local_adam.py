@@ -1,4 +1,9 @@
-"""Adam for local steps, which each replica takes with its own gradient."""
+"""Adam for local steps, which each replica takes with its own gradient.
+
+It goes into the inner optimizer of `local_sgd`. The second moment of a local gradient is larger
+than that of the mean of many replicas, because the noise does not cancel, and Adam's steps would
+shrink when the local steps begin. The squares are scaled so that they stay about as large.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +70,7 @@ def scale_by_local_adam(
         (steps,), adam = state
         local = axis_size(axis_name) ** -0.5
         scale = jnp.where(steps < start_step, 1.0, local)
+        # The root of the factor, because `update_moment` squares.
         noise = jax.tree.map(lambda g: g * scale.astype(g.dtype), updates)
         mu = optax.tree.update_moment(updates, adam.mu, b1, 1)
         nu = optax.tree.update_moment(noise, adam.nu, b2, 2)

@@ -1,6 +1,9 @@
 """Local SGD as an Optax transformation: local steps with an inner optimizer, averages now and then.
 
 `periods` decides when replicas synchronise, `sync` does it, and this file makes the steps between.
+An Optax transformation returns updates and never sees the parameters that come of them. So an
+average is written as the update that leads to it, and which kind of step an update is (local,
+synchronised at some level, the first of the rounds) is chosen by a conditional on the count.
 """
 
 from __future__ import annotations
@@ -158,6 +161,7 @@ class _LocalSGD:
 
     def init(self, params: PyTree) -> LocalSGDState:
         """Makes the state before the first step."""
+        # Leaves that are not floating are not averaged, so neither reducer nor anchor has them.
         part = part_of(params, numbered(params))
         anchor = ()
         if not self.sync.plain:
@@ -191,6 +195,7 @@ class _LocalSGD:
         check_gradients(updates, axis_name)
         numbers = numbered(params)
         gradients, reducer = self._gradients(updates, state, numbers, weight)
+        # Local before and after, because a loop under check_vma=True must carry a constant type.
         inner = as_local(state.inner, axis_name)
         updates, inner = self.inner.update(gradients, inner, params, **extra)
         updates = jax.tree.map(_widened, updates, params)
@@ -218,9 +223,11 @@ class _LocalSGD:
 
         count = jnp.asarray(optax.safe_increment(state.count))
         due = self.periods.due(count, state.last_sync)
+        # Before `start_step` the gradients are averaged, and so the parameters stay equal.
         shared = (due > 0) | (count <= self.periods.start_step)
         last_sync = jnp.where(shared, count, state.last_sync)
         branches: list[Callable[[], tuple[PyTree, LocalSGDState]]] = [lambda: (updates, state)]
+        # The widest level has axes=None: only there do reducer and outer optimizer act.
         for level in self.periods.levels[:-1]:
             branches.append(functools.partial(synchronised, level.axes))
         branches.append(functools.partial(synchronised, None))
@@ -281,7 +288,7 @@ class _LocalSGD:
                     "`sync_every` is a schedule, so there is no cycle of fixed length to average "
                     "over. Pass `step`."
                 )
-            cycle = periods.levels[-1].period
+            cycle = periods.levels[-1].period  # a multiple of all other periods
             sent = [averages(level, None) for level in periods.between(start, start + cycle)]
             return total(params, sent).scaled(1 / cycle)
         if step >= start:
@@ -310,6 +317,7 @@ def _sends_something(
     axes = list(axis_tuple(axis_name))
     step = None
     while step is None:
+        # The length of an axis does not matter for whether there is a collective.
         trace = jax.make_jaxpr(inner.update, axis_env=[(name, 2) for name in axes])
         try:
             # Adam does not run under strict promotion, and dtypes do not matter here.
@@ -325,6 +333,7 @@ def _sends_something(
             axes.append(other)  # collectives over it are not counted
     for equation in _equations(step):
         names = equation.params.get("axes", equation.params.get("axis_name", ()))
+        # These name an axis, but send nothing.
         asks = equation.primitive.name in ("axis_index", "pvary")
         if not asks and not set(axis_tuple(axis_name)).isdisjoint(axis_tuple(names)):
             return True

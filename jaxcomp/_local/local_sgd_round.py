@@ -1,4 +1,8 @@
-"""Defines `local_sgd_round`, which checks its arguments and makes a `LocalSGDRound`."""
+"""Defines `local_sgd_round`, which checks its arguments and makes a `LocalSGDRound`.
+
+The class is in `round`; the arguments, their equations and examples are here. One `Sync` is made
+for each fragment, because each may have an outer optimizer of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Decides when the replicas of `local_sgd` are averaged: periods, hierarchies and schedules."""
+"""Decides when the replicas of `local_sgd` are averaged: periods, hierarchies and schedules.
+
+`local_sgd` asks `Periods` for the level that is due after an update: 0 for a local step, else the
+number of a level, the widest last. The same function serves traced counts in a step and ranges of
+counts where bytes are counted. A fixed period needs only the count; the length of a scheduled round
+depends on where the last one ended, so the state keeps `last_sync`.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +46,14 @@ class Periods(NamedTuple):
             level = (count - last_sync >= length.astype(jnp.int32)).astype(jnp.int32)
         else:
             for number, (_, period) in enumerate(self.levels, start=1):
+                # Wider levels come later and replace narrower ones that are due too.
                 level = jnp.where((count - self.offset) % period == 0, number, level)
         return jnp.where(count > self.start_step, level, 0)
 
     def between(self, begin: int, end: int) -> list[int]:
         """Returns the level after each of the updates numbered ``begin + 1`` to ``end``."""
         if self.schedule is None:
+            # All at once, because fixed periods do not look at the last average.
             return self.due(jnp.arange(begin + 1, end + 1), None).tolist()
         levels: list[int] = []
         last_sync = jnp.int32(self.start_step)

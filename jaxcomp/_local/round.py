@@ -1,4 +1,11 @@
-"""Runs a round of local SGD as one call: local steps in scans, averages between the scans."""
+"""Runs a round of local SGD as one call: local steps in scans, averages between the scans.
+
+A round knows its parameters before and after, so it sets them to the average exactly, where
+`local_sgd` can only return an update towards it. Between rounds the parameters are equal on all
+replicas and serve as the anchor. With several fragments the round is cut into scans at the steps
+where a fragment is averaged; replicas then differ after the round, and the state keeps each one's
+own parameters.
+"""
 
 from __future__ import annotations
 
@@ -133,6 +140,7 @@ class LocalSGDRound:
         replicas = replicas_on(mesh, axes)
         check_replica_axis(state, mesh, axis_name)
         check_params(params, mesh, axes)
+        # Arrays of NumPy have no types to read specs from.
         params, state, batches, weight = jax.tree.map(jnp.asarray, (params, state, batches, weight))
         boundary = Boundary(mesh, axes)
         # A step gets one replica's state without its row, and one batch.
@@ -142,7 +150,7 @@ class LocalSGDRound:
 
         def batch_spec(path: KeyPath, leaf: Any) -> P:
             spec = P()
-            if leaf.ndim > 1:
+            if leaf.ndim > 1:  # else one value for each step, the same on all replicas
                 spec = P(None, axis_name)
             name = f"{leaf_name(path)} of the batches"
             return split_spec(name, leaf, spec, axis_name, replicas)
@@ -187,7 +195,7 @@ class LocalSGDRound:
         reducers: list[PyTree] = []
 
         def steps(carry: Any, begin: int, end: int, *, unroll: bool = False) -> Any:
-            if begin == end:
+            if begin == end:  # without a delay no step lies between an average and its use
                 return carry
             piece = jax.tree.map(lambda leaf: leaf[begin:end], batches)
             carry = self._marked(*carry)
@@ -222,6 +230,8 @@ class LocalSGDRound:
             outer.append(after.outer)
             reducers.append(after.reducer)
             begin = end
+        # With a fraction of their own, replicas went on from mixtures; what all share is the
+        # averages.
         shared = local
         for average in averages:
             shared = put_back(average, shared)
@@ -313,6 +323,7 @@ class LocalSGDRound:
             nth, place = divmod(step, self.sync_every)
         parts = []
         for number, end in enumerate(self.streaming.ends):
+            # Sent after the step that is `delay` before the end; steps are counted from 0.
             if place in (None, end - self.streaming.delay - 1):
                 part = part_of(params, numbers, number)
                 sync = self.syncs[number]

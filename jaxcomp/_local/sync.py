@@ -112,6 +112,7 @@ class Sync:
         # A dropped replica's momenta may not be finite either, so they are reset.
         anew = None
         if self.drop_non_finite:
+            # A weight of 0 is how a replica is ignored, so no average needs to know of dropping.
             anew = ~all_finite(jax.tree.leaves((params, momenta)))
             if weight is None:
                 weight = 1
@@ -119,12 +120,14 @@ class Sync:
         if self.average_inner == "reset":
             anew = jnp.array(True)
 
+        # At a narrow level replicas elsewhere have other parameters, so no anchor is common to all.
         plain = self.plain or axes is not None
         over = axes or self.axis_name
         sent = params
         if not plain:
             sent = jax.tree.map(jnp.subtract, anchor, params)
         if plain or self.exact:
+            # Momenta in the same all-reduce.
             (mean, momenta), counted = averaged((sent, momenta), over, weight)
         else:
             weights = {} if weight is None else {"weight": weight}
@@ -144,6 +147,7 @@ class Sync:
                 momenta = optax.tree.where(counted, momenta, inner)
             inner = momenta
         if counted is not None and (plain or self.exact):
+            # All weights were 0, and the mean is of nothing.
             before = params
             if axes is None and jax.tree.leaves(anchor):
                 before = anchor
@@ -221,7 +225,7 @@ def check_sync(
     plain = exact and outer is None
     if exact:
         reducer = allreduce(axis_name=axis_name)
-    if outer is None:  # the anchor moves by the whole pseudo-gradient
+    if outer is None:  # the anchor moves by the whole pseudo-gradient; the state is empty
         outer = optax.GradientTransformation(lambda params: (), _whole_step)
     return Sync(
         axis_name,

@@ -1,4 +1,10 @@
-"""Converts a training state for another rank or another kind of reducer."""
+"""Converts a training state for another rank or another kind of reducer.
+
+`adapt_state` is for a run that changes its compression on the way: restored with the old reducer,
+adapted, placed for the new one. The residual is what a run must not lose, because it is a part of
+the gradients; factors only speed up the first steps. So the residual is carried over wherever
+shapes allow, and everything else if both reducers are of one kind.
+"""
 
 from __future__ import annotations
 
@@ -87,6 +93,7 @@ def _is_one_array(state: Any) -> bool:
 
 def _adapted(old: Any, new: Any) -> Any:
     """Returns the fresh state `new` with values of `old`: only the residual, if kinds differ."""
+    # The owner comes with it: it says whose the residual is.
     residual = _carried_over(_same_shape, old.residual, new.residual, "residual")
     state = new._replace(residual=residual, owner=old.owner)
     if type(old) is not type(new):
@@ -144,6 +151,8 @@ def _resized(old: Array, new: Array) -> Array | None:
         return None
     rank = old.shape[-1]
     old = old.astype(new.dtype)
+    # The old columns go in front, so the fresh ones become orthogonal to them and the old ones
+    # stay.
     candidates = jnp.concatenate([old, new[..., rank:]], axis=-1)
     fresh = orthogonalize(candidates)[..., rank:]
     columns = jnp.concatenate([old, fresh], axis=-1)

@@ -1,4 +1,12 @@
-"""Makes one state to save from the states of all replicas: per-replica leaves become their mean."""
+"""Makes one state to save from the states of all replicas: per-replica leaves become their mean.
+
+Outputs depend on the residuals only through their mean, so one tree is enough, and any number of
+replicas can continue from it. `consolidate` is called by users before they save, and by the
+functions that place a state on another number of replicas. There are two forms of the same work:
+outside of mapped functions the replicas are rows of an array (`layout_of` finds out which arrays
+have rows), inside they are reached by a collective (`_over_axis`). Both check the owners, so that
+the state of one replica is not taken for that of all.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +77,7 @@ def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
     _check_not_mapped(state)
     layout = layout_of(state)
     if layout.replicas is None:
+        # Owners have just said that nothing is missing. Without an owner nobody can say.
         local = leaves_marked(state, LOCAL)
         if local and not leaves_marked(state, OWNER):
             raise ValueError(_no_axis(local))
@@ -80,7 +89,7 @@ def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
         if mark == LOCAL:
             return _mean_of_rows(leaf)
         if layout.everything:
-            return leaf[0]
+            return leaf[0]  # all rows are equal, as `layout_of` has checked
         return leaf
 
     return jax.tree.map(collapsed, state, marks(state))
@@ -106,6 +115,8 @@ def layout_of(state: PyTree) -> Layout:
         common = _owner_of_all(jnp.asarray(owner))
         if not is_traced(common) and float(common) != 0:
             raise ValueError(_one_replica(name, owner))
+    # Owners are scalars, so an axis is that of the replicas. Without owners a common leading axis
+    # is taken for it, but leaves without one are no mistake.
     lengths = _lengths(owners or local)
     if lengths == {()} or (not owners and len(lengths) != 1):
         return Layout(None, everything=False)
@@ -131,6 +142,7 @@ def _check_equal_rows(name: str, leaf: Any) -> None:
     if is_traced(leaf):
         return
     leaf = in_words(leaf)
+    # NaN differs from itself, and a run that has diverged on all replicas may be saved.
     both_nan = (leaf != leaf) & (leaf[:1] != leaf[:1])
     if not ((leaf == leaf[:1]) | both_nan).all():
         raise ValueError(
@@ -180,6 +192,8 @@ def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
 
     def consolidated(leaf: Any, mark: str, mean: Any) -> Any:
         if mark == OWNER:
+            # One replica that disagrees lowers a mean of flags by 1 / replicas; half of that is
+            # more than rounding.
             consistent = (mean > 1 - 0.5 / replicas).any()
             return jnp.where(consistent, 0.0, jnp.nan).astype(leaf.dtype)
         if mark == SHARED:

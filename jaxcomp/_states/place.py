@@ -1,7 +1,9 @@
 """Places states outside of mapped functions: per-replica leaves get a leading axis of replicas.
 
 This layout is explicit: an array ``(n, *leaf)`` is saved and restored as it is, and cannot be
-mistaken for a replicated array.
+mistaken for a replicated array. `state_axes` and `state_specs` describe the layout to JAX's mapping
+functions, `stack_replicas` and `shard_state` make it, without and with a mesh. Both take a state of
+any number of replicas, since the mean of the residuals is all that counts.
 """
 
 from __future__ import annotations
@@ -184,6 +186,7 @@ def shard_state(
 def _for_replicas(state: PyTree, replicas: int, like: PyTree | None = None) -> tuple[PyTree, bool]:
     """Returns the state with an axis of `replicas` and True, or consolidated and False."""
     if has_rows(state, None if like is None else lambda: like):
+        # The rows stay if they are those of these replicas, so that a restart changes nothing.
         if layout_of(state) == Layout(replicas, everything=False):
             return state, True
         return consolidate(state), False
@@ -252,6 +255,7 @@ def check_not_spread(path: KeyPath, leaf: Any, spec: PartitionSpec, axes: tuple[
 def known_spec(leaf: Any, mesh: Any) -> PartitionSpec:
     """Returns the known PartitionSpec of a leaf on a mesh, ``P()`` if it is unknown."""
     sharding = known_sharding(leaf)
+    # By names, because the mesh in the type of a tracer is abstract and equals no concrete one.
     if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == mesh.axis_names:
         return sharding.spec
     return PartitionSpec()
@@ -259,6 +263,7 @@ def known_spec(leaf: Any, mesh: Any) -> PartitionSpec:
 
 def _repeated(leaf: Any, times: int, sharding: NamedSharding) -> Array:
     """Makes `times` copies of a leaf along a new axis 0, each on its own device."""
+    # `jax.jit` refuses arrays from devices that are not those of its results.
     concrete = isinstance(leaf, jax.Array) and not is_traced(leaf)
     if concrete and leaf.sharding.device_set != sharding.device_set:
         leaf = jax.device_put(leaf, NamedSharding(sharding.mesh, PartitionSpec()))

@@ -1,4 +1,9 @@
-"""Accumulates gradients, and communicates once per optimizer step, not once per micro-batch."""
+"""Accumulates gradients, and communicates once per optimizer step, not once per micro-batch.
+
+`accumulate` is for transformations that hold a reducer, in a function that is mapped over the
+replicas; loops with `data_parallel` accumulate inside of the gradient function instead. The
+accumulated gradients are local, so they differ between replicas, like a residual.
+"""
 
 from __future__ import annotations
 
@@ -136,6 +141,7 @@ def accumulate(
             return result, new, optax.tree.zeros_like(total)
 
         def wait() -> tuple[PyTree, PyTree, PyTree]:
+            # The updates of `tx` may have other dtypes than the gradients.
             shapes, _, _ = jax.eval_shape(emit)
             return optax.tree.zeros_like(shapes), state.inner_opt_state, total
 
@@ -145,7 +151,7 @@ def accumulate(
         return result, AccumulateState(mini_step, state.gradient_step + due, new, total)
 
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
-        if step is None:
+        if step is None:  # the mean over the micro-batches
             return bytes_of(tx, params, replicas, None).scaled(1 / every_k)
         due = (step + 1) % every_k == 0
         return bytes_of(tx, params, replicas, step // every_k).scaled(due)

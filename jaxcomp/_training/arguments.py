@@ -1,7 +1,11 @@
 """Finds the arrays among the arguments of a `data_parallel` call, and how each array is split.
 
-Other leaves stay as they are: a flag that the function branches on, a ConfigDict, a module. A tree
-of arrays has None in their place.
+A user's function takes anything: parameters, a batch, flags that it branches on, a ConfigDict, a
+module. Only arrays can pass through `jax.shard_map`, so a call takes them out, with None in the
+place of other leaves, and puts them back on each replica. Each array needs a PartitionSpec: from
+`batch_specs`, from its sharding, or by the rule that arrays with axes are examples. Where the rule
+could be wrong (tables, raw keys, lists of numbers) the call is refused, because a batch that is not
+split is trained on by every replica and costs speed only.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ def positions(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> list[int
     Raises:
       ValueError: If parameters are missing.
     """
-    several = np.atleast_1d(argnums)
+    several = np.atleast_1d(argnums)  # an integer or a tuple
     if several.min() < -len(args) or several.max() >= len(args):
         raise ValueError(
             f"This was called with {len(args)} arguments after the state, and argnums={argnums}. "
@@ -58,8 +62,9 @@ def check_keywords(kwargs: dict[str, Any], function: Callable[..., Any]) -> None
     Raises:
       ValueError: If it finds one; the message names it.
     """
-    if not kwargs:
+    if not kwargs:  # not every callable has a signature
         return
+    # A function may have a parameter of such a name.
     refuse_misspelt_weight(kwargs.keys() - inspect.signature(function).parameters)
     for path, leaf in jax.tree.leaves_with_path(kwargs):
         if not _is_shared(leaf):
@@ -114,14 +119,15 @@ def split_specs(
             rows[name] = leaf.shape[axis]
         elif specified is None and _is_raw_key(leaf):
             keys[name] = leaf
-        if not is_array(leaf):
+        if not is_array(leaf):  # checked above, because a spec for a list would do nothing
             return None
         return spec
 
     each = _one_each(batch_specs, len(args), params_at, axis_name, mesh)
+    # None within a tree of specs means the default, as it does for a whole argument.
     each = jax.tree.broadcast(each, args, is_leaf=lambda node: node is None)
     specs = jax.tree.map_with_path(spec_of, args, each)
-    if mesh is not None:
+    if mesh is not None:  # else somebody else has split the batch
         _check_examples(rows, keys)
         _check_lists(args, params_at, set(rows.values()))
         if not examples:
@@ -141,6 +147,7 @@ def _usual_spec(leaf: Any, axis_name: AxisName, mesh: Any) -> PartitionSpec:
         return PartitionSpec()
     if mesh is not None:
         known = known_spec(leaf, mesh)
+        # An array that is not sharded over the replicas, as NumPy's are, is a batch all the same.
         if split_axis(over_axes(known, axis_tuple(axis_name))) is not None:
             return known
     return PartitionSpec(axis_name)
@@ -164,6 +171,7 @@ def _one_each(
                 )
     others = number - len(params_at)
     each = [batch_specs] * others
+    # Exactly these types: a PartitionSpec, or a named tuple of specs, is one for all arguments.
     if type(batch_specs) in (tuple, list):
         each = list(batch_specs)
     if len(each) != others:
@@ -206,6 +214,7 @@ def _is_shared(leaf: Any) -> bool:
 
 def _is_raw_key(leaf: Any) -> bool:
     """Tells whether a leaf looks like a key of `jax.random.PRNGKey`, which has no examples."""
+    # Asked of JAX, because the shape depends on jax_default_prng_impl.
     key = jax.eval_shape(jax.random.PRNGKey, 0)
     return is_array(leaf) and (leaf.shape, leaf.dtype) == (key.shape, key.dtype)
 
@@ -231,6 +240,7 @@ def _check_examples(rows: dict[str, int], keys: dict[str, Any]) -> None:
                 "replica gets whole (tables, statistics, another model's weights)."
             )
     for name, key in keys.items():
+        # Other leaves that are split have as many rows, or there are none: it may be either.
         if {len(key)}.issuperset(rows.values()):
             raise ValueError(
                 f"The leaf {name} is {key.dtype} of shape {key.shape}: a key of "
@@ -277,6 +287,7 @@ def weight_spec(
     weight = jnp.asarray(weight)
     if not is_real(weight.dtype):
         raise ValueError(f"`weight` must hold real numbers, got dtype {weight.dtype}.")
+    # One number for each replica comes first: with as many examples as replicas both are the same.
     if weight.shape == (replicas,):
         return PartitionSpec(axis_name)
     other = ""

@@ -2,6 +2,12 @@
 
 It corresponds to torch's `register_comm_hook`: any function can make the gradients. They are
 returned averaged, as global arrays, and the optimizer does not change.
+
+A call goes `__call__`, which finds the reducer's state in what it was passed; `_on_mesh`, which
+finds the mesh and how every array is split; then, on each replica, `_step`: gradients, reducer,
+outputs. Inside a function that is already mapped `_step` runs at once. The other files of this wing
+answer one question each: `arguments` how the batch is split, `on_mesh` how to map and what JAX's
+errors mean, `outputs` how values of the replicas are combined, `hold_state` where the state is.
 """
 
 from __future__ import annotations
@@ -127,6 +133,8 @@ class DataParallel:
         fresh = self.reducer.init(params)
         if is_alone(state, self.reducer) or not reducer_states(state):
             return shard_state(state, mesh, axes, like=fresh)
+        # First the whole tree, because other states in it have rows too; then the reducer's state
+        # again, which alone can be compared with a fresh one.
         tree = shard_state(state, mesh, axes)
         placed, put_back = state_in(tree, self.reducer, params)
         return put_back(shard_state(placed, mesh, axes, like=fresh))
@@ -162,6 +170,7 @@ class DataParallel:
         check_keywords(kwargs, self.grad_fn)
         state, put_back = state_in(state, self.reducer, params)
         if is_bound(self.axis_name):
+            # Arrays are those of this replica already, and a batch is not cut again.
             call = self._call((args, kwargs))
             compute = functools.partial(self._gradients, call)
             whole, rows, means, state = self._step(compute, state, call.arrays, weight)
@@ -215,7 +224,7 @@ class DataParallel:
                 "outputs compares numbers, and inside of jax.jit there are none yet. Call it once "
                 "before, outside, with arrays."
             )
-        shares = np.ones(2)
+        shares = np.ones(2)  # the weight of each half
         if weight is not None:
             spec = weight_spec(weight, call.examples, self.axis_name, 2)
             axis = split_axis(spec) or 0
@@ -266,6 +275,7 @@ class DataParallel:
             weight = jnp.asarray(weight)
         states = state_specs(state, state_axis)
         boundary = Boundary(mesh, axes)
+        # Only the user's function sees Explicit axes; the reducer works on Auto ones.
         compute = functools.partial(self._gradients, call)
         compute = boundary.explicit(compute, typed_specs(call.arrays))
         shared = PartitionSpec()
@@ -314,6 +324,7 @@ class DataParallel:
                 # In a chain each reducer would weight along its own axis only, and other links not
                 # at all.
                 shares = weighted_gradients(gradients, weight, self.axis_name)
+            # Wrapped, so that links of other libraries get no rows either.
             chain = Transformation(self.reducer.init, self.reducer.update)
             means, state = chain.update(shares, state, params)
             means = in_dtypes_of(gradients, means)
@@ -328,6 +339,9 @@ class DataParallel:
             # Marked as this replica's own: else JAX would sum the gradients of all replicas.
             local[i] = as_local(local[i], self.axis_name)
         marked = (tuple(local), arrays[1])
+        # A user's function may return an argument as an auxiliary output. It gets the marked array,
+        # whose type says that replicas differ, so a returned one is recognised by its identity and
+        # replaced by the array from before the marking.
         shared = {}
         originals = jax.tree.leaves(arrays)
         specs = jax.tree.leaves(call.specs)
@@ -503,5 +517,5 @@ def _check_gradients_of(function: Any, argnums: Any) -> None:
         raise ValueError(
             f"The first argument must be a function, and the second the reducer, got {function!r}."
         )
-    if np.atleast_1d(argnums).dtype.kind != "i":
+    if np.atleast_1d(argnums).dtype.kind != "i":  # bools are no positions
         raise ValueError(f"`argnums` must be an integer or a tuple of them, got {argnums!r}.")

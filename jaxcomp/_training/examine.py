@@ -1,8 +1,12 @@
 """Finds out what each output of a gradient function is, by running a batch and its two halves.
 
-A mean over the batch is the mean of the halves' values. A sum is the sum of the halves' values.
-Rows are the rows of the first half followed by those of the second. The table also shows outputs
-that are none of these, and outputs whose kind this batch does not decide.
+`DataParallel.outputs` calls it, once and outside of `jax.jit`. A mean over the batch is the mean of
+the halves' values. A sum is the sum of the halves' values. Rows are the rows of the first half
+followed by those of the second. The table also shows outputs that are none of these, and outputs
+whose kind this batch does not decide.
+
+Comparing numbers needs a measure of rounding. The batch with its halves swapped has the same means
+and sums, so what changes by swapping is rounding, unless it is a dependence on the order.
 """
 
 from __future__ import annotations
@@ -101,6 +105,7 @@ def _on_replicas(
     replicas: int,
 ) -> PyTree:
     """Runs a function on a batch that is split between `replicas`; returns NumPy arrays."""
+    # All replicas lie along the first axis; the function may name the others too.
     first, *others = axis_tuple(axis_name)
 
     def parts(x: Any, spec: Any) -> Any:
@@ -124,6 +129,7 @@ def _swapped(x: Any, spec: Any) -> Any:
 
 
 def _on_host(x: Any) -> Any:
+    # NumPy has no keys, and cannot read what other processes hold.
     if is_key(x) or not getattr(x, "is_fully_addressable", True):
         return x
     return np.asarray(x)
@@ -136,7 +142,7 @@ def _verdict(
     floating = is_floating(whole)
     precision = _ROUNDING
     if floating:
-        precision = max(precision, 2 * float(jnp.finfo(whole.dtype).eps))
+        precision = max(precision, 2 * float(jnp.finfo(whole.dtype).eps))  # of a 16-bit output
     wide: Any = np.float64
     if np.iscomplexobj(whole):
         wide = np.complex128
@@ -152,6 +158,7 @@ def _verdict(
     by_order = _largest(whole - swapped)
     if by_order > _MOST_ROUNDING * scale:
         return Verdict(None, "neither: depends on the order of the examples, or is drawn at random")
+    # Two orders are a small sample of the rounding of sums, so with a margin.
     rounding += 4 * by_order
     apart = _largest(first - second)
     expected = {
@@ -163,6 +170,8 @@ def _verdict(
     misses = {}
     for kind, value in expected.items():
         misses[kind] = _largest(whole - value)
+    # Equal halves decide nothing between a mean and a maximum, but a floating output that is the
+    # same for all examples is averaged without harm.
     if apart == 0 and misses["mean"] <= rounding < scale and floating and precision == _ROUNDING:
         return Verdict("mean", "the same in both halves")
     fitting = []
@@ -178,13 +187,14 @@ def _verdict(
         return Verdict(None, remark)
     if fitting == ["sum"]:
         return Verdict("sum")
-    if fitting == ["mean"] and floating:
+    if fitting == ["mean"] and floating:  # an integer would be rounded
         # A nonlinear function of a mean, such as exp(loss), differs from a mean by about this.
         if apart**2 / 8 > rounding * scale:
             return Verdict("mean")
         return Verdict("mean", f"as far as halves that differ by {apart / scale:.1g} show")
     nearest = min(misses, key=misses.__getitem__)
     remedy = '"stack" it, or return what it is made of'
+    # Without weights a mean over unequal counts is near the mean of the halves, but not equal.
     if nearest == "mean" and shares[0] == shares[1]:
         remedy = f"If it is a mean over a count, such as tokens, pass weight=; else {remedy}"
     return Verdict(
@@ -198,7 +208,7 @@ def _of_rows(whole: np.ndarray, first: np.ndarray, second: np.ndarray, rounding:
     """Finds the axis of rows in an output whose shape grows with the batch."""
     for axis in range(whole.ndim):
         joined = np.concatenate([first, second], axis)
-        if joined.shape != whole.shape:
+        if joined.shape != whole.shape:  # another axis grows with the batch
             continue
         if _largest(whole - joined) <= rounding:
             return Verdict(axis or "join", f"rows along axis {axis}")

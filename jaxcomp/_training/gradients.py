@@ -1,4 +1,10 @@
-"""Takes gradients of one replica, and checks losses and averaged gradients."""
+"""Takes gradients of one replica, and checks losses and averaged gradients.
+
+Under ``shard_map(check_vma=True)`` JAX sums gradients over the replicas by itself, before a reducer
+can compress them. Marking the parameters as local prevents that. The two checks find the same
+mistake in a user's code from JAX's types: a loss or a gradient that was averaged too early, or not
+at all.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +63,7 @@ def local_value_and_grad(
             if -len(args) <= index < len(args):  # else JAX raises its own error
                 marked[index] = as_local(marked[index], axis_name)
         value, grads = value_and_grad(*marked, **kwargs)
-        check_loss(jax.tree.leaves(value)[0], axis_name)
+        check_loss(jax.tree.leaves(value)[0], axis_name)  # the loss comes before the auxiliary
         return value, grads
 
     return local

@@ -1,4 +1,10 @@
-"""Holds a reducer's state inside the optimizer's state, so that loops need not carry it."""
+"""Holds a reducer's state inside the optimizer's state, so that loops need not carry it.
+
+`hold_state` is a link of a chain that does nothing but have a state. `data_parallel` searches the
+tree that it is passed, a TrainState for example, for that state, and returns the tree with the new
+state in its place. The state is found by its structure, which is that of a fresh state for the same
+parameters; none, or several that fit, are refused.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +31,8 @@ from jaxcomp._reducers.reducer import Reducer, check_reducer
 
 class Held(NamedTuple):
     """State of `hold_state` for a reducer without a state; it marks gradients as averaged."""
+
+    # An empty tuple, as optax.EmptyState is, could be the state of any link.
 
     per_replica = ()
 
@@ -121,13 +129,15 @@ def state_in(
 
     def is_it(node: Any) -> bool:
         structure = jax.tree.structure(node)
+        # Only where it may help, because this is called for every node of the tree.
         if structure.num_leaves == fresh.num_leaves and structure not in expected:
             structure = jax.tree.structure(unboxed(node))  # nnx.Optimizer puts it into boxes
         return structure in expected
 
-    states = nodes_of(tree, is_it)
+    states = nodes_of(tree, is_it)  # outermost, so a state in a state is not counted twice
     if not fresh.num_leaves:
         # A reducer without a state accepts any tree, except one that can only be the parameters.
+        # These are passed first if the state was forgotten.
         leaves = jax.tree.leaves(tree)
         like_params = bool(leaves)
         for leaf in leaves:

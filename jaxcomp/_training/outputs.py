@@ -1,7 +1,11 @@
 """Combines the values and auxiliary outputs of all replicas, as the user specifies.
 
-A type does not tell whether a number is a mean, a sum or something else. So the user specifies a
-word for each output. `jaxcomp._training.examine` finds the words.
+Each replica's function returns a loss, and perhaps accuracies, counts, logits. A type does not tell
+whether a number is a mean, a sum or something else, so the user specifies a word for each output,
+and what is not specified is refused; `jaxcomp._training.examine` finds the words. The work is in
+three parts: `judged` decides on each replica how a leaf is combined, `reduced` does what needs
+collectives there, and `put_together` joins the rows outside of the mapped function, where they are
+global arrays.
 """
 
 from __future__ import annotations
@@ -58,6 +62,7 @@ def taken_apart(result: Any) -> tuple[tuple[Any, ...], PyTree]:
     if len(outputs) == 1 and isinstance(outputs[0], tuple) and len(outputs[0]) == 2:
         outputs = outputs[0]
     value = outputs[0]
+    # A loss that is constant may be a Python number; `check_loss` has the sentence for it.
     scalar = isinstance(value, float) or (is_array(value) and not np.ndim(value))
     if not (scalar and is_floating(value)):
         raise ValueError(
@@ -104,7 +109,7 @@ def judged(
     paths = jax.tree.leaves_with_path(auxiliary)
     for (path, leaf), word in zip(paths, words_of(aux, auxiliary), strict=True):
         name = leaf_name(path)
-        if word is None and id(leaf) in shared:
+        if word is None and id(leaf) in shared:  # an argument that is returned unchanged
             leaves.append(shared[id(leaf)])
             kinds.append(_EQUAL)
             line.append("mean")
@@ -171,6 +176,7 @@ def _kind(
         axis = int(word)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f'{what} has no axis {axis} along which to join rows. Say "stack".')
+    # Time-major outputs (time, batch) are common, and joined along time they would be scrambled.
     fitting = [other for other, length in enumerate(x.shape) if length in examples]
     if word == "join" and fitting and fitting[0] > 0:
         raise ValueError(
@@ -211,6 +217,7 @@ def _all_equal(leaves: Sequence[Array], axis_name: AxisName) -> Array:
         in_bytes = jax.lax.bitcast_convert_type(numbers, jnp.uint8)
         words.append(in_bytes.astype(jnp.int32).ravel())
     each = jnp.concatenate(words)
+    # The least is minus the largest of the negatives, so one all-reduce finds both.
     both = jnp.concatenate([each, -each])
     largest, least = jnp.split(maximum(both, axis_name), 2)
     return jnp.all(largest == -least)
@@ -244,7 +251,7 @@ def reduced(
             compared.append(leaf)
         elif kind != _EQUAL:
             leaves[i] = None
-            row = leaf[None]
+            row = leaf[None]  # "stack": a single row for this replica
             if kind != "stack":
                 row = jnp.moveaxis(leaf, int(kind), 0)
             rows.append(as_local(row, axis_name))
@@ -303,7 +310,7 @@ def words_of(aux: PyTree, auxiliary: PyTree) -> list[Any]:
     words: list[Any] = []
     for path, leaf in places:
         word = None
-        for length in range(len(path), -1, -1):
+        for length in range(len(path), -1, -1):  # `aux` may be a prefix of the tree
             part = names_of(path[:length])
             unused.pop(part, None)
             if part in entries:

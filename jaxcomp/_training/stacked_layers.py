@@ -1,4 +1,9 @@
-"""Warns about leaves that hold many layers and would be compressed as one matrix."""
+"""Warns about leaves that hold many layers and would be compressed as one matrix.
+
+`DataParallel.init` calls it, the one place that sees parameters with their boxes and the reducer's
+fresh state. It only guesses from names and shapes, so it warns and changes nothing; `stacked` says
+for certain.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +39,7 @@ def note_stacked_layers(params: PyTree, state: PyTree) -> None:
     parts: dict[KeyPath, list[Any]] = defaultdict(list)
     for (path, leaf), box in zip(jax.tree.leaves_with_path(unboxed(params)), boxes, strict=True):
         first_axis = next(iter(getattr(box, "names", ())), None)
+        # In every subtree around the leaf, because any of them may be the stack.
         for length in range(1, len(path)):
             parts[path[:length]].append((leaf_name(path), np.shape(leaf), first_axis))
     for path, leaves in parts.items():  # from the root down
@@ -51,7 +57,7 @@ def note_stacked_layers(params: PyTree, state: PyTree) -> None:
         common = axis_names.pop() if len(axis_names) == 1 else None
         if _LAYERS.fullmatch(common or ""):
             why = f"called {common!r}"
-        elif least_axes == 2:
+        elif least_axes == 2:  # biases and norms of one layer have one axis
             why = "as stacked layers have"
         if len(lengths) == 1 and why and whole:
             ((length,),) = lengths

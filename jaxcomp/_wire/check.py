@@ -1,4 +1,10 @@
-"""Checks that a compiled program sends only what its reducers send, and small metrics."""
+"""Checks that a compiled program sends only what its reducers send, and small metrics.
+
+A step that communicates too much gives the right losses and is only slow, so nothing but the
+program shows it. `check` compiles each reducer alone on the same mesh and compares bytes, instead
+of computing what should be sent: so it needs no model of how XLA merges, widens or splits
+collectives. Users call it once, before a long run.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +100,7 @@ def check(
     crossing = _crossing(listed, axes)
     # On a mesh with other axes, each device of a replica may send only its share of the bytes.
     others = mesh.size // replicas_on(mesh, tuple(axes))
-    _, right, calls, allowed = np.sum(expected, axis=0)
+    _, right, calls, allowed = np.sum(expected, axis=0)  # each field over all networks
     sent = _bytes(crossing)
     if right / others / 2 <= sent <= right + allowed:
         return listed
@@ -107,6 +113,7 @@ def check(
     times = 0
     if right:
         times = round(sent / right)
+    # Small metrics make the bytes of a repeated reducer no exact multiple.
     whole = abs(sent - times * right) < 0.1 * right
     called = sum(collective.times for collective in crossing)
     if times > 1 and whole and called >= times * calls:
@@ -190,6 +197,8 @@ def _expected(
     sent = _bytes(alone)
     if allow is None:
         dense = dense_stats(network.params).bytes_before
+        # A forgotten pmean of all gradients must exceed it, and at high compression even half of
+        # the reducer's bytes is little.
         allow = int(max(_SMALL, min(dense / 100, sent / 2)))
     steps = network.steps or 1
     if network.steps is None and alone:
@@ -219,12 +228,12 @@ def _sent_alone(network: _Network, listed: Sequence[Collective], mesh: Any) -> S
             compiled = _compiled_alone(network, mesh, mapped)
             alone = _crossing(collectives(compiled, mesh=mesh), axes)
             tried.append(alone)
-            if not alone:
+            if not alone:  # one replica sends nothing
                 return alone
             for collective in _crossing(listed, axes):
                 if set(_largest(alone).arrays) <= set(collective.arrays):
                     return alone
-    return tried[0]
+    return tried[0]  # none fits; the usual case makes the clearest error
 
 
 def _compiled_alone(network: _Network, mesh: Any, mapped: tuple[str, ...]) -> Any:
@@ -239,6 +248,7 @@ def _compiled_alone(network: _Network, mesh: Any, mapped: tuple[str, ...]) -> An
     params = jax.tree.map(lambda leaf: leaf if is_floating(leaf) else None, network.params)
 
     def gradients(params: PyTree, x: Array) -> tuple[Array, PyTree]:
+        # They depend on the examples: gradients that are equal everywhere would be refused.
         scale = x.mean()
         return scale, jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), params)
 

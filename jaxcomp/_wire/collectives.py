@@ -1,7 +1,9 @@
 """Lists the collectives of a compiled step: kind, bytes, mesh axes, repetitions, JAX operation.
 
-This module reads the compiled program and not the jaxpr, because XLA merges, splits, widens and
-adds collectives after tracing.
+`check` compares such lists, and users print them to see what a step sends. This module reads the
+compiled program and not the jaxpr, because XLA merges, splits, widens and adds collectives after
+tracing. The program names devices by number; the mesh translates the groups of a collective to
+axes.
 """
 
 from __future__ import annotations
@@ -136,12 +138,13 @@ def _collective(
         arrays = data[len(data) // 2 :]
     size = sum(array.bytes for array in arrays)
     groups = instruction.groups
-    if groups is None:
+    if groups is None:  # all devices in one group
         groups = np.arange(mesh.size)[None]
     if kind == "reduce-scatter":
         size *= groups.shape[1]  # the input is as large as the outputs of all devices together
     # The index of each device along every mesh axis.
     places = np.stack(np.unravel_index(groups, tuple(mesh.shape.values())))
+    # A collective is over the axes along which the devices of one group differ.
     differ = np.ptp(places, axis=2).any(axis=1)
     return Collective(
         kind,

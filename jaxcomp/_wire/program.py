@@ -103,7 +103,7 @@ class _Message:
         position = 0
         while position < len(encoded):
             key, position = _varint(encoded, position)
-            kind = key & 7
+            kind = key & 7  # wire type: 0 is an integer, 2 a length and bytes, 1 and 5 fixed
             value: Any = _FIXED_BYTES.get(kind)
             if value is None:
                 value, position = _varint(encoded, position)
@@ -128,6 +128,7 @@ class _Message:
 
     def number(self, field: int) -> int:
         """Returns the integer of a field; 0 if the message has no such field."""
+        # A field occurs at most once, and an integer of 0 is not written at all.
         return sum(self.numbers(field))
 
     def text(self, field: int) -> str:
@@ -171,6 +172,7 @@ def _instruction(message: _Message) -> Instruction:
         called = []  # these would name again the computations of the -start
     times = 1
     backend_config = message.text(43)
+    # Other backends may write another format there, so it is read only if it looks like JSON.
     if opcode == "while" and backend_config.startswith("{"):
         times = int(json.loads(backend_config).get("known_trip_count", {}).get("n", 1))
     groups = None
@@ -181,6 +183,7 @@ def _instruction(message: _Message) -> Instruction:
         arrays=_arrays(message.messages(3)),
         operands=tuple(message.numbers(36)),
         called=tuple(called),
+        # A tuple's index and a parameter's number are different fields; an instruction has one.
         position=message.number(13) or message.number(9),
         operation="".join(metadata.text(2) for metadata in message.messages(7)),
         times=times,

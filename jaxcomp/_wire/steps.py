@@ -44,7 +44,7 @@ def count_steps(program: Program, listed: Sequence[Collective], sent: Collective
         if any(map(_is_differentiated, computation.instructions.values())):
             paths = _Paths(program, sent.kind, largest)
             return (_highest(paths.through(program.entry, [])) + 1) // 2 or 1
-    turns = 1
+    turns = 1  # of the longest loop that has the reducer's collective
     for other in listed:
         if other.kind == sent.kind and largest in other.arrays:
             turns = max(turns, other.times)
@@ -96,9 +96,10 @@ class _Paths:
                 return whole
         depth = _highest(operands)
         arrays = [array[:2] for array in instruction.arrays]
+        # To the next odd number: twice in a row without a loss in between counts once.
         if instruction.kind == self.kind and self.array in arrays:
             return depth + 1 - depth % 2
-        if _is_differentiated(instruction):
+        if _is_differentiated(instruction):  # to the next even number
             return depth + depth % 2
         return depth
 
