@@ -396,14 +396,14 @@ def data_parallel(
         each replica (dropout), use ``jax.random.fold_in(key, jax.lax.axis_index(axis_name))``. Mesh
         axes other than `axis_name` are left to the compiler.
       aux: How auxiliary outputs are combined: one word for all, or a tree (or a prefix of it) of
-        words. "mean" averages floating values; values of any dtype that JAX knows to be equal on
-        all replicas stay as they are. With ``check_vma=False`` JAX knows no such values. A "mean"
-        of integers, flags or keys is then compared between the replicas, with one more all-reduce
-        of their bytes: equal ones stay as they are, and if they differ, the value is NaN. "sum"
-        adds. "join" concatenates the rows of the examples along axis 0; an integer does so along
-        that axis. "stack" adds an axis of replicas. An output without an entry is refused, and the
-        error shows the line to write; only an argument that the function returns unchanged needs no
-        entry. `DataParallel.outputs` finds the words.
+        words. "mean" averages floating and complex values; values of any dtype that JAX knows to be
+        equal on all replicas stay as they are. With ``check_vma=False`` JAX knows no such values. A
+        "mean" of integers, flags or keys is then compared between the replicas, with one more
+        all-reduce of their bytes: equal ones stay as they are, and if they differ, the value is
+        NaN. "sum" adds. "join" concatenates the rows of the examples along axis 0; an integer does
+        so along that axis. "stack" adds an axis of replicas. An output without an entry is refused,
+        and the error shows the line to write; only an argument that the function returns unchanged
+        needs no entry. `DataParallel.outputs` finds the words.
       axis_name: The axis or axes of the replicas; None takes those of the reducer.
       check_vma: Let JAX prove that the gradients are equal on all replicas. Pass False for a
         function that JAX cannot type: loops that begin with ``zeros(shape)``, as in most recurrent
