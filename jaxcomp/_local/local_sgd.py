@@ -350,7 +350,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _difference(update: Array, param: Array, new: Array) -> Array:
-    return new.astype(update.dtype) - param.astype(update.dtype)
+    return new.astype(update.dtype) - jnp.asarray(param, update.dtype)
 
 
 def _widened(update: Array, param: Array) -> Array:

@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose
 import jaxcomp
 from tests.helpers.leaves import SMALL, equal, random_grads, zeros
 from tests.helpers.reducers import BARE, REDUCERS, allreduce, batched, feedback, powersgd, reducer
-from tests.helpers.runners import AXIS, sharded, simulate, updated
+from tests.helpers.runners import AXIS, sharded, simulate, types_of, updated
 
 GRADS = random_grads(SMALL, 2, 4)
 # A value within rounding of the middle of two levels goes to the other side, now and then.
@@ -140,6 +140,14 @@ def test_float0_none_scalar_and_empty_leaves_pass(name):
         assert_allclose(updates["scalar"], 64.0, rtol=2 / 127)
     assert updates["none"] is None
     assert updates["empty"].shape == (3, 0, 4)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_numbers_and_numpy_arrays_among_the_parameters_are_taken_as_arrays(name):
+    tx = reducer(name)
+    params = {"w": np.ones((8, 8)), "x": 0.5, "y": np.float64(0.5), "z": np.float16(0.5)}
+    state = tx.init(params)
+    assert types_of(state) == types_of(tx.init(jax.tree.map(jnp.asarray, params)))
 
 
 @pytest.mark.parametrize("name", ["powersgd", *BARE])

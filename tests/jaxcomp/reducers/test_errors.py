@@ -57,6 +57,9 @@ OVERFLOWS = ": a sum of 8-bit integers overflows. Use jaxcomp.quantized_allreduc
         (lambda: batched(comm_dtype="int8"), OVERFLOWS),
         (lambda: quantized(block_size=0), "`block_size` must be a positive integer"),
         (lambda: powersgd(2).init({"name": "resnet"}), "['name'] is a str and no array"),
+        (lambda: feedback(allreduce()).init({"name": "resnet"}), "['name'] is a str and no array"),
+        (lambda: batched().init(["resnet"]), "[0] is a str and no array"),
+        (lambda: allreduce().init({"layers": [jnp.sin]}), "['layers'][0] is a PjitFunction and no"),
     ],
 )
 def test_the_others_refuse(build, words):
