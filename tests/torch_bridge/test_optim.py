@@ -341,7 +341,7 @@ def test_a_schedule_goes_on_where_the_user_says_if_nothing_has_counted():
 def test_moments_of_no_parameter_are_refused():
     job = Job(Adam, network())
     document = job.optimizer.state_dict()
-    document["state"] = {str(key): value for key, value in document["state"].items()}
+    document["state"] = {f"p{key}": value for key, value in document["state"].items()}
     with pytest.raises(CheckpointMismatch, match="belong to nobody") as caught:
         optimizer_from_torch(document, job.model, job.params)
-    assert caught.value.unexpected == ("'0'", "'1'", "'2'")
+    assert caught.value.unexpected == ("'p0'", "'p1'", "'p2'")

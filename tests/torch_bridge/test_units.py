@@ -103,7 +103,10 @@ def test_scalers_that_disagree_need_an_answer(plain, tmp_path):
     checkpoint = written(tmp_path / "c.pt", plain)
     with pytest.raises(CheckpointMismatch, match="loss_scale=") as error:
         converted(checkpoint)
-    assert error.value.ambiguous == ("scaler_g: 2", "scaler_d: 1024")
+    assert error.value.ambiguous == (
+        "checkpoint.extra['scaler_g']: 2",
+        "checkpoint.extra['scaler_d']: 1024",
+    )
     said = dataclasses.replace(checkpoint, loss_scale=2.0)
     run, _ = converted(said)
     same, _ = converted(dataclasses.replace(checkpoint, loss_scale=1))
