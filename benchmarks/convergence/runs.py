@@ -56,11 +56,11 @@ class Compared:
 
 
 @functools.cache
-def early_momentum(config: Config, exact: Compared) -> Any:
-    """Returns the first moment after a quarter of an exact run, with a seed of its own."""
+def early_momentum(config: Config, exact: Compared, steps: int) -> Any:
+    """Returns the first moment after the first steps of an exact run, with a seed of its own."""
     seed = 7
     trainer = Trainer(config, exact.build(config))
-    _, state = trainer.advance(trainer.start(seed), seed, 0, max(1, config.steps // 4))
+    _, state = trainer.advance(trainer.start(seed), seed, 0, max(1, steps))
     moments = [moment for _, moment in optax.tree.get_all_with_path(state, "mu")]
     # Of several optimizers each leaf has one, and is masked for the others.
     mapped = jax.tree.map(lambda *x: min(x, key=_is_masked), *moments, is_leaf=_is_masked)

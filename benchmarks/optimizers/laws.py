@@ -167,10 +167,11 @@ def int8_gaps(runs: Finished) -> list[float]:
     by_strategy = results(read_runs(RESULTS / "convergence.jsonl"), strategies.by_name)
     int8 = by_strategy[strategies.STRATEGIES["int8"]]
     percents = int8.gaps(by_strategy[strategies.EXACT])
-    by_setting = made(FIRST_STEPS, runs)
-    for setting, result in by_setting.items():
-        if setting.wire == "int8":
-            percents += result.gaps(next(iter(by_setting.values())))
+    for study in FIRST_STEPS:
+        by_setting = made(study, runs)
+        for setting, result in by_setting.items():
+            if setting.wire == "int8":
+                percents += result.gaps(next(iter(by_setting.values())))
     return percents
 
 

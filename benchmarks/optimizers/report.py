@@ -73,18 +73,20 @@ def paged(page: str, runs: Sequence[Run]) -> str:
         raise ValueError("no search has come to its end; run python -m benchmarks.optimizers.")
     table = markdown(["sent", "seeds", "above exact (95%)", "fewer bytes"], rows)
     page = in_page(page, COMMAND, f"{table}\n\n{made_on(sources)}\n")
-    return in_page(page, f"{COMMAND}, first steps", f"{first_steps(runs)}\n")
+    for study in FIRST_STEPS:
+        page = in_page(page, f"{COMMAND}, {study.name}", f"{first_steps(study, runs)}\n")
+    return page
 
 
-def first_steps(runs: Sequence[Run]) -> str:
+def first_steps(study: Study, runs: Sequence[Run]) -> str:
     """Returns the table of runs with exact first steps, for several wire dtypes of these steps."""
-    config = FIRST_STEPS.config
+    config = study.config
     first = []
     header = ["sent", "seeds", "above exact (95%)"]
     for name, reducer in _FIRST.items():
         header.append(f"fewer bytes, first in {name}")
         first.append(reducer.bytes(config.params(), replicas=config.replicas).bytes_after)
-    exact, *several = made(FIRST_STEPS, runs).items()
+    exact, *several = made(study, runs).items()
     rows = []
     for setting, result in several:
         row = [setting.sent, str(len(result.losses))]
@@ -93,4 +95,4 @@ def first_steps(runs: Sequence[Run]) -> str:
             whole = result.sent + setting.exact_steps * (sent - first[0])
             row.append(f"{exact[1].sent / whole:.1f}x")
         rows.append(row)
-    return f"{markdown(header, rows)}\n\n{made_on(_of(FIRST_STEPS, runs))}"
+    return f"{markdown(header, rows)}\n\n{made_on(_of(study, runs))}"

@@ -56,7 +56,9 @@ class Setting(Compared):
         rank: Any = self.rank
         if self.ratio:
             exact = Setting(self.optimizer, self.rate, self.momentum)
-            momentum = early_momentum(config, exact)
+            # Ranks after exact steps come from those steps, others from a quarter of an exact run.
+            steps = self.exact_steps or config.steps // 4
+            momentum = early_momentum(config, exact, steps)
             rank = jaxcomp.ranks_by_spectrum(momentum, ratio=self.ratio, **options)
         return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=self.exact_steps, **options)
 
@@ -170,11 +172,11 @@ STUDIES = (
     Study("lion", "", Config(), _with(None, 4e-4, 8e-4, 1.6e-3), _int6(21, 11), 1),
     Study("adafactor", "", Config(), _with(None, 1e-2, 3e-2, 1e-1), _int6(21, 11), 1),
 )
-# The first steps at equal bytes of the whole run: the ranks that are left after 1, 3 and 10% of the
-# steps in float32, in bfloat16 and through an int8 all-reduce, beside rank 11 and rank 5 from the
-# first step on. In bfloat16 and int8 exact steps lose nothing that could be seen, so that one run
-# stands for all three.
-_FIRST = (
+# The first steps at equal bytes of the whole run: a rank from the first step on, and the ranks that
+# are left after 1, 3 and 10% of the steps in float32, in bfloat16 or through an int8 all-reduce. In
+# bfloat16 and int8 exact steps lose nothing that could be seen, so that one run stands for all
+# three. Width 64 has the bytes of ranks 11 and 5; width 128 has those of ranks 21 and 11.
+_FIRST_64 = (
     {"wire": "int8"},
     *_int6(11),
     *_int6(8, 9, 10, exact_steps=5),
@@ -184,8 +186,22 @@ _FIRST = (
     *_int6(2, 3, 4, exact_steps=5),
     *_int6(3, exact_steps=14),
 )
-_FIRST_CONFIG = replace(_64, eval_every=240)
-FIRST_STEPS = Study("adamw", "width 64, first steps", _FIRST_CONFIG, _with(0.8, 4e-3), _FIRST, 8)
+_FIRST_128 = (
+    {"wire": "int8"},
+    *_int6(21),
+    *_int6(19, exact_steps=5),
+    *_int6(19, exact_steps=14),
+    {"ratio": 24.0, "wire": "int6", "exact_steps": 14},
+    *_int6(11, exact_steps=48),
+    *_int6(11),
+    *_int6(9, exact_steps=5),
+    *_int6(8, exact_steps=14),
+)
+_TWICE = {"eval_every": 240}
+FIRST_STEPS = (
+    Study("adamw", "width 64", replace(_64, **_TWICE), _with(0.8, 4e-3), _FIRST_64, 8),
+    Study("adamw", "width 128", replace(_ONCE, **_TWICE), _with(0.8, 2e-3), _FIRST_128, 8),
+)
 
 
 def _predicted(
