@@ -89,7 +89,7 @@ class Runs:
         self._last: tuple[Any, Trainer] | None = None  # compiled
         self._losses = {}
         for run in read_runs(path):
-            if run["config"] == asdict(config):
+            if Config(**run["config"]) == config:
                 self._losses[made_of(**run["setting"]), run["seed"]] = run["curve"][-1][1]
 
     def loss(self, setting: Any, seed: int) -> float:

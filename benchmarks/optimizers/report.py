@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from statistics import mean
 
 import jaxcomp
@@ -11,8 +10,8 @@ from benchmarks.common.paths import ROOT
 from benchmarks.common.runs import Run, made_on
 from benchmarks.common.tables import in_page, markdown, with_interval
 from benchmarks.convergence.runs import Result, results
-from benchmarks.convergence.training import AXIS
-from benchmarks.optimizers.settings import FIRST_STEPS, STUDIES, Setting, Study
+from benchmarks.convergence.training import AXIS, Config
+from benchmarks.optimizers.settings import FIRST_STEPS, OTHERS, STUDIES, Setting, Study
 
 PAGE = ROOT / "docs" / "convergence.md"
 COMMAND = "python -m benchmarks.optimizers --report"
@@ -42,10 +41,12 @@ def made(study: Study, runs: Sequence[Run]) -> dict[Setting, Result]:
 
 def _of(study: Study, runs: Sequence[Run]) -> list[Run]:
     """Returns the finished runs of a study."""
-    config = asdict(study.config)
     several = []
     for run in runs:
-        if run["config"] == config and run["setting"]["optimizer"] == study.optimizer:
+        same = Config(**run["config"]) == study.config
+        setting = run["setting"]
+        searched = (setting["rate"], setting["momentum"]) in study.rates
+        if same and searched and setting["optimizer"] == study.optimizer:
             several.append(run)
     return several
 
@@ -58,7 +59,7 @@ def paged(page: str, runs: Sequence[Run]) -> str:
     """
     rows = []
     sources: list[Run] = []
-    for study in STUDIES:
+    for study in (*STUDIES, *OTHERS):
         sources += _of(study, runs)
         by_setting = made(study, runs)
         for setting, result in by_setting.items():

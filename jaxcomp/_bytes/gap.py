@@ -188,7 +188,7 @@ def read_momentum(opt_state: PyTree, matrix_dims: MatrixDimsFn | None = None) ->
     for fields in map(_moments, nodes):
         if _MUON in fields:
             law = "muon"
-            parts.append(jax.tree.map(_direction, fields["mu"]))
+            parts.append(jax.tree.map(direction, fields["mu"]))
         elif fields:
             parts.append(jax.tree.map(_step, fields["mu"], fields["nu"]))
     if not parts:
@@ -281,7 +281,7 @@ def _step(mu: Any, nu: Any) -> np.ndarray:
     return mu / (np.sqrt(np.asarray(nu, np.float64)) + _EPS)
 
 
-def _direction(mu: Any) -> np.ndarray:
+def direction(mu: Any) -> np.ndarray:
     """Divides Muon's momentum by its root mean square, so that leaves can be compared."""
     mu = np.asarray(mu, np.float64)
     size = np.sqrt(np.mean(mu**2))

@@ -1,7 +1,5 @@
 """`benchmarks.convergence`: a tiny study, and the table that is made of the committed one."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -46,6 +44,9 @@ def test_every_strategy_can_be_made_and_says_what_it_sends(name):
 
 
 def test_the_table_in_the_document_is_that_of_the_committed_runs():
-    config = dataclasses.asdict(Config())
-    runs = [run for run in read_runs(RESULTS / "convergence.jsonl") if run["config"] == config]
+    runs = [
+        run
+        for run in read_runs(RESULTS / "convergence.jsonl")
+        if Config(**run["config"]) == Config()
+    ]
     assert table(results(runs, by_name)) in PAGE.read_text()
