@@ -48,14 +48,14 @@ class Convolutions(nn.Module):
             h = nn.RMSNorm(name=f"norm_{layer}")(x)
             shape = (_TAPS, config.width, 2 * config.width)
             kernel = self.param(f"conv_{layer}", nn.initializers.lecun_normal(), shape)
-            h = _causal_convolution(h, kernel, dilation=_TAPS**layer)
+            h = causal_convolution(h, kernel, dilation=_TAPS**layer)
             back = nn.Dense(config.width, use_bias=False, kernel_init=small, name=f"out_{layer}")
             x = x + back(nn.relu(h))
         x = nn.RMSNorm(name="final_norm")(x)
         return nn.Dense(config.vocabulary, use_bias=False, name="output")(x)
 
 
-def _causal_convolution(x: jax.Array, kernel: jax.Array, dilation: int) -> jax.Array:
+def causal_convolution(x: jax.Array, kernel: jax.Array, dilation: int) -> jax.Array:
     """Convolves (batch, length, width) with a kernel (taps, width, features) along the length.
 
     One product, because XLA's own convolutions are slow on a CPU under `jax.vmap`.

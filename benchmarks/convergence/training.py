@@ -127,24 +127,34 @@ class Trainer:
         self._chunk = jax.jit(partial(self._steps, tx.update), donate_argnums=0)
         self._evaluate = jax.jit(config.loss)
 
-    def run(self, seed: int) -> list[tuple[int, float]]:
-        """Trains from the beginning; the seed determines the parameters and the data.
+    def run(self, seed: int, carry: Tree = None, first: int = 0) -> list[tuple[int, float]]:
+        """Trains to the end; the seed determines the parameters and the data.
+
+        Args:
+          seed: The seed.
+          carry: Parameters and state before step `first`; None for those of `start`.
+          first: The number of steps that were made.
 
         Returns:
           (steps, held-out loss in nats per byte) for every evaluation.
         """
-        carry = self.start(seed)
+        if carry is None:
+            carry = self.start(seed)
         curve = []
-        for first in range(0, self.config.steps, self.config.eval_every):
-            last = first + self.config.eval_every
+        every = self.config.eval_every
+        for last in range(every, self.config.steps + 1, every):
             carry = self.advance(carry, seed, first, last)
             curve.append((last, self.held_out_loss(carry[0])))
+            first = last
         return curve
 
     def start(self, seed: int) -> Tree:
         """Returns parameters and state before the first step."""
         params = lm.init_params(self.config.model, seed)
-        carry = (params, self.tx.init(params))
+        return self.place((params, self.tx.init(params)))
+
+    def place(self, carry: Tree) -> Tree:
+        """Gives every replica a copy of what differs between replicas."""
 
         def placed(axis: int | None, tree: Tree) -> Tree:
             if axis is not None:

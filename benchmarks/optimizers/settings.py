@@ -30,6 +30,7 @@ class Setting(Compared):
       ratio: The ratio of bytes for ranks by spectrum; 0 for the same rank everywhere.
       min_compression_rate: That of PowerSGD. In six bits leaves shrink also below the default, 2.
       exact_steps: The number of exact steps, in float32, before the first compressed step.
+      first_rank: A rank for these first steps, which then are not exact.
     """
 
     optimizer: str
@@ -40,6 +41,7 @@ class Setting(Compared):
     ratio: float = 0.0
     min_compression_rate: float = 2.0
     exact_steps: int = 0
+    first_rank: int = 0
 
     def behind(self, config: Config) -> optax.GradientTransformation:
         """Makes the optimizer."""
@@ -60,7 +62,18 @@ class Setting(Compared):
             steps = self.exact_steps or config.steps // 4
             momentum = early_momentum(config, exact, steps)
             rank = jaxcomp.ranks_by_spectrum(momentum, ratio=self.ratio, **options)
-        return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=self.exact_steps, **options)
+        start_step = 0 if self.first_rank else self.exact_steps
+        return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=start_step, **options)
+
+    @property
+    def before(self) -> Setting:
+        """Returns the setting of the first steps, if they have another rank."""
+        return replace(self, rank=self.first_rank, first_rank=0, exact_steps=0)
+
+    @property
+    def steps_before(self) -> int:
+        """Returns the number of the first steps, if they have another rank."""
+        return self.exact_steps if self.first_rank else 0
 
     @property
     def stored(self) -> Fields:
@@ -83,7 +96,9 @@ class Setting(Compared):
                 sent += f", {self.wire}"
         elif self.wire != "float32":
             sent = "int8 all-reduce"
-        if self.exact_steps:
+        if self.first_rank:
+            sent += f" after {self.exact_steps} steps of rank {self.first_rank}"
+        elif self.exact_steps:
             sent += f" after {self.exact_steps} exact steps"
         return sent
 
@@ -180,7 +195,8 @@ OTHERS = (
 # The first steps at equal bytes of the whole run: a rank from the first step on, and the ranks that
 # are left after 1, 3 and 10% of the steps in float32, in bfloat16 or through an int8 all-reduce. In
 # bfloat16 and int8 exact steps lose nothing that could be seen, so that one run stands for all
-# three. Width 64 has the bytes of ranks 11 and 5; width 128 has those of ranks 21 and 11.
+# three. The last setting begins with a higher rank. Width 64 has the bytes of ranks 11 and 5; width
+# 128 has those of ranks 21 and 11.
 _FIRST_64 = (
     {"wire": "int8"},
     *_int6(11),
@@ -190,6 +206,7 @@ _FIRST_64 = (
     *_int6(5),
     *_int6(2, 3, 4, exact_steps=5),
     *_int6(3, exact_steps=14),
+    *_int6(8, exact_steps=48, first_rank=21),
 )
 _FIRST_128 = (
     {"wire": "int8"},
@@ -201,6 +218,7 @@ _FIRST_128 = (
     *_int6(11),
     *_int6(9, exact_steps=5),
     *_int6(8, exact_steps=14),
+    *_int6(10, exact_steps=48, first_rank=21),
 )
 _TWICE = {"eval_every": 240}
 FIRST_STEPS = (
@@ -223,7 +241,6 @@ def _predicted(
 
 # Of another kind, depth, context, text, width, length and batch than those that the law of the
 # momentum's tail was fitted to: their gaps were predicted before they were run.
-_SEARCHED = (4e-3, 2e-3, 8e-3)
 PREDICTED = (
     _predicted("6 blocks", 8, layers=6),
     _predicted("1 block, context 16", 8, layers=1, context=16, batch_size=16),
@@ -233,8 +250,8 @@ PREDICTED = (
     _predicted("960 steps", 8, steps=960, eval_every=960),
     _predicted("4,096 tokens, width 64", 12, batch_size=16),
     _predicted("Adam's usual momentum", 8, rates=(2e-3,), momentum=None),
-    _predicted("convolutions", 8, 4, rates=_SEARCHED, kind="convolutions", layers=3),
-    _predicted("encoder", 8, 4, rates=_SEARCHED, kind="encoder"),
+    _predicted("convolutions", 8, 4, rates=(4e-3, 8e-3, 1.6e-2), kind="convolutions", layers=3),
+    _predicted("encoder", 8, 4, rates=(1e-3, 2e-3, 4e-3), kind="encoder"),
 )
 UNSEEN = (
     Study("adamw", "C headers in place of Python", _HEADERS, _RATES, _int6(21), 8),

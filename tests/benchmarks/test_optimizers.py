@@ -5,12 +5,14 @@ import re
 from statistics import mean
 
 import jax
+import numpy as np
 import pytest
 
 import benchmarks.optimizers.__main__ as command
 import jaxcomp
 from benchmarks.common.runs import read_runs
 from benchmarks.common.tables import half_width
+from benchmarks.convergence.models import KINDS, causal_convolution
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config, Trainer
 from benchmarks.optimizers import report, tail
@@ -111,6 +113,36 @@ def test_one_program_serves_every_rate(tmp_path):
     losses = [runs.loss(Setting("adamw", rate), 0) for rate in rates]
     alone = Trainer(TINY, Setting("adamw", 1e-2).build(TINY)).run(0)[-1][1]
     assert losses[1] == alone != losses[0]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_run_with_the_same_rank_first_is_the_run_without(tmp_path):
+    runs = Runs(tmp_path / "runs.jsonl", TINY, Setting, "benchmarks.optimizers")
+    whole = Setting("adamw", 1e-2, rank=2)
+    joined = dataclasses.replace(whole, exact_steps=1, first_rank=2)
+    assert runs.loss(joined, 0) == pytest.approx(runs.loss(whole, 0), abs=1e-4)
+    assert joined.bytes_sent(TINY) == whole.bytes_sent(TINY)
+    higher = dataclasses.replace(joined, first_rank=4)
+    assert higher.sent == "rank 2 after 1 steps of rank 4"
+    assert higher.bytes_sent(TINY) > whole.bytes_sent(TINY)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_learns(kind):
+    config = dataclasses.replace(TINY, kind=kind, steps=40, eval_every=20)
+    with jax.numpy_dtype_promotion("standard"):
+        curve = Trainer(config, Setting("adamw", 1e-2).build(config)).run(0)
+    assert curve[1][1] < curve[0][1] < 5.8
+
+
+def test_a_convolution_sees_only_the_past():
+    x = jax.random.normal(jax.random.key(0), (2, 16, 8))
+    kernel = jax.random.normal(jax.random.key(1), (4, 8, 6))
+    y = causal_convolution(x, kernel, dilation=2)
+    options = {"padding": [(6, 0)], "rhs_dilation": (2,)}
+    names = ("NWC", "WIO", "NWC")
+    expected = jax.lax.conv_general_dilated(x, kernel, (1,), dimension_numbers=names, **options)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
 @pytest.mark.usefixtures("standard_promotion")
