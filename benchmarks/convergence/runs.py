@@ -157,8 +157,8 @@ class Result:
     sent: int
 
     def gaps(self, exact: Result) -> list[float]:
-        """Returns the gap to the exact run of the same seed, in per cent, for each seed."""
-        shared = [seed for seed in self.losses if seed in exact.losses]
+        """Returns the gap to the exact run of the same seed, in per cent, by increasing seed."""
+        shared = sorted(self.losses.keys() & exact.losses.keys())
         return [100 * (self.losses[seed] / exact.losses[seed] - 1) for seed in shared]
 
 

@@ -21,7 +21,7 @@ from benchmarks.convergence import strategies
 from benchmarks.convergence.runs import results
 from benchmarks.optimizers import tail
 from benchmarks.optimizers.report import made
-from benchmarks.optimizers.settings import FIRST_STEPS, PREDICTED, STUDIES, UNSEEN, Study
+from benchmarks.optimizers.settings import FIRST_STEPS, OTHERS, PREDICTED, STUDIES, UNSEEN, Study
 from benchmarks.time_to_loss import report as over_links
 from benchmarks.time_to_loss.task import Config as OverLinks
 from jaxcomp._bytes.gap import LAWS, TAIL_LAWS, Law, TailLaw
@@ -236,6 +236,41 @@ def foretold(studies: Sequence[Study], runs: Finished, rows: Finished) -> str:
     return markdown(header, lines)
 
 
+def without_law(runs: Finished, rows: Finished) -> str:
+    """Returns a table of optimizers without a law, beside AdamW's law and a fit to each one's gaps.
+
+    Args:
+      runs: Those that were made.
+      rows: Of `tail.measure`.
+    """
+    lines = []
+    several = list(points(OTHERS, runs, rows))
+    for point in several:
+        if point.tail:
+            fitted = _tail_law(point.optimizer, several, error=0.0)
+            lines.append(
+                [
+                    point.optimizer,
+                    str(point.rank),
+                    f"{point.tail:.3f}",
+                    str(len(point.percents)),
+                    with_interval(point.percents, "+.1f", "%"),
+                    f"+{100 * TAIL_LAWS['adamw'].gap(point.tail):.1f}%",
+                    f"+{100 * fitted.gap(point.tail):.1f}%",
+                ]
+            )
+    header = [
+        "",
+        "rank",
+        "tail",
+        "seeds",
+        "above exact (95%)",
+        "AdamW's formula",
+        "a fit to the row's",
+    ]
+    return markdown(header, lines)
+
+
 def paged(page: str, runs: Finished) -> str:
     """Returns docs/convergence.md with the tables of the laws.
 
@@ -245,6 +280,7 @@ def paged(page: str, runs: Finished) -> str:
     rows = read_runs(tail.OUT)
     page = in_page(page, LAW, f"{compared(runs)}\n")
     fit = foretold((*STUDIES, *UNSEEN), runs, rows)
+    page = in_page(page, f"{TAIL}, others", f"{without_law(runs, rows)}\n")
     page = in_page(page, TAIL, f"{fit}\n\n{made_on(rows)}\n")
     return in_page(page, f"{TAIL}, predicted", f"{foretold(PREDICTED, runs, rows)}\n")
 
