@@ -266,7 +266,7 @@ def without_law(runs: Finished, rows: Finished) -> str:
         "seeds",
         "above exact (95%)",
         "AdamW's formula",
-        "a fit to the row's",
+        "its own fit",
     ]
     return markdown(header, lines)
 
