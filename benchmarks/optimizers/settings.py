@@ -240,8 +240,8 @@ def _predicted(
 
 
 # Of another kind, depth, context, text, width, length and batch than those that the law of the
-# momentum's tail was fitted to: their gaps were predicted before they were run. The rates of the last
-# two are the best of four on seed 0; twice that of the convolutions ended 0.2% lower.
+# momentum's tail was fitted to: their gaps were predicted before they were run. The rates of the
+# last two are the best of four on seed 0; twice that of the convolutions ended 0.2% lower.
 PREDICTED = (
     _predicted("6 blocks", 8, layers=6),
     _predicted("1 block, context 16", 8, layers=1, context=16, batch_size=16),
