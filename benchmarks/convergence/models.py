@@ -29,7 +29,9 @@ def make(kind: str, config: lm.ModelConfig) -> tuple[nn.Module, Callable[[Any, j
     if kind == "encoder":
         encoder = lm.Transformer(replace(config, vocabulary=lm.VOCABULARY + 1, causal=False))
         return encoder, partial(_masked_loss, encoder)
-    model: Any = Convolutions(config) if kind == "convolutions" else lm.Transformer(config)
+    model: Any = lm.Transformer(config)
+    if kind == "convolutions":
+        model = Convolutions(config)
     return model, partial(lm.loss_fn, model)
 
 

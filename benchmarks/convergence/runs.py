@@ -50,8 +50,9 @@ class Compared:
 
     def build(self, config: Config) -> optax.GradientTransformation:
         """Makes the transformation, from local gradients to updates."""
-        reducer = self.reducer(config)
-        return reducer if self.local else optax.chain(reducer, self.behind(config))
+        if self.local:
+            return self.reducer(config)
+        return optax.chain(self.reducer(config), self.behind(config))
 
     def bytes_sent(self, config: Config) -> int:
         """Returns the bytes that each replica sends in a whole run."""

@@ -35,6 +35,7 @@ _OVER_LINKS = {
     "jax/powersgd-32-int6-every-4": "rounds of 4 steps",
     "torch/powersgd-32": "torch's hook",
 }
+_WITHOUT_LAW = tuple(study.optimizer for study in OTHERS)
 Finished = Sequence[Run]  # of `benchmarks.optimizers`, if nothing else is said
 
 
@@ -139,27 +140,50 @@ def tail_laws(runs: Finished, rows: Finished) -> dict[str, TailLaw]:
       rows: Of `tail.measure`.
     """
     several = list(points((*STUDIES, *UNSEEN), runs, rows))
-    law = _tail_law("adamw", several, error=0.0)
-
-    def expected(point: Point) -> float:
-        return 100 * law.gap(point.tail or 0.0)
-
-    error = _logarithmic_error(points(PREDICTED, runs, rows), expected)
-    return {name: _tail_law(name, several, error) for name in TAIL_LAWS}
+    law = _tail_law(_fitted("adamw", several), error=0.0)
+    error = tail_error(law, points(PREDICTED, runs, rows))
+    return {name: _tail_law(_fitted(name, several), error) for name in TAIL_LAWS}
 
 
-def _tail_law(optimizer: str, several: Sequence[Point], error: float) -> TailLaw:
-    """Fits a line to the logarithms of the mean gaps, by least squares."""
-    tails = []
-    gaps = []
+def tail_error(law: TailLaw, several: Iterable[Point]) -> float:
+    """Returns the root mean square error of the law's logarithm, over settings with a tail."""
+    return _logarithmic_error(several, lambda point: 100 * law.gap(point.tail or 0.0))
+
+
+def _fitted(optimizer: str, several: Iterable[Point]) -> list[Point]:
+    """Returns the settings of an optimizer that a law of the tail is fitted to."""
+    fitted = []
     for point in several:
         fits = point.optimizer == optimizer and point.steps >= _LEAST_STEPS and point.gap > 0
         if fits and point.tail:
-            tails.append(point.tail)
-            gaps.append(point.gap)
+            fitted.append(point)
+    return fitted
+
+
+def _tail_law(fitted: Sequence[Point], error: float) -> TailLaw:
+    """Fits a line to the logarithms of the mean gaps, by least squares."""
+    tails = [point.tail or 0.0 for point in fitted]
+    gaps = [point.gap for point in fitted]
     power, constant = np.polyfit(np.log(tails), np.log(gaps), 1)
     extent = (min(tails), max(tails))
     return TailLaw(len(tails), extent, float(np.exp(constant)), float(power), error)
+
+
+def in_sample(runs: Finished, rows: Finished) -> dict[str, tuple[TailLaw, float]]:
+    """Fits a law of the tail to each optimizer with tails; returns it with its error in the fit.
+
+    Args:
+      runs: Those that were made.
+      rows: Of `tail.measure`.
+    """
+    several = list(points((*STUDIES, *UNSEEN, *OTHERS), runs, rows))
+    laws_and_errors = {}
+    for name in (*TAIL_LAWS, *_WITHOUT_LAW):
+        fitted = _fitted(name, several)
+        if fitted:
+            law = _tail_law(fitted, error=0.0)
+            laws_and_errors[name] = (law, tail_error(law, fitted))
+    return laws_and_errors
 
 
 def int8_gaps(runs: Finished) -> list[float]:
@@ -244,10 +268,10 @@ def without_law(runs: Finished, rows: Finished) -> str:
       rows: Of `tail.measure`.
     """
     lines = []
-    several = list(points(OTHERS, runs, rows))
-    for point in several:
+    fits = in_sample(runs, rows)
+    for point in points(OTHERS, runs, rows):
         if point.tail:
-            fitted = _tail_law(point.optimizer, several, error=0.0)
+            fitted, _ = fits[point.optimizer]
             lines.append(
                 [
                     point.optimizer,
@@ -287,7 +311,11 @@ def paged(page: str, runs: Finished) -> str:
 
 def report(runs: Finished) -> str:
     """Returns the fitted coefficients of both laws, and the gap of the int8 all-reduce."""
-    fitted = (*laws(runs).items(), *tail_laws(runs, read_runs(tail.OUT)).items())
+    rows = read_runs(tail.OUT)
+    fitted = (*laws(runs).items(), *tail_laws(runs, rows).items())
     lines = [f"{name}: {law}" for name, law in fitted]
+    for name, (law, error) in in_sample(runs, rows).items():
+        form = f"{law.c:.1f} * tail ** {law.power:.2f}"
+        lines.append(f"{name}, by the tail: {form}, {error:.0%} of error in the fit")
     lines.append(f"int8 all-reduce: {with_interval(int8_gaps(runs), '+.2f', '%')}")
     return "\n".join([*lines, "", compared(runs)])

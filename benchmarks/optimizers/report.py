@@ -93,7 +93,8 @@ def first_steps(study: Study, runs: Sequence[Run]) -> str:
         row = [setting.sent, str(len(result.losses))]
         row.append(with_interval(result.gaps(exact[1]), "+.1f", "%"))
         for sent in first:
-            whole = result.sent + setting.exact_steps * (sent - first[0])
+            in_exact_steps = setting.exact_steps - setting.steps_before
+            whole = result.sent + in_exact_steps * (sent - first[0])
             row.append(f"{exact[1].sent / whole:.1f}x")
         rows.append(row)
     return f"{markdown(header, rows)}\n\n{made_on(_of(study, runs))}"

@@ -62,7 +62,7 @@ class Setting(Compared):
             steps = self.exact_steps or config.steps // 4
             momentum = early_momentum(config, exact, steps)
             rank = jaxcomp.ranks_by_spectrum(momentum, ratio=self.ratio, **options)
-        start_step = 0 if self.first_rank else self.exact_steps
+        start_step = self.exact_steps - self.steps_before
         return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=start_step, **options)
 
     @property
@@ -73,7 +73,7 @@ class Setting(Compared):
     @property
     def steps_before(self) -> int:
         """Returns the number of the first steps, if they have another rank."""
-        return self.exact_steps if self.first_rank else 0
+        return self.exact_steps * bool(self.first_rank)
 
     @property
     def stored(self) -> Fields:
@@ -83,19 +83,23 @@ class Setting(Compared):
     @property
     def program(self) -> Setting:
         """Returns the setting without its rate, which is in the optimizer's state."""
-        # Ranks by spectrum come from a run at that rate.
-        return self if self.ratio else replace(self, rate=0.0)
+        if self.ratio:
+            return self  # its ranks come from a run at that rate
+        return replace(self, rate=0.0)
 
     @property
     def sent(self) -> str:
         """Describes what is sent, in a few words."""
-        sent = "exact"
-        if self.rank or self.ratio:
-            sent = f"rank {self.rank}" if self.rank else f"ranks by spectrum {self.ratio:g}x"
-            if self.wire != "float32":
-                sent += f", {self.wire}"
-        elif self.wire != "float32":
-            sent = "int8 all-reduce"
+        if self.rank:
+            sent = f"rank {self.rank}"
+        elif self.ratio:
+            sent = f"ranks by spectrum {self.ratio:g}x"
+        elif self.wire == "float32":
+            return "exact"
+        else:
+            return "int8 all-reduce"
+        if self.wire != "float32":
+            sent += f", {self.wire}"
         if self.first_rank:
             sent += f" after {self.exact_steps} steps of rank {self.first_rank}"
         elif self.exact_steps:
@@ -105,8 +109,10 @@ class Setting(Compared):
     @property
     def label(self) -> str:
         """Describes the setting, in a few words."""
-        momentum = "" if self.momentum is None else f", momentum {self.momentum:g}"
-        return f"{self.optimizer}, rate {self.rate:g}{momentum}: {self.sent}"
+        label = f"{self.optimizer}, rate {self.rate:g}"
+        if self.momentum is not None:
+            label += f", momentum {self.momentum:g}"
+        return f"{label}: {self.sent}"
 
 
 @dataclass(frozen=True)
