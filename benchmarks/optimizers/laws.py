@@ -49,6 +49,7 @@ class Point(NamedTuple):
     tokens: int  # in a step of all replicas
     rank: int
     percents: list[float]  # above the exact runs of the same seeds
+    kind: str = "transformer"
     tail: float | None = None  # None where it was not read
 
     @property
@@ -86,8 +87,14 @@ def points(studies: Iterable[Study], runs: Finished, rows: Finished = ()) -> Ite
                     config.tokens,
                     setting.rank,
                     percents,
+                    config.kind,
                     known,
                 )
+
+
+def predicted(runs: Finished, rows: Finished = ()) -> list[Point]:
+    """Returns the first rank of each setting in `PREDICTED`, so that every model counts once."""
+    return [next(points([study], runs, rows)) for study in PREDICTED]
 
 
 def _logarithmic_error(several: Iterable[Point], expected: Callable[[Point], float]) -> float:
@@ -97,7 +104,10 @@ def _logarithmic_error(several: Iterable[Point], expected: Callable[[Point], flo
 
 
 def laws(runs: Finished) -> dict[str, Law]:
-    """Fits the law in width and tokens for each optimizer; takes its error from `PREDICTED`."""
+    """Fits the law in width and tokens for each optimizer.
+
+    Its error is that of the transformers in `PREDICTED`: it is a law of transformers.
+    """
     several = list(points(STUDIES, runs))
     # Depth and context were changed behind AdamW alone.
     law = _law("adamw", several, error=0.0)
@@ -105,7 +115,8 @@ def laws(runs: Finished) -> dict[str, Law]:
     def expected(point: Point) -> float:
         return 100 * law.gap(point.rank, point.width, point.tokens)
 
-    error = _logarithmic_error(points(PREDICTED, runs), expected)
+    transformers = [point for point in predicted(runs) if point.kind == "transformer"]
+    error = _logarithmic_error(transformers, expected)
     return {name: _law(name, several, error) for name in LAWS}
 
 
@@ -141,7 +152,7 @@ def tail_laws(runs: Finished, rows: Finished) -> dict[str, TailLaw]:
     """
     several = list(points((*STUDIES, *UNSEEN), runs, rows))
     law = _tail_law(_fitted("adamw", several), error=0.0)
-    error = tail_error(law, points(PREDICTED, runs, rows))
+    error = tail_error(law, predicted(runs, rows))
     return {name: _tail_law(_fitted(name, several), error) for name in TAIL_LAWS}
 
 

@@ -22,7 +22,7 @@ from benchmarks.convergence import training
 from benchmarks.convergence.runs import results
 from benchmarks.convergence.strategies import EXACT, STRATEGIES, by_name
 from benchmarks.optimizers import settings, tail
-from benchmarks.optimizers.laws import in_sample
+from benchmarks.optimizers.laws import in_sample, points, predicted
 from benchmarks.optimizers.report import made
 from benchmarks.time_to_loss import report
 from benchmarks.time_to_loss.task import Config
@@ -31,6 +31,7 @@ from jaxcomp._bytes.gap import LAWS, TAIL_LAWS
 PAGES = ("README.md", "docs/performance.md", "docs/convergence.md", "docs/choosing.md")
 UNIT = r"\s?(?:%|ms\b|times\b|points\b|x\b|s\b)"
 MEASURED = re.compile(rf"(?:±\s?)?\d[\d,.]*(?:{UNIT})|±\s?\d[\d,.]*|\d[\d,.]*(?=\s?±)")
+NUMBERS = "no one two three four five six seven eight nine ten".split()
 # A paragraph with one of these says where its numbers come from.
 SOURCES = re.compile(
     r"commit [0-9a-f]{7}, |#on-a-gpu|results/[\w-]+\.md|data sheet|arXiv|by the formula"
@@ -98,13 +99,15 @@ def readme():
     step = {name: found[name].clock("100mbit", 1) for name in steps}
     mixed = 0.1 * step[report.EXACT] + 0.9 * step[low_rank.name]
     goal = steps[report.EXACT] * step[report.EXACT]
-    from_first = mean(low_rank.sooner_than(exact, "100mbit"))
+    sooner = []
+    for result in (low_rank, hook):
+        times = mean(result.sooner_than(exact, "100mbit"))
+        sooner.append(f"{times:.1f} ± {report.times_half_width(result, exact, '100mbit'):.1f}")
     after_exact = goal / (steps[low_rank.name] * mixed)
-    of_hook = mean(hook.sooner_than(exact, "100mbit"))
-    yield f"| from the first step on | {fewer:.0f}, {fewer / 2:.0f} | {from_first:.1f} |"
+    yield f"| from the first step on | {fewer:.0f}, {fewer / 2:.0f} | {sooner[0]} |"
     yield f"| {ratio:.1f}, {ratio / 2:.1f} | {after_exact:.1f}, calculated"
     fewer = exact.sent / hook.sent
-    yield f"| {fewer:.0f}, {fewer / 2:.1f} | {of_hook:.1f} |"
+    yield f"| {fewer:.0f}, {fewer / 2:.1f} | {sooner[1]} |"
 
 
 def of_the_program():
@@ -147,9 +150,23 @@ def rank_of_rates():
 
 
 def convergence():
+    runs, tails = read_runs(RESULTS / "optimizers.jsonl"), read_runs(tail.OUT)
     adamw, muon = TAIL_LAWS["adamw"], TAIL_LAWS["muon"]
     yield f"{adamw.c} and {adamw.power} for AdamW, to {adamw.settings} ranks"
     yield f"{muon.c} and {muon.power} for Muon"
+    by_tail = by_width = 0
+    for point in predicted(runs, tails):
+        by_tail += within_a_quarter(point.gap, 100 * adamw.gap(point.tail))
+        by_width += within_a_quarter(point.gap, point.guess)
+    yield f"{NUMBERS[by_tail].capitalize()} of the {NUMBERS[len(settings.PREDICTED)]} mean gaps"
+    yield f"{NUMBERS[by_width].capitalize()} are within a quarter of the law in width and tokens"
+    ratios = []
+    for study in settings.PREDICTED[-2:]:
+        low, high = points([study], runs, tails)
+        ratios.append((high.gap / low.gap, (high.tail / low.tail) ** adamw.power))
+    (convolutions, in_their_tails), (encoder, in_its_tails) = ratios
+    yield f"the encoder's gap grew to {encoder:.1f} times, as its tails foretold ({in_its_tails:.1f})"
+    yield f"grew to {convolutions:.1f} times, where the tails foretold {in_their_tails:.1f}"
     float32 = convergence_runs("powersgd-r4"), convergence_runs("spectrum-r4")
     int8 = convergence_runs("powersgd-r16-int8"), convergence_runs("spectrum-r16-int8")
     ranks = convergence_runs("powersgd-r4"), convergence_runs("powersgd-r16-int8")
@@ -159,6 +176,11 @@ def convergence():
         lower.append(f"{mean(differences):.1f} ± {half_width(differences):.1f}")
     yield f"rank 16 in int8 ended {lower[2]} points lower than rank 4 in float32"
     yield f"{lower[0]} points lower with the bytes of rank 4, and {lower[1]} lower with those of"
+
+
+def within_a_quarter(gap, predicted):
+    """Tells whether a gap lies within a quarter of its prediction; both are in per cent."""
+    return abs(gap - predicted) <= 0.25 * predicted
 
 
 def convergence_runs(name):
