@@ -149,6 +149,22 @@ def rank_of_rates():
     return 100 * (losses[1e-3] / losses[5e-4] - 1)
 
 
+def by_spectrum():
+    """Yields how much lower ranks by spectrum ended, at the bytes of two settings."""
+    for equal, spectrum in (
+        ("powersgd-r4", "spectrum-r4"),
+        ("powersgd-r16-int8", "spectrum-r16-int8"),
+    ):
+        yield lower(equal, spectrum)
+
+
+def lower(first, second):
+    """Writes how many points lower the second strategy ended, by seed."""
+    pairs = zip(convergence_runs(first), convergence_runs(second), strict=True)
+    differences = [a - b for a, b in pairs]
+    return f"{mean(differences):.1f} ± {half_width(differences):.1f}"
+
+
 def convergence():
     runs, tails = read_runs(RESULTS / "optimizers.jsonl"), read_runs(tail.OUT)
     adamw, muon = TAIL_LAWS["adamw"], TAIL_LAWS["muon"]
@@ -168,15 +184,10 @@ def convergence():
     yield f"the encoder's gap grew to {encoder:.1f} times"
     yield f"as its tails foretold ({in_its_tails:.1f})"
     yield f"grew to {convolutions:.1f} times, where the tails foretold {in_their_tails:.1f}"
-    float32 = convergence_runs("powersgd-r4"), convergence_runs("spectrum-r4")
-    int8 = convergence_runs("powersgd-r16-int8"), convergence_runs("spectrum-r16-int8")
-    ranks = convergence_runs("powersgd-r4"), convergence_runs("powersgd-r16-int8")
-    lower = []
-    for first, second in (float32, int8, ranks):
-        differences = [a - b for a, b in zip(first, second, strict=True)]
-        lower.append(f"{mean(differences):.1f} ± {half_width(differences):.1f}")
-    yield f"rank 16 in int8 ended {lower[2]} points lower than rank 4 in float32"
-    yield f"{lower[0]} points lower with the bytes of rank 4, and {lower[1]} lower with those of"
+    ranks = lower("powersgd-r4", "powersgd-r16-int8")
+    yield f"rank 16 in int8 ended {ranks} points lower than rank 4 in float32"
+    float32, int8 = by_spectrum()
+    yield f"{float32} points lower with the bytes of rank 4, and {int8} lower with those of"
 
 
 def within_a_quarter(gap, predicted):
@@ -196,10 +207,12 @@ def choosing():
         ("muon", "behind Muon, where the tail"),
     ):
         law = TAIL_LAWS[name]
-        yield f"{law.c} * tail ** {law.power} per cent"
+        yield f"{law.c} * tail {law.power} per cent"
         yield words
     _, error = in_sample(read_runs(RESULTS / "optimizers.jsonl"), read_runs(tail.OUT))["adamw"]
     yield f"The error of the fit behind AdamW is {100 * error:.0f}% of the gap"
+    float32, int8 = by_spectrum()
+    yield f"by {float32} points with the bytes of rank 4 and by {int8} with those of rank 16"
     for label, name in (("AdamW", "adamw"), ("Muon", "muon")):
         law = LAWS[name]
         points = 100 * law.half_width(10**9, 1, 1024)
