@@ -232,8 +232,8 @@ def _losses_by_law(
     """
     if optimizer not in LAWS:
         raise ValueError(
-            f"`optimizer` must be one of {', '.join(LAWS)}, got {optimizer!r}. SGD with momentum, "
-            "Lion and Adafactor lost less than adamw in every run of the study; pass adamw."
+            f"`optimizer` must be one of {', '.join(LAWS)}, got {optimizer!r}. SGD with momentum "
+            "and Lion lost less than adamw on average, Adafactor about as much; pass adamw."
         )
     law = LAWS[optimizer]
     covered = law.covers(width, tokens)

@@ -170,6 +170,9 @@ def convergence():
     adamw, muon = TAIL_LAWS["adamw"], TAIL_LAWS["muon"]
     yield f"{adamw.c} and {adamw.power} for AdamW, to {adamw.settings} ranks"
     yield f"{muon.c} and {muon.power} for Muon"
+    fits = in_sample(runs, tails)
+    exponents = [f"{fits[name][0].power:.2f}" for name in ("sgd", "lion", "adafactor")]
+    yield f"its exponents are {exponents[0]}, {exponents[1]} and {exponents[2]}, where AdamW's is"
     by_tail = by_width = 0
     for point in predicted(runs, tails):
         by_tail += within_a_quarter(point.gap, 100 * adamw.gap(point.tail))
