@@ -19,7 +19,7 @@ import numpy as np
 from jaxcomp._adviser.advice import CLOSE, Advice, Loss, Prediction
 from jaxcomp._adviser.model import ASSUMED, Calibration, Link, ReducerCosts, break_even
 from jaxcomp._adviser.shapes import shapes_of, typical_width
-from jaxcomp._base.checks import check_int
+from jaxcomp._base.checks import answers_other_names, check_int
 from jaxcomp._base.typing import AxisName, MatrixDimsFn, PyTree
 from jaxcomp._bytes.gap import LAWS, Gap, ranks_of, read_momentum
 from jaxcomp._bytes.units import parse
@@ -38,6 +38,7 @@ _EXACT = Loss(0.0, 0.0)
 _INT8 = Loss(gap=0.0, half_width=0.0025)
 
 
+@answers_other_names
 def advise(
     params: PyTree,
     *,

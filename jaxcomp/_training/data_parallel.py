@@ -24,12 +24,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxcomp._base.checks import check_flag
+from jaxcomp._base.checks import answers_other_names, check_flag
 from jaxcomp._base.leaves import arrays_only, arrays_or_shapes, with_arrays
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, replicas_on, split_axis, typed_specs
-from jaxcomp._mesh.per_replica import reducer_states
+from jaxcomp._mesh.per_replica import is_reducer_state, reducer_states
 from jaxcomp._mesh.weights import weighted_gradients
 from jaxcomp._reducers.reducer import Reducer, in_dtypes_of
 from jaxcomp._reducers.transformation import Transformation
@@ -218,6 +218,11 @@ class DataParallel:
           aux={'losses': 'join', 'small': 'sum'}
         """
         check_keywords(kwargs, self.grad_fn)
+        if is_reducer_state(params):
+            kind = type(params).__name__
+            raise ValueError(
+                f"outputs takes the parameters first, without the reducer's state, got a {kind}."
+            )
         call = self._call(((params, *batch), kwargs), replicas=2)
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((call.arrays, weight))):
             raise ValueError(
@@ -355,6 +360,7 @@ class DataParallel:
         return judged(outputs, self.aux, self.axis_name, shared, examples), gradients
 
 
+@answers_other_names
 def data_parallel(
     grad_fn: Callable[..., Any],
     reducer: optax.GradientTransformation,
@@ -441,6 +447,7 @@ def data_parallel(
     return DataParallel(grad_fn, reducer, axis_name, mesh, batch_specs, aux, check_vma, argnums)
 
 
+@answers_other_names
 def value_and_grad(
     fun: Callable[..., Any],
     reducer: optax.GradientTransformation,
