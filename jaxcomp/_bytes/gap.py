@@ -33,6 +33,13 @@ class Gap(NamedTuple):
     half_width: float  # the loss ends at most this far above `gap`, with 95% probability
     tail: float  # fraction of the momentum's energy that the ranks leave out
 
+    def __str__(self) -> str:
+        """Returns one line, in per cent of the exact run's loss and of the momentum's energy."""
+        return (
+            f"gap {self.gap:.2%}, at most {self.gap + self.half_width:.2%} with 95% probability; "
+            f"tail {self.tail:.1%}"
+        )
+
 
 def _possible_excess(gap: float, error: float) -> float:
     """Returns how far above `gap` the true gap lies at most in 95% of the cases."""
