@@ -205,6 +205,13 @@ def test_a_whole_run_is_the_sum_of_its_steps(name):
         tx.bytes(PARAMS, steps=10**12)
 
 
+def test_the_bytes_of_a_long_run_are_counted_without_a_compilation(caplog):
+    tx = local_sgd(SGD, sync_every=4, start_step=2)
+    with jax.log_compiles():
+        tx.bytes(PARAMS, steps=37)
+    assert "Compiling" not in caplog.text
+
+
 def test_a_schedule_is_followed_step_by_step():
     synced = [step for step in range(12) if RUNS["schedule"].bytes(PARAMS, step=step).bytes_after]
     assert synced == [1, 4, 8]  # rounds of 2, 3 and 4 steps
