@@ -5,6 +5,7 @@ a table that a report writes, in a sentence that is made here from the rows, in 
 names its source, or in one of the few sentences that say how something was measured.
 """
 
+import functools
 import json
 import re
 from dataclasses import asdict
@@ -198,10 +199,16 @@ def within_a_quarter(gap, predicted):
     return abs(gap - predicted) <= 0.25 * predicted
 
 
+@functools.cache
+def results_of_strategies():
+    """Returns the results of `benchmarks.convergence` by strategy."""
+    return results(read_runs(RESULTS / "convergence.jsonl"), by_name)
+
+
 def convergence_runs(name):
-    """Gaps of a strategy of `benchmarks.convergence`, in per cent."""
-    runs = results(read_runs(RESULTS / "convergence.jsonl"), by_name)
-    return runs[STRATEGIES[name]].gaps(runs[EXACT])
+    """Returns the gaps of a strategy of `benchmarks.convergence`, in per cent."""
+    several = results_of_strategies()
+    return several[STRATEGIES[name]].gaps(several[EXACT])
 
 
 def choosing():
@@ -245,6 +252,12 @@ CLAIMS = {
 }
 
 
+@functools.cache
+def claims_of(page):
+    """Returns the sentences about the committed runs that the page must have."""
+    return tuple(CLAIMS[page]())
+
+
 def prose(page):
     """Returns the paragraphs of a page, without what a report writes and without programs."""
     text = (ROOT / page).read_text()
@@ -262,7 +275,7 @@ def prose(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_what_is_said_of_the_runs_is_theirs(page):
     whole = " ".join((ROOT / page).read_text().replace("**", "").split())
-    missing = [claim for claim in CLAIMS[page]() if claim not in whole]
+    missing = [claim for claim in claims_of(page) if claim not in whole]
     assert not missing
 
 
@@ -273,7 +286,7 @@ def test_no_measured_number_is_without_its_source(page):
         if SOURCES.search(paragraph):
             continue
         rest = paragraph.replace("**", "")
-        for text in (*CLAIMS[page](), *STATED):
+        for text in (*claims_of(page), *STATED):
             rest = rest.replace(text, "")
         untraced += [
             f"{match[0]}: {rest[max(0, match.start() - 50) : match.end() + 20]}"
