@@ -15,6 +15,7 @@ from flax import nnx
 from torch import nn as tnn
 
 from tests.helpers.bridge import params_to_torch, randomize, values
+from tests.helpers.leaves import equal
 from torch_bridge import CheckpointMismatch, params_from_torch
 
 # Inputs in torch's order, with 4 channels and 1, 2 or 3 axes.
@@ -292,7 +293,7 @@ def test_dtypes_are_kept_and_no_memory_is_shared(dtype):
     for name, value in state.items():
         assert torch.equal(back[name], value)
         value.zero_()
-    jax.tree.map(np.testing.assert_array_equal, params, before)
+    equal(params, before)
 
 
 def test_random_state_and_caches_of_nnx_are_kept():

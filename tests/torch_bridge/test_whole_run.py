@@ -18,6 +18,7 @@ import jaxcomp
 import torch_bridge
 from tests.helpers import whole_run as job
 from tests.helpers.control import assert_no_further
+from tests.helpers.leaves import all_zero
 from tests.helpers.paths import ROOT
 from tests.helpers.script import wait_for
 from tests.helpers.two_frameworks import FlaxModel
@@ -59,10 +60,10 @@ def steps_in_jax(case, folder):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         run = torch_bridge.to_flax(checkpoint, variables_of_flax(), flatten=FLATTEN)
-    variables, transformation, opt_state, first = run
+    variables, transformation, opt_state, step_number = run
     trained = "unused.weight" in checkpoint.layout.names
     assert [str(w.message).split()[3] for w in said] == ["unused/kernel"] * trained
-    assert first == job.MOVES[0]
+    assert step_number == job.MOVES[0]
     assert (len(checkpoint.layout.buckets) == 1) == (case == "static")
 
     def step(params, statistics, opt_state, x, y):
@@ -94,7 +95,7 @@ def steps_in_jax(case, folder):
         x = np.stack([inputs for inputs, _ in batches])
         y = np.stack([classes for _, classes in batches])
         params, changed, opt_state, loss = update(params, statistics, opt_state, x, y)
-        statistics = jax.tree.map(lambda leaf: leaf[0], changed)  # those of rank 0, as DDP has it
+        statistics = first(changed)  # those of rank 0, as DDP has it
         losses.append(np.asarray(loss)[: job.WORLD])
     variables = {"params": params, "batch_stats": statistics}
     partial = folder / f"{case}.partial"
@@ -140,9 +141,8 @@ def test_the_losses_are_those_of_the_run_that_stayed(runs, case):
     stayed = losses_of(ranks, "stayed")
     controls = losses_of(ranks, "controls").swapaxes(0, 1)
     assert stayed[:, -1].mean() < 0.7 * stayed[:, 0].mean()
-    first, last = job.MOVES
-    in_between = slice(first, last)
-    afterwards = slice(last, None)
+    in_between = slice(*job.MOVES)
+    afterwards = slice(job.MOVES[1], None)
     assert_no_further(in_jax[case], stayed[:, in_between], *controls[:, :, in_between])
     returned = losses_of(ranks, "returned")
     assert_no_further(returned, stayed[:, afterwards], *controls[:, :, afterwards])
@@ -211,7 +211,7 @@ def test_one_rank_alone_needs_a_choice(runs, complete):
     with pytest.raises(ValueError, match="missing_ranks"):
         state_of(missing_ranks="guess")
     zero = state_of(missing_ranks="zero")
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(zero.residual))
+    assert all_zero(zero.residual)
     replicated = state_of(missing_ranks="replicate")
     parts = both.layout.parts(alone.powersgd[0])
     error = parts["fc.weight"].error

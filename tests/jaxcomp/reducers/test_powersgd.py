@@ -18,8 +18,9 @@ from tests.helpers.reference import Reference, assert_steps
 from tests.helpers.runners import AXIS, MAPPINGS, first, simulate, types_of
 
 
+# A rank has its own arithmetic, and a mapping its own collectives: each pair would prove no more.
 @pytest.mark.parametrize(
-    ("mapping", "rank"), [("vmap", 1), *((mapping, r) for mapping in MAPPINGS for r in (2, 4))]
+    ("mapping", "rank"), [("vmap", 1), ("vmap", 2), *((mapping, 4) for mapping in MAPPINGS)]
 )
 def test_equals_the_numpy_reference(mapping, rank):
     n, steps = 3, 6
