@@ -1,9 +1,9 @@
 """Decides when the replicas of `local_sgd` are averaged: periods, hierarchies and schedules.
 
 `local_sgd` asks `Periods` for the level that is due after an update: 0 for a local step, else the
-number of a level, the widest last. The same function serves traced counts in a step and ranges of
-counts where bytes are counted. A fixed period needs only the count; the length of a scheduled round
-depends on where the last one ended, so the state keeps `last_sync`.
+number of a level, the widest last. Where bytes are counted, `between` lists the levels of many
+updates. A fixed period needs only the count; the length of a scheduled round depends on where the
+last one ended, so the state keeps `last_sync`.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from tests.helpers import whole_run as job
 from tests.helpers.control import assert_no_further
 from tests.helpers.leaves import all_zero
 from tests.helpers.paths import ROOT
+from tests.helpers.runners import first
 from tests.helpers.script import wait_for
 from tests.helpers.two_frameworks import FlaxModel
 
