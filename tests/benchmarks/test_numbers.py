@@ -77,7 +77,8 @@ def readme():
     yield f"its loss ended {mean(gaps):.2f} ± {half_width(gaps):.2f}% above the exact one (rank 48"
     yield from of_the_program()
     found = over_links()
-    exact, low_rank = found[report.EXACT], found["jax/powersgd-32-int6"]
+    exact = found[report.EXACT]
+    low_rank = found["jax/powersgd-32-int6"]
     hook = found["torch/powersgd-32"]
     gaps = low_rank.gaps(exact)
     fewer = exact.sent / low_rank.sent
@@ -131,7 +132,8 @@ def performance():
     def step(strategy, framework="jax", rate="1gbit"):
         return figures["mlp", rate, strategy, framework].median
 
-    ours, alone = step("powersgd-4"), step("none")
+    ours = step("powersgd-4")
+    alone = step("none")
     yield f"is {step('powersgd-4', 'torch') / ours:.1f} times faster than with torch's hook"
     yield f"and {step('allreduce') / ours:.1f} times faster than the all-reduce"
     yield f"It takes {ours / alone:.2f} times the step without communication"
@@ -167,8 +169,10 @@ def lower(first, second):
 
 
 def convergence():
-    runs, tails = read_runs(RESULTS / "optimizers.jsonl"), read_runs(tail.OUT)
-    adamw, muon = TAIL_LAWS["adamw"], TAIL_LAWS["muon"]
+    runs = read_runs(RESULTS / "optimizers.jsonl")
+    tails = read_runs(tail.OUT)
+    adamw = TAIL_LAWS["adamw"]
+    muon = TAIL_LAWS["muon"]
     yield f"{adamw.c} and {adamw.power} for AdamW, to {adamw.settings} ranks"
     yield f"{muon.c} and {muon.power} for Muon"
     fits = in_sample(runs, tails)

@@ -38,7 +38,8 @@ def test_finished_runs_are_not_made_again(tmp_path, capsys):
 
 
 def test_the_page_shows_the_committed_runs_of_each_search_that_came_to_its_end():
-    page, runs = report.PAGE.read_text(), read_runs(command.OUT)
+    page = report.PAGE.read_text()
+    runs = read_runs(command.OUT)
     assert command.paged(page, runs) == page
     with pytest.raises(ValueError, match="no search has come to its end"):
         command.paged(page, [])
@@ -46,11 +47,15 @@ def test_the_page_shows_the_committed_runs_of_each_search_that_came_to_its_end()
 
 @pytest.mark.parametrize("name", LAWS)
 def test_the_law_of_the_adviser_is_fitted_to_the_committed_runs(name):
-    law, found = LAWS[name], laws(read_runs(command.OUT))[name]
+    law = LAWS[name]
+    found = laws(read_runs(command.OUT))[name]
     for field, digits in (("a", 1), ("k", 2), ("spread", 2), ("error", 2)):
-        written, now = getattr(law, field), getattr(found, field)
+        written = getattr(law, field)
+        now = getattr(found, field)
         assert written == pytest.approx(now, abs=0.51 * 10**-digits)
-    assert (law.runs, law.widths, law.tokens) == (found.runs, found.widths, found.tokens)
+    assert law.runs == found.runs
+    assert law.widths == found.widths
+    assert law.tokens == found.tokens
 
 
 def test_the_int8_all_reduce_of_the_adviser_is_that_of_its_runs():
@@ -148,7 +153,8 @@ def test_a_convolution_sees_only_the_past():
 @pytest.mark.usefixtures("standard_promotion")
 def test_the_two_larger_models_go_on_where_they_stopped(tmp_path, capsys):
     study = small(SCALE[0])
-    out, tails = tmp_path / "runs.jsonl", tmp_path / "tails.jsonl"
+    out = tmp_path / "runs.jsonl"
+    tails = tmp_path / "tails.jsonl"
     command.make(study, out, tails)
     runs = read_runs(out)
     assert [run["setting"]["rank"] for run in runs] == [0, 0, 0, 2]

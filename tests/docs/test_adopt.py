@@ -276,7 +276,8 @@ def test_a_loss_scale_in_a_mapped_function_leaves_one_step_out_everywhere(recipe
 def test_a_loss_scale_in_a_jit_loop_leaves_one_step_out(recipes):
     (before, loop), names = recipes
     exec(before, names)
-    params, scale = SCALED, names["scale"]
+    params = SCALED
+    scale = names["scale"]
     seen = []
     with jax.set_mesh(mesh_of(2)):
         exec(loop, names)

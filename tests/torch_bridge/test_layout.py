@@ -33,7 +33,8 @@ def test_names_go_without_the_prefixes_of_wrappers(prefix):
     wrapped = {prefix + name: array for name, array in model.items()}
     layout = BucketLayout.from_order([[prefix + "b", prefix + "w"], [prefix + "v"]], wrapped)
     assert layout == BucketLayout.from_order([["b", "w"], ["v"]], model)
-    assert (layout.names, layout.sizes) == (("b", "w", "v"), (40, 6))
+    assert layout.names == ("b", "w", "v")
+    assert layout.sizes == (40, 6)
     assert BucketLayout.from_json(layout.to_json()) == layout
 
 
@@ -86,7 +87,8 @@ class Net(torch.nn.Module):
 
 
 def test_save_checkpoint_wants_the_wrapped_model_and_the_optimizer_itself(alone, tmp_path):
-    ddp, path = DistributedDataParallel(Net()), tmp_path / "x.pt"
+    ddp = DistributedDataParallel(Net())
+    path = tmp_path / "x.pt"
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="must be the DistributedDataParallel model, got a Net"):
         save_checkpoint(path, ddp.module, None)
@@ -103,7 +105,8 @@ def test_save_checkpoint_wants_the_wrapped_model_and_the_optimizer_itself(alone,
 
 
 def test_a_saved_file_is_plain_in_every_part(alone, tmp_path, monkeypatch):
-    ddp, path = DistributedDataParallel(Net()), tmp_path / "x.pt"
+    ddp = DistributedDataParallel(Net())
+    path = tmp_path / "x.pt"
     state = {"calls": np.int64(3)}
     monkeypatch.setattr(Net, "get_extra_state", lambda _: state)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=np.float64(0.1))
@@ -184,7 +187,8 @@ def test_a_resumed_state_has_no_layout_before_ddp_rebuilds(alone, static, rebuil
 
 def test_a_backward_beside_ddp_does_not_resume(alone):
     ddp = DistributedDataParallel(Net())
-    layout, state = record_layout(ddp), powerSGD_hook.PowerSGDState(None)
+    layout = record_layout(ddp)
+    state = powerSGD_hook.PowerSGDState(None)
     with pytest.raises(CheckpointMismatch, match="through `ddp_model` itself"):
         resume_powersgd(ddp, state, layout, lambda: train(ddp.module, 1))
 
@@ -281,7 +285,8 @@ class Attention(torch.nn.Module):
         super().__init__()
         if table:
             self.relative_position_bias_table = torch.nn.Parameter(torch.zeros(9, 2))
-        self.qkv, self.proj = torch.nn.Linear(24, 72), torch.nn.Linear(24, 24)
+        self.qkv = torch.nn.Linear(24, 72)
+        self.proj = torch.nn.Linear(24, 24)
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, dim=-1)
@@ -299,7 +304,8 @@ class Block(torch.nn.Module):
         for name in ("lambda_1", "lambda_2")[:scales]:
             setattr(self, name, torch.nn.Parameter(torch.ones(24)))
         self.attention = Attention(table)
-        self.intermediate, self.output = torch.nn.Linear(24, 48), torch.nn.Linear(48, 24)
+        self.intermediate = torch.nn.Linear(24, 48)
+        self.output = torch.nn.Linear(48, 24)
         self.layernorm_before, self.layernorm_after = (torch.nn.LayerNorm(24) for _ in range(2))
 
     def forward(self, x):
@@ -329,8 +335,10 @@ class ConvBlock(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.gamma = torch.nn.Parameter(torch.ones(24))
-        self.dwconv, self.norm = torch.nn.Conv2d(24, 24, 3, 1, 1, groups=24), torch.nn.LayerNorm(24)
-        self.pwconv1, self.pwconv2 = torch.nn.Linear(24, 48), torch.nn.Linear(48, 24)
+        self.dwconv = torch.nn.Conv2d(24, 24, 3, 1, 1, groups=24)
+        self.norm = torch.nn.LayerNorm(24)
+        self.pwconv1 = torch.nn.Linear(24, 48)
+        self.pwconv2 = torch.nn.Linear(48, 24)
 
     def forward(self, x):
         y = self.norm(self.dwconv(x).movedim(1, -1))

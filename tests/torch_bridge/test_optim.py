@@ -48,7 +48,8 @@ class Job:
     """A module and its optimizer in torch, after some steps, and what they are in Flax."""
 
     def __init__(self, make, module=None, steps=3, like=LIKE, groups=None, **keywords):
-        self.module, self.like = module or network(), like
+        self.module = module or network()
+        self.like = like
         self.optimizer = make(groups or self.module.parameters(), **{"lr": 0.05, **keywords})
         self.train(*range(steps))
 
@@ -291,7 +292,8 @@ def test_states_of_other_parameters_or_another_optimizer_are_refused():
     with pytest.raises(CheckpointMismatch, match=r"has exp_avg \(4, 5\)") as caught:
         job.to_flax(param_names=list(reversed(job.model)))
     assert len(caught.value.mis_shaped) == 4
-    like, state = job.optimizer.state_dict(), optax.sgd(0.1).init(job.params)
+    like = job.optimizer.state_dict()
+    state = optax.sgd(0.1).init(job.params)
     with pytest.raises(CheckpointMismatch, match="another optimizer") as caught:
         optimizer_to_torch(state, job.params, like, job.model)
     assert caught.value.missing == ("0.weight", "0.bias", "1.weight")

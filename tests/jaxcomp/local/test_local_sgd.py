@@ -100,7 +100,8 @@ def test_the_start_of_a_reducer_counts_averages_of_its_level():
     tx = local_sgd(optax.sgd(0.1), axis_name=both, sync_every=levels, reducer=reducer)
     params = {"w": jnp.zeros((32, 16))}
     sent = [tx.bytes(params, step=step).bytes_after for step in range(1, 12, 2)]
-    dense, factors = 4 * 32 * 16, 4 * (32 + 16)
+    dense = 4 * 32 * 16
+    factors = 4 * (32 + 16)
     assert sent == [dense, dense, dense, factors, dense, factors]
     assert tx.bytes(params).bytes_after == (dense + factors) // 4
 

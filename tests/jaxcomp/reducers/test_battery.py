@@ -106,7 +106,8 @@ def test_what_is_not_sent_is_kept(name):
 
 
 def test_what_was_sent_of_float16_in_bfloat16_is_what_was_averaged():
-    tx, grads = reducer("allreduce-bf16"), np.float16(np.arange(64.0).reshape(2, 32) / 7)
+    tx = reducer("allreduce-bf16")
+    grads = np.float16(np.arange(64.0).reshape(2, 32) / 7)
     sent = jax.vmap(lambda g: tx.reduce(g, tx.init(g)).sent, axis_name=AXIS)(grads)
     equal(sent, grads.astype(jnp.bfloat16).astype(np.float16))
 
@@ -165,7 +166,8 @@ def test_gradients_that_are_not_floating_are_all_named(name):
 
 @pytest.mark.parametrize("name", REDUCERS)
 def test_an_unbound_axis_is_named_with_the_fix(name):
-    tx, grads = reducer(name), {"w": jnp.ones((8, 8))}
+    tx = reducer(name)
+    grads = {"w": jnp.ones((8, 8))}
     with pytest.raises(ValueError, match=r"axis 'data' is not bound here. Call update\(\) inside"):
         tx.update(grads, tx.init(grads))
 
@@ -185,7 +187,8 @@ def test_a_gradient_that_is_already_reduced_is_refused_with_the_fix(name):
 
 @pytest.mark.parametrize("name", [name for name in REDUCERS if name != "own"])  # which looks itself
 def test_the_state_of_another_reducer_is_refused_with_the_fix(name):
-    tx, other = reducer(name), reducer("powersgd" if "feedback-" in name else "feedback-int8")
+    tx = reducer(name)
+    other = reducer("powersgd" if "feedback-" in name else "feedback-int8")
     update = jax.vmap(lambda g: tx.update(g, other.init(zeros(SMALL)))[0], axis_name=AXIS)
     with pytest.raises(ValueError, match=r"update needs its own .*, got .*adapt_state"):
         jax.eval_shape(update, jax.tree.map(lambda g: g[:, 0], GRADS))

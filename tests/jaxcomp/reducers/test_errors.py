@@ -122,7 +122,8 @@ def test_torchs_names_are_answered_with_ours(make):
 
 TX = powersgd(2)
 TWO = {"a": (16, 16), "b": (20, 20)}
-STATE, OTHER = TX.init(zeros(TWO)), TX.init(zeros({"c": (16, 16)}))
+STATE = TX.init(zeros(TWO))
+OTHER = TX.init(zeros({"c": (16, 16)}))
 FED_BACK = feedback(allreduce())
 RESIDUAL = FED_BACK.init(zeros({"w": (4, 3)}))
 
