@@ -1,4 +1,10 @@
-"""Helpers of functions that map themselves over the replicas of a mesh, inside `jax.jit`."""
+"""Helpers of functions that map themselves over the replicas of a mesh, inside `jax.jit`.
+
+`data_parallel` and the rounds of local SGD use them, so both find a mesh, refuse arguments and
+explain JAX's errors in the same way. `call_on_replicas` is the `jax.shard_map`; the rest is around
+it. What a user wrote is a function of global arrays in `jax.jit`, and an error inside the
+`shard_map` speaks of things that the user never wrote, so known ones get a note.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +42,7 @@ def the_mesh(users_mesh: Any, axis_name: AxisName, *trees: PyTree) -> Any:
     Raises:
       ValueError: If there is no mesh, or it lacks an axis.
     """
+    # From the surest to the least sure: an array may also lie on another mesh with this axis.
     mesh = users_mesh or context_mesh() or _mesh_of_arrays(trees, axis_tuple(axis_name))
     if mesh is None:
         raise ValueError(
@@ -157,14 +164,15 @@ def call_on_replicas(
     """
     mesh = boundary.outer
     axes = boundary.axes
-    alone = replicas_on(mesh, axes) == 1 and mesh.size > 1
-    if alone:  # nothing is split, also in the types of Explicit axes
+    one_replica = replicas_on(mesh, axes) == 1 and mesh.size > 1
+    if one_replica:  # nothing is split, also in the types of Explicit axes
         in_specs = jax.tree.map(lambda spec: PartitionSpec(), in_specs)
     inputs = jax.tree.map(lambda x, spec: resharded(x, mesh, spec, axes), inputs, in_specs)
-    if alone:
+    if one_replica:
         # XLA refuses an all-reduce of one replica if an array is sharded over another axis
         # ("Cross-partition allreduce must be in (partial) manual partitioning mode"). Under
         # `jax.vmap` an average over the replicas is a sum without a collective.
+        # The mesh of the context inside `jax.jit` is abstract already.
         with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
             return boundary.automatic(only_replica(function, axes), types)(*inputs)
     mapped = jax.shard_map(
@@ -202,6 +210,7 @@ def only_replica(function: Callable[..., Any], axes: Sequence[str]) -> Callable[
 
     def run(*inputs: Any) -> Any:
         results = mapped(*inputs)
+        # Each vmap has put an axis of length 1 in front.
         return jax.tree.map(lambda x: x.reshape(x.shape[len(axes) :]), results)
 
     return run
@@ -234,6 +243,7 @@ def axes_of_state(
         return axis_name
 
     def differing() -> dict[str, tuple[()]]:
+        # Not zeros_like, which would keep shardings of the user's mesh.
         zeros = jax.tree.map(lambda x: jnp.zeros(np.shape(x), x.dtype), params)
         means, state = reducer.update(as_local(zeros, axis_name), reducer.init(zeros), zeros)
         check_averaged(means, axis_name)
@@ -253,10 +263,13 @@ def axes_of_state(
         return dict.fromkeys(frozenset().union(*along), ())
 
     state_specs(jax.eval_shape(reducer.init, params), axis_name)  # refuses optax.MultiSteps
-    alone = jax.sharding.AbstractMesh(tuple(mesh.shape[name] for name in names), names)
-    with jax.sharding.use_abstract_mesh(alone), _explained(names):
-        along = jax.eval_shape(jax.shard_map(differing, in_specs=(), out_specs=PartitionSpec()))
-    common = tuple(name for name in names if name in along)
+    # The same mesh with Auto axes: Explicit ones would only take part in types that are not asked
+    # for, and `jax.set_mesh` allows no mesh of another size inside of it.
+    automatic = jax.sharding.AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names)
+    mapped = jax.shard_map(differing, in_specs=(), out_specs=PartitionSpec(), axis_names=set(names))
+    with jax.sharding.use_abstract_mesh(automatic), _explained(names):
+        along = jax.eval_shape(mapped)
+    common = tuple(name for name in names if name in along)  # in the user's order
     if len(common) == 1:
         return common[0]
     return common or axis_name

@@ -246,8 +246,7 @@ def test_an_exact_average_within_hosts_and_a_compressed_one_between_them(kind, c
         run = on_two_levels(None if context else mesh, EXACT, slow_powersgd(2))
         found, state = three_steps(run)
         restored = run.restore(jax.device_get(jaxcomp.consolidate(state)), WEIGHTS)
-    here = state[1].residual["w"]
-    there = restored[1].residual["w"]
+    here, there = state[1].residual["w"], restored[1].residual["w"]
     assert here.shape == (2, 24, 16)
     assert there.sharding.is_equivalent_to(here.sharding, here.ndim)
     hosts = jaxcomp.value_and_grad(squares, slow_powersgd(2, "data"), mesh=grid(2))
@@ -263,6 +262,17 @@ def three_steps(run):
     for _ in range(3):
         found, state = step(state, WEIGHTS, X)
     return jax.device_get(found), state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_levels_beside_a_third_axis_under_set_mesh(kind):
+    """JAX allows no smaller mesh inside of `jax.set_mesh`, also not to read types from."""
+    mesh = jax.make_mesh((2, 2, 2), ("slow", "fast", "model"), axis_types=(KINDS[kind],) * 3)
+    with jax.set_mesh(mesh):
+        run = on_two_levels(None, EXACT, slow_powersgd(16))
+        (_, grads), state = jax.jit(run)(run.init(WEIGHTS), WEIGHTS, X)
+    assert state[1].residual["w"].shape == (2, 24, 16)
+    close(jax.device_get(grads["w"]), jax.grad(squares)(WEIGHTS, X)["w"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
