@@ -24,12 +24,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxcomp._base.checks import answers_other_names, check_flag
+from jaxcomp._base.checks import check_flag
 from jaxcomp._base.leaves import arrays_only, arrays_or_shapes, with_arrays
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, replicas_on, split_axis, typed_specs
-from jaxcomp._mesh.per_replica import is_reducer_state, reducer_states
+from jaxcomp._mesh.per_replica import reducer_states
 from jaxcomp._mesh.weights import weighted_gradients
 from jaxcomp._reducers.reducer import Reducer, in_dtypes_of
 from jaxcomp._reducers.transformation import Transformation
@@ -43,7 +43,7 @@ from jaxcomp._training.arguments import (
 )
 from jaxcomp._training.examine import examined
 from jaxcomp._training.gradients import check_averaged, check_loss
-from jaxcomp._training.hold_state import is_alone, state_in
+from jaxcomp._training.hold_state import is_state_itself, state_in
 from jaxcomp._training.on_mesh import (
     axes_of_state,
     call_on_replicas,
@@ -57,16 +57,16 @@ from jaxcomp._training.outputs import (
     Outputs,
     as_array,
     check_aux,
-    judged,
     put_together,
     reduced,
     taken_apart,
+    with_kinds,
 )
 from jaxcomp._training.stacked_layers import note_stacked_layers
 
 
-class Call(NamedTuple):
-    """Holds the arguments of one call."""
+class Inputs(NamedTuple):
+    """Holds the arguments of one call, and how its arrays are split."""
 
     arguments: Any  # positional and keyword arguments
     arrays: PyTree  # the arrays among them
@@ -131,7 +131,7 @@ class DataParallel:
         mesh = the_mesh(self.mesh, self.axis_name, params)
         axes = self._axes_of_state(params, mesh)
         fresh = self.reducer.init(params)
-        if is_alone(state, self.reducer) or not reducer_states(state):
+        if is_state_itself(state, self.reducer) or not reducer_states(state):
             return shard_state(state, mesh, axes, like=fresh)
         # First the whole tree, because other states in it have rows too; then the reducer's state
         # again, which alone can be compared with a fresh one.
@@ -171,9 +171,9 @@ class DataParallel:
         state, put_back = state_in(state, self.reducer, params)
         if is_bound(self.axis_name):
             # Arrays are those of this replica already, and a batch is not cut again.
-            call = self._call((args, kwargs))
-            compute = functools.partial(self._gradients, call)
-            whole, rows, means, state = self._step(compute, state, call.arrays, weight)
+            inputs = self._inputs((args, kwargs))
+            compute = functools.partial(self._gradients, inputs)
+            whole, rows, means, state = self._step(compute, state, inputs.arrays, weight)
         else:
             whole, rows, means, state = self._on_mesh(state, (args, kwargs), params, weight)
         return (put_together(whole, rows), means), put_back(state)
@@ -218,31 +218,26 @@ class DataParallel:
           aux={'losses': 'join', 'small': 'sum'}
         """
         check_keywords(kwargs, self.grad_fn)
-        if is_reducer_state(params):
-            kind = type(params).__name__
-            raise ValueError(
-                f"outputs takes the parameters first, without the reducer's state, got a {kind}."
-            )
-        call = self._call(((params, *batch), kwargs), replicas=2)
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((call.arrays, weight))):
+        inputs = self._inputs(((params, *batch), kwargs), replicas=2)
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((inputs.arrays, weight))):
             raise ValueError(
                 "outputs compares numbers, and inside of jax.jit there are none yet. Call it once "
                 "before, outside, with arrays."
             )
         shares = np.ones(2)  # the weight of each half
         if weight is not None:
-            spec = weight_spec(weight, call.examples, self.axis_name, 2)
+            spec = weight_spec(weight, inputs.examples, self.axis_name, 2)
             axis = split_axis(spec) or 0
             halves = np.split(np.asarray(weight, np.float32), 2, axis)
             shares = np.array([half.sum() for half in halves])
 
         def outputs_of(arrays: PyTree) -> PyTree:
-            local_args, local_kwargs = with_arrays(on_replica(call.arguments), arrays)
+            local_args, local_kwargs = with_arrays(on_replica(inputs.arguments), arrays)
             value, *auxiliary = taken_apart(self.grad_fn(*local_args, **local_kwargs))[0]
             arrays_of = [jax.tree.map_with_path(as_array, tree) for tree in auxiliary]
             return (value, *arrays_of)
 
-        return examined(outputs_of, call.arrays, call.specs, self.axis_name, shares)
+        return examined(outputs_of, inputs.arrays, inputs.specs, self.axis_name, shares)
 
     def _params(self, args: tuple[Any, ...]) -> PyTree:
         """Returns the arrays of the parameters; a tuple if there are several `argnums`."""
@@ -255,7 +250,7 @@ class DataParallel:
         """Finds out along which axes the reducer's state differs."""
         return axes_of_state(self.reducer, params, mesh, self.axis_name, check_vma=self.check_vma)
 
-    def _call(self, arguments: Any, mesh: Any = None, replicas: int = 1) -> Call:
+    def _inputs(self, arguments: Any, mesh: Any = None, replicas: int = 1) -> Inputs:
         """Finds the arrays among positional and keyword arguments, and how each is split."""
         arrays = arrays_only(arguments)
         params_at = positions(arguments[0], self.argnums)
@@ -263,7 +258,7 @@ class DataParallel:
             arguments[0], params_at, self.batch_specs, self.axis_name, mesh, replicas
         )
         specs = (split, jax.tree.map(lambda x: PartitionSpec(), arrays[1]))
-        return Call(arguments, arrays, specs, examples, replicas)
+        return Inputs(arguments, arrays, specs, examples, replicas)
 
     def _on_mesh(self, state: PyTree, arguments: Any, params: PyTree, weight: Any) -> Any:
         """Runs the step on every replica of a mesh."""
@@ -273,22 +268,22 @@ class DataParallel:
         state_axis = self._axes_of_state(params, mesh)
         check_replica_axis(state, mesh, state_axis)
         check_params(params, mesh, axes)
-        call = self._call(arguments, mesh, replicas)
+        inputs = self._inputs(arguments, mesh, replicas)
         weights = None
         if weight is not None:
-            weights = weight_spec(weight, call.examples, self.axis_name, replicas)
+            weights = weight_spec(weight, inputs.examples, self.axis_name, replicas)
             weight = jnp.asarray(weight)
         states = state_specs(state, state_axis)
         boundary = Boundary(mesh, axes)
         # Only the user's function sees Explicit axes; the reducer works on Auto ones.
-        compute = functools.partial(self._gradients, call)
-        compute = boundary.explicit(compute, typed_specs(call.arrays))
+        compute = functools.partial(self._gradients, inputs)
+        compute = boundary.explicit(compute, typed_specs(inputs.arrays))
         shared = PartitionSpec()
         rows = PartitionSpec(self.axis_name)
         return call_on_replicas(
             functools.partial(self._step, compute),
-            (state, call.arrays, weight),
-            in_specs=(states, call.specs, weights),
+            (state, inputs.arrays, weight),
+            in_specs=(states, inputs.specs, weights),
             out_specs=(shared, rows, shared, states),
             types=(shared, rows, typed_specs(params), typed_specs(state)),
             boundary=boundary,
@@ -337,7 +332,7 @@ class DataParallel:
         whole, rows = reduced(outputs, weight, self.axis_name)
         return whole, rows, means, state
 
-    def _gradients(self, call: Call, arrays: PyTree) -> tuple[Outputs, PyTree]:
+    def _gradients(self, inputs: Inputs, arrays: PyTree) -> tuple[Outputs, PyTree]:
         """Calls the gradient function with one replica's arrays."""
         local = list(arrays[0])
         for i in positions(arrays[0], self.argnums):
@@ -349,18 +344,18 @@ class DataParallel:
         # replaced by the array from before the marking.
         shared = {}
         originals = jax.tree.leaves(arrays)
-        specs = jax.tree.leaves(call.specs)
+        specs = jax.tree.leaves(inputs.specs)
         for i, leaf in enumerate(jax.tree.leaves(marked)):
             if split_axis(specs[i]) is None:
                 shared[id(leaf)] = originals[i]
-        args, kwargs = with_arrays(on_replica(call.arguments), marked)
-        outputs, gradients = taken_apart(self.grad_fn(*args, **kwargs))
+        args, kwargs = with_arrays(on_replica(inputs.arguments), marked)
+        result = self.grad_fn(*args, **kwargs)
+        outputs, gradients = taken_apart(result)
         check_loss(outputs[0], self.axis_name)
-        examples = {length // call.replicas for length in call.examples.values()}
-        return judged(outputs, self.aux, self.axis_name, shared, examples), gradients
+        examples = {length // inputs.replicas for length in inputs.examples.values()}
+        return with_kinds(outputs, self.aux, self.axis_name, shared, examples), gradients
 
 
-@answers_other_names
 def data_parallel(
     grad_fn: Callable[..., Any],
     reducer: optax.GradientTransformation,
@@ -402,14 +397,14 @@ def data_parallel(
         each replica (dropout), use ``jax.random.fold_in(key, jax.lax.axis_index(axis_name))``. Mesh
         axes other than `axis_name` are left to the compiler.
       aux: How auxiliary outputs are combined: one word for all, or a tree (or a prefix of it) of
-        words. "mean" averages floating and complex values; values of any dtype that JAX knows to be
-        equal on all replicas stay as they are. With ``check_vma=False`` JAX knows no such values. A
-        "mean" of integers, flags or keys is then compared between the replicas, with one more
-        all-reduce of their bytes: equal ones stay as they are, and if they differ, the value is
-        NaN. "sum" adds. "join" concatenates the rows of the examples along axis 0; an integer does
-        so along that axis. "stack" adds an axis of replicas. An output without an entry is refused,
-        and the error shows the line to write; only an argument that the function returns unchanged
-        needs no entry. `DataParallel.outputs` finds the words.
+        words. "mean" averages floating values; values of any dtype that JAX knows to be equal on
+        all replicas stay as they are. With ``check_vma=False`` JAX knows no such values. A "mean"
+        of integers, flags or keys is then compared between the replicas, with one more all-reduce
+        of their bytes: equal ones stay as they are, and if they differ, the value is NaN. "sum"
+        adds. "join" concatenates the rows of the examples along axis 0; an integer does so along
+        that axis. "stack" adds an axis of replicas. An output without an entry is refused, and the
+        error shows the line to write; only an argument that the function returns unchanged needs no
+        entry. `DataParallel.outputs` finds the words.
       axis_name: The axis or axes of the replicas; None takes those of the reducer.
       check_vma: Let JAX prove that the gradients are equal on all replicas. Pass False for a
         function that JAX cannot type: loops that begin with ``zeros(shape)``, as in most recurrent
@@ -447,7 +442,6 @@ def data_parallel(
     return DataParallel(grad_fn, reducer, axis_name, mesh, batch_specs, aux, check_vma, argnums)
 
 
-@answers_other_names
 def value_and_grad(
     fun: Callable[..., Any],
     reducer: optax.GradientTransformation,

@@ -95,7 +95,7 @@ def hold_state(reducer: Reducer) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def is_alone(tree: PyTree, reducer: Any) -> bool:
+def is_state_itself(tree: PyTree, reducer: Any) -> bool:
     """Tells whether a tree is the reducer's state, and not a larger tree that holds it."""
     if not isinstance(reducer, Reducer):
         return True  # the state of a chain is not searched for
@@ -112,7 +112,7 @@ def state_in(
     """
     if not isinstance(reducer, Reducer):
         return tree, lambda state: state
-    if is_alone(tree, reducer):
+    if is_state_itself(tree, reducer):
         return unboxed(tree), lambda state: boxed_as(state, tree)
     for node in nodes_of(tree, is_accumulator):
         if reducer_states(node.inner_opt_state):

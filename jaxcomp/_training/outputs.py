@@ -3,7 +3,7 @@
 Each replica's function returns a loss, and perhaps accuracies, counts, logits. A type does not tell
 whether a number is a mean, a sum or something else, so the user specifies a word for each output,
 and what is not specified is refused; `jaxcomp._training.examine` finds the words. The work is in
-three parts: `judged` decides on each replica how a leaf is combined, `reduced` does what needs
+three parts: `with_kinds` decides on each replica how a leaf is combined, `reduced` does what needs
 collectives there, and `put_together` joins the rows outside of the mapped function, where they are
 global arrays.
 """
@@ -25,6 +25,7 @@ from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.collectives import as_local, known_equal, maximum, total, vma_axes
 from jaxcomp._mesh.weights import averaged
 
+# What `aux=` may say, beside an integer, the axis along which rows are joined.
 WORDS = ("mean", "sum", "join", "stack")
 # A leaf that JAX knows to be equal on all replicas: it stays as it is.
 _EQUAL = "equal"
@@ -73,7 +74,7 @@ def taken_apart(result: Any) -> tuple[tuple[Any, ...], PyTree]:
     return outputs, result[-1]
 
 
-def judged(
+def with_kinds(
     outputs: tuple[Any, ...],
     aux: PyTree,
     axis_name: AxisName,
@@ -191,7 +192,7 @@ def _possible(x: Array, axis_name: AxisName) -> str:
     words = []
     if x.ndim:
         words.append("join")
-    exact = not has_mean(x) and not known_equal(x, axis_name)
+    exact = not is_floating(x) and not known_equal(x, axis_name)
     if not exact or _is_compared(x, axis_name):
         words.append("mean")
     if exact:
@@ -201,14 +202,9 @@ def _possible(x: Array, axis_name: AxisName) -> str:
     return "|".join(words)
 
 
-def has_mean(x: Any) -> bool:
-    """Tells whether values of this dtype have a mean of the same dtype: floating and complex."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
 def _is_compared(x: Array, axis_name: AxisName) -> bool:
     """Tells whether the program must compare a "mean" leaf between the replicas."""
-    return not vma_axes(axis_name) and not has_mean(x)
+    return not vma_axes(axis_name) and not jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _all_equal(leaves: Sequence[Array], axis_name: AxisName) -> Array:
@@ -250,8 +246,6 @@ def reduced(
         leaf = leaves[i]
         if kind == "mean":
             to_average[i] = leaf
-            if jnp.iscomplexobj(leaf):
-                to_average[i] = jnp.stack([leaf.real, leaf.imag])
         elif kind == "sum":
             leaves[i] = total(leaf, axis_name)
         elif kind == _COMPARED:
@@ -263,9 +257,6 @@ def reduced(
                 row = jnp.moveaxis(leaf, int(kind), 0)
             rows.append(as_local(row, axis_name))
     means, _ = averaged(to_average, axis_name, weight)
-    for i, mean in enumerate(means):
-        if mean is not None and jnp.iscomplexobj(leaves[i]):
-            means[i] = jax.lax.complex(mean[0], mean[1])
     leaves = with_arrays(leaves, means)
     if compared:
         # A running program cannot raise an error, so the loss becomes NaN.
