@@ -23,7 +23,7 @@ from jaxcomp._reducers.transformation import Transformation
 # not worth the loss of compression, nor of a lower rank than necessary.
 CLOSE = 1.1
 _HEADER = ("reducer", "step", "bytes a step", "speedup", "pays below", "loss")
-_WIDTH = 96
+_WIDTH = 96  # of the text, in characters
 
 
 class Loss(NamedTuple):
@@ -169,20 +169,29 @@ class Advice:
         senders = f"{self.workers:,} workers"
         if self.link.senders < self.workers:
             senders += f" on {self.link.senders:,} hosts"
+        bandwidth = with_unit(8 * self.link.bandwidth, "bit/s")
+        latency = with_unit(self.link.latency, "s")
+        compute_time = with_unit(self.compute_time, "s")
         lines = [
-            f"{values:,} parameters, {senders}, {with_unit(8 * self.link.bandwidth, 'bit/s')}, "
-            f"latency {with_unit(self.link.latency, 's')}, {with_unit(self.compute_time, 's')} of "
+            f"{values:,} parameters, {senders}, {bandwidth}, latency {latency}, {compute_time} of "
             "computation a step",
             "",
         ]
+        lines += self._table()
+        lines += ["", *textwrap.wrap(f"{self.verdict} {self.reason}", _WIDTH)]
+        for note in self.notes:
+            lines += textwrap.wrap(f"- {note}", _WIDTH, subsequent_indent="  ")
+        return "\n".join(lines)
+
+    def _table(self) -> list[str]:
+        """Returns the lines of the table of predictions; numbers are flush right."""
         rows = [_HEADER, *(prediction.row for prediction in self.predictions)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        columns = zip(*rows, strict=True)
+        widths = [max(map(len, column)) for column in columns]
+        lines = []
         for name, *cells in rows:
             line = name.ljust(widths[0])
             for cell, width in zip(cells, widths[1:], strict=True):
                 line += "  " + cell.rjust(width)
             lines.append(line)
-        lines += ["", *textwrap.wrap(f"{self.verdict} {self.reason}", _WIDTH)]
-        for note in self.notes:
-            lines += textwrap.wrap(f"- {note}", _WIDTH, subsequent_indent="  ")
-        return "\n".join(lines)
+        return lines

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import numpy as np
 from jaxcomp._base.checks import check_flag, check_function, check_static_number
 from jaxcomp._base.leaves import FACTOR_DTYPES, checked_dtype, is_floating, leaf_name
 from jaxcomp._base.typing import DType, KeyPath, MatrixDimsFn, PyTree
-from jaxcomp._bytes.gap import read_momentum, spectra_of
+from jaxcomp._bytes.gap import Momentum, read_momentum, spectra_of
 from jaxcomp._bytes.units import parse
 from jaxcomp._lowrank.matrices import LeafPlan, is_compressed, plan_leaves
 from jaxcomp._reducers.low_rank import leaf_bytes
@@ -146,16 +146,37 @@ def ranks_by_spectrum(
     in_order = heapq.merge(*offers, key=lambda offer: (-offer.gain_per_value, offer.path))
 
     if momentum is not None:
-        budget = momentum.law.tail(parse("loss_budget", loss_budget or 0.0))
-        beyond = momentum.tail({path: 1 for path, rank in ranks.items() if rank})
-        for offer in in_order:
-            if beyond <= budget:
-                break
-            ranks[offer.path] = offer.rank
-            beyond -= offer.energy / momentum.energy
-        return Ranks(ranks)
+        _spend_loss(in_order, momentum, parse("loss_budget", loss_budget or 0.0), ranks)
+    else:
+        _spend_bytes(in_order, plans, wire, check_static_number("ratio", ratio, 1), ranks)
+    return Ranks(ranks)
 
-    ratio = check_static_number("ratio", ratio, 1)
+
+def _spend_loss(
+    in_order: Iterable[_Offer], momentum: Momentum, budget: float, ranks: dict[str, int | None]
+) -> None:
+    """Takes offers into `ranks` until the predicted gap is within the budget."""
+    most = momentum.law.tail(budget)
+    tail = momentum.tail({path: 1 for path, rank in ranks.items() if rank})
+    for offer in in_order:
+        if tail <= most:
+            break
+        ranks[offer.path] = offer.rank
+        tail -= offer.energy / momentum.energy
+
+
+def _spend_bytes(
+    in_order: Iterable[_Offer],
+    plans: Sequence[LeafPlan],
+    wire: Any,
+    ratio: float,
+    ranks: dict[str, int | None],
+) -> None:
+    """Takes offers into `ranks` as long as the step sends `ratio` times less than all gradients.
+
+    Raises:
+      ValueError: If rank 1 for every leaf sends more than that.
+    """
     dense = 0
     spent = 0
     unit = "values"
@@ -177,7 +198,6 @@ def ranks_by_spectrum(
         if offer.cost <= left and ranks[offer.path] == offer.before:
             ranks[offer.path] = offer.rank
             left -= offer.cost
-    return Ranks(ranks)
 
 
 class _Offer(NamedTuple):

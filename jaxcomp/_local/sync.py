@@ -109,16 +109,7 @@ class Sync:
         momenta = ()
         if self.average_inner is True:
             momenta = state.inner
-        # A dropped replica's momenta may not be finite either, so they are reset.
-        anew = None
-        if self.drop_non_finite:
-            # A weight of 0 is how a replica is ignored, so no average needs to know of dropping.
-            anew = ~all_finite(jax.tree.leaves((params, momenta)))
-            if weight is None:
-                weight = 1
-            weight = jnp.where(anew, 0, jnp.asarray(weight, jnp.float32))
-        if self.average_inner == "reset":
-            anew = jnp.array(True)
+        weight, anew = self._dropped(params, momenta, weight)
 
         # At a narrow level replicas elsewhere have other parameters, so no anchor is common to all.
         plain = self.plain or axes is not None
@@ -130,7 +121,10 @@ class Sync:
             # Momenta in the same all-reduce.
             (mean, momenta), counted = averaged((sent, momenta), over, weight)
         else:
-            weights = {} if weight is None else {"weight": weight}
+            # Passed only if there is one: a transformation that is no `Reducer` may not know it.
+            weights = {}
+            if weight is not None:
+                weights["weight"] = weight
             mean, reducer = self.reducer.update(sent, state.reducer, anchor, **weights)
             state = state._replace(reducer=reducer)
             # Without momenta to average, skip the all-reduce of weights.
@@ -158,6 +152,20 @@ class Sync:
         if not plain:
             anchor = new
         return new, state._replace(inner=inner, outer=outer, anchor=anchor)
+
+    def _dropped(self, params: PyTree, momenta: PyTree, weight: Any) -> tuple[Any, Array | None]:
+        """Returns this replica's weight, and whether its inner state is reset; None for never."""
+        anew = None
+        if self.drop_non_finite:
+            # A dropped replica's momenta may not be finite either, so they are reset. A weight of 0
+            # is how a replica is ignored, so no average needs to know of dropping.
+            anew = ~all_finite(jax.tree.leaves((params, momenta)))
+            if weight is None:
+                weight = 1
+            weight = jnp.where(anew, 0, jnp.asarray(weight, jnp.float32))
+        if self.average_inner == "reset":
+            anew = jnp.array(True)
+        return weight, anew
 
     def bytes(
         self,

@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp._base.leaves import in_words, is_key, leaf_name
+from jaxcomp._base.leaves import in_words, is_floating, is_key, leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
 from jaxcomp._mesh.explicit import split_axis
 from jaxcomp._training.on_mesh import only_replica
-from jaxcomp._training.outputs import described, has_mean
+from jaxcomp._training.outputs import described
 
 # Rounding of a few dozen operations in float32, as a fraction of the largest value.
 _ROUNDING = 64 * float(jnp.finfo(jnp.float32).eps)
@@ -70,7 +70,8 @@ def examined(
     whole = _on_replicas(function, arrays, specs, axis_name, 1)
     swapped = _on_replicas(function, swapped_arrays, specs, axis_name, 1)
     halves = _on_replicas(function, arrays, specs, axis_name, 2)
-    verdicts = jax.tree.map(functools.partial(_verdict, shares), whole, swapped, halves)
+    judge = functools.partial(_verdict, shares)
+    verdicts = jax.tree.map(judge, whole, swapped, halves)
     table = [("output", "type", "aux", "")]
     leaves = jax.tree.leaves(whole)
     for i, (path, verdict) in enumerate(jax.tree.leaves_with_path(verdicts)):
@@ -81,13 +82,17 @@ def examined(
         if verdict.word is not None:
             word = repr(verdict.word)
         table.append((name, described(leaves[i][0]), word, verdict.remark))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    columns = zip(*table, strict=True)
+    widths = [max(map(len, column)) for column in columns]
     for row in table:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+        line = "  ".join(map(str.ljust, row, widths))
+        print(line.rstrip())
     if verdicts[0].word == "sum":
+        (loss,) = whole[0]
+        first, second = halves[0]
         raise ValueError(
-            f"The loss of a batch is {whole[0][0]:.4g}, and of its halves {halves[0][0]:.4g} and "
-            f"{halves[0][1]:.4g}: it is a sum, or divides by a constant, as the size of the global "
+            f"The loss of a batch is {loss:.4g}, and of its halves {first:.4g} and "
+            f"{second:.4g}: it is a sum, or divides by a constant, as the size of the global "
             "batch. Divide by the number of examples that it is given, x.shape[0]."
         )
     if len(verdicts) == 1:
@@ -115,8 +120,10 @@ def _on_replicas(
         return jnp.stack(jnp.split(jnp.asarray(x), replicas, axis))
 
     in_axes = jax.tree.map(lambda spec: None if split_axis(spec) is None else 0, specs)
-    mapped = jax.vmap(only_replica(function, others), (in_axes,), 0, first, replicas)
-    results = jax.jit(mapped)(jax.tree.map(parts, arrays, specs))
+    on_one = only_replica(function, others)
+    mapped = jax.vmap(on_one, (in_axes,), 0, first, replicas)
+    split = jax.tree.map(parts, arrays, specs)
+    results = jax.jit(mapped)(split)
     return jax.tree.map(lambda x: np.asarray(in_words(x)), results)
 
 
@@ -139,9 +146,9 @@ def _verdict(
     shares: np.ndarray, whole: np.ndarray, swapped: np.ndarray, halves: np.ndarray
 ) -> Verdict:
     """Compares an output of the whole batch with those of the swapped batch and of the halves."""
-    averages = has_mean(whole)
+    floating = is_floating(whole)
     precision = _ROUNDING
-    if averages:
+    if floating:
         precision = max(precision, 2 * float(jnp.finfo(whole.dtype).eps))  # of a 16-bit output
     wide: Any = np.float64
     if np.iscomplexobj(whole):
@@ -161,18 +168,10 @@ def _verdict(
     # Two orders are a small sample of the rounding of sums, so with a margin.
     rounding += 4 * by_order
     apart = _largest(first - second)
-    expected = {
-        "mean": (shares[0] * first + shares[1] * second) / shares.sum(),
-        "sum": first + second,
-        "larger": np.maximum(first, second),
-        "smaller": np.minimum(first, second),
-    }
-    misses = {}
-    for kind, value in expected.items():
-        misses[kind] = _largest(whole - value)
+    misses = _misses(shares, whole, first, second)
     # Equal halves decide nothing between a mean and a maximum, but a floating output that is the
     # same for all examples is averaged without harm.
-    if apart == 0 and misses["mean"] <= rounding < scale and averages and precision == _ROUNDING:
+    if apart == 0 and misses["mean"] <= rounding < scale and floating and precision == _ROUNDING:
         return Verdict("mean", "the same in both halves")
     fitting = []
     for kind, miss in misses.items():
@@ -182,25 +181,47 @@ def _verdict(
     if len(fitting) > 1:
         alike = " or ".join(fitting)
         remark = f"{alike} of both halves: take another batch, or say it yourself"
-        if apart == 0 and not averages:
+        if apart == 0 and not floating:
             remark += '; "mean" keeps what is always the same, as a counter or a key'
         return Verdict(None, remark)
     if fitting == ["sum"]:
         return Verdict("sum")
-    if fitting == ["mean"] and averages:  # an integer would be rounded
+    if fitting == ["mean"] and floating:  # an integer would be rounded
         # A nonlinear function of a mean, such as exp(loss), differs from a mean by about this.
         if apart**2 / 8 > rounding * scale:
             return Verdict("mean")
         return Verdict("mean", f"as far as halves that differ by {apart / scale:.1g} show")
+    return _of_no_kind(misses, scale, equal_shares=bool(shares[0] == shares[1]))
+
+
+def _misses(
+    shares: np.ndarray, whole: np.ndarray, first: np.ndarray, second: np.ndarray
+) -> dict[str, float]:
+    """Returns how far an output is from each combination of those of the two halves."""
+    expected = {
+        "mean": (shares[0] * first + shares[1] * second) / shares.sum(),
+        "sum": first + second,
+        "larger": np.maximum(first, second),
+        "smaller": np.minimum(first, second),
+    }
+    misses = {}
+    for kind, value in expected.items():
+        misses[kind] = _largest(whole - value)
+    return misses
+
+
+def _of_no_kind(misses: dict[str, float], scale: float, *, equal_shares: bool) -> Verdict:
+    """Says which combination an output is nearest to, and what to do with it."""
     nearest = min(misses, key=misses.__getitem__)
     remedy = '"stack" it, or return what it is made of'
     # Without weights a mean over unequal counts is near the mean of the halves, but not equal.
-    if nearest == "mean" and shares[0] == shares[1]:
+    if nearest == "mean" and equal_shares:
         remedy = f"If it is a mean over a count, such as tokens, pass weight=; else {remedy}"
+    off = misses[nearest] / scale
     return Verdict(
         None,
-        f"neither: nearest is the {nearest} of both halves, {misses[nearest] / scale:.1g} of the "
-        f"largest value off. {remedy}",
+        f"neither: nearest is the {nearest} of both halves, {off:.1g} of the largest value off. "
+        f"{remedy}",
     )
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections import defaultdict
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from jaxcomp._base.leaves import leaf_name, nodes_of, unboxed
 from jaxcomp._base.typing import KeyPath, PyTree
 from jaxcomp._reducers.powersgd import PowerSGDState
 
+# Names that flax's models give to the axis of scanned layers in their metadata.
 _LAYERS = re.compile(r"layers?|stack(ed)?|repeats?|blocks?", re.IGNORECASE)
 
 
@@ -34,31 +36,13 @@ def note_stacked_layers(params: PyTree, state: PyTree) -> None:
       state: The reducer's fresh state.
     """
     matrices = _leaves_of_one_matrix(state)
-    has_names = lambda node: isinstance(getattr(node, "names", None), tuple)  # noqa: E731
-    boxes = jax.tree.leaves(params, is_leaf=has_names)
-    parts: dict[KeyPath, list[Any]] = defaultdict(list)
-    for (path, leaf), box in zip(jax.tree.leaves_with_path(unboxed(params)), boxes, strict=True):
-        first_axis = next(iter(getattr(box, "names", ())), None)
-        # In every subtree around the leaf, because any of them may be the stack.
-        for length in range(1, len(path)):
-            parts[path[:length]].append((leaf_name(path), np.shape(leaf), first_axis))
-    for path, leaves in parts.items():  # from the root down
-        lengths = set()
-        axis_names = set()
-        least_axes = 3
+    for path, leaves in _subtrees(params).items():  # from the root down
+        lengths = {leaf.shape[:1] for leaf in leaves}
+        why = _looks_like_layers(leaves)
         whole = ""  # the first leaf with two more axes after that of the layers
-        for name, shape, axis_name in leaves:
-            lengths.add(shape[:1])
-            axis_names.add(axis_name)
-            least_axes = min(least_axes, len(shape))
-            if not whole and len(shape) > 2 and name in matrices:
-                whole = name
-        why = ""
-        common = axis_names.pop() if len(axis_names) == 1 else None
-        if _LAYERS.fullmatch(common or ""):
-            why = f"called {common!r}"
-        elif least_axes == 2:  # biases and norms of one layer have one axis
-            why = "as stacked layers have"
+        for leaf in leaves:
+            if not whole and len(leaf.shape) > 2 and leaf.name in matrices:
+                whole = leaf.name
         if len(lengths) == 1 and why and whole:
             ((length,),) = lengths
             last = jax.tree_util.keystr(path[-1:], simple=True)
@@ -70,6 +54,47 @@ def note_stacked_layers(params: PyTree, state: PyTree) -> None:
                 stacklevel=3,
             )
             return
+
+
+class _Leaf(NamedTuple):
+    """Describes one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    first_axis: str | None  # its name in flax's metadata, if there is one
+
+
+def _subtrees(params: PyTree) -> dict[KeyPath, list[_Leaf]]:
+    """Returns the leaves in each subtree of the parameters, by the path of the subtree."""
+    boxes = jax.tree.leaves(params, is_leaf=_has_names)
+    subtrees: dict[KeyPath, list[_Leaf]] = defaultdict(list)
+    leaves = jax.tree.leaves_with_path(unboxed(params))
+    for (path, leaf), box in zip(leaves, boxes, strict=True):
+        names = getattr(box, "names", ())
+        first_axis = next(iter(names), None)
+        described = _Leaf(leaf_name(path), np.shape(leaf), first_axis)
+        # In every subtree around the leaf, because any of them may be the stack.
+        for length in range(1, len(path)):
+            subtrees[path[:length]].append(described)
+    return subtrees
+
+
+def _has_names(node: Any) -> bool:
+    """Tells whether a node is one of flax's boxes with names of axes."""
+    return isinstance(getattr(node, "names", None), tuple)
+
+
+def _looks_like_layers(leaves: Sequence[_Leaf]) -> str:
+    """Returns what shows that the first axis counts layers, in words; an empty text if nothing."""
+    names = {leaf.first_axis for leaf in leaves}
+    if len(names) == 1:
+        (name,) = names
+        if _LAYERS.fullmatch(name or ""):
+            return f"called {name!r}"
+    # Biases and norms of one layer have one axis.
+    if min(len(leaf.shape) for leaf in leaves) == 2:
+        return "as stacked layers have"
+    return ""
 
 
 def _leaves_of_one_matrix(state: PyTree) -> set[str]:

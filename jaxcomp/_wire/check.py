@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._base.checks import answers_other_names, check_int
+from jaxcomp._base.checks import check_int
 from jaxcomp._base.leaves import is_floating
 from jaxcomp._base.stats import dense_stats
 from jaxcomp._base.typing import Array, PyTree
@@ -27,14 +27,13 @@ from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import Reducer, check_reducer
 from jaxcomp._states.place import known_spec
 from jaxcomp._training.data_parallel import data_parallel
-from jaxcomp._wire.collectives import Collective, Collectives, collectives, mesh_of
+from jaxcomp._wire.collectives import Collective, collectives, mesh_of
 from jaxcomp._wire.program import Program, read_program
 from jaxcomp._wire.steps import count_steps
 
 _SMALL = 1024  # bytes: losses and flags
 
 
-@answers_other_names
 def check(
     compiled: Any,
     reducer: Reducer | Sequence[Reducer],
@@ -43,7 +42,7 @@ def check(
     mesh: Any = None,
     allow: int | None = None,
     steps: int | Sequence[int | None] | None = None,
-) -> Collectives:
+) -> tuple[Collective, ...]:
     """Refuses a compiled program that sends more over the replicas' axis than its reducers do.
 
     Three mistakes cost as many bytes as compression saves, and change no result visibly: a `pmean`
@@ -101,37 +100,12 @@ def check(
     crossing = _crossing(listed, axes)
     # On a mesh with other axes, each device of a replica may send only its share of the bytes.
     others = mesh.size // replicas_on(mesh, tuple(axes))
-    _, right, calls, allowed = np.sum(expected, axis=0)  # each field over all networks
+    _, right, _, allowed = np.sum(expected, axis=0)  # each field over all networks
     sent = _bytes(crossing)
     if right / others / 2 <= sent <= right + allowed:
         return listed
 
-    reducers = " and ".join(repr(network.reducer) for network in networks)
-    lines = [
-        f"The compiled step sends {sent:,.0f} bytes over {', '.join(axes)}, but a step with "
-        f"{reducers} sends {right:,.0f}, and {allowed:,.0f} more are allowed (allow=)."
-    ]
-    times = 0
-    if right:
-        times = round(sent / right)
-    # Small metrics make the bytes of a repeated reducer no exact multiple.
-    whole = abs(sent - times * right) < 0.1 * right
-    called = sum(collective.times for collective in crossing)
-    if times > 1 and whole and called >= times * calls:
-        shown: Any = [times * reducer.steps for reducer in expected]
-        if len(shown) == 1:
-            (shown,) = shown
-        lines.append(
-            f"  That is {times} times as much. If the reducer runs on every micro-batch, run it "
-            f"once, on the mean of the micro-batches' gradients. If one call takes {shown} "
-            f"training steps, pass steps={shown}."
-        )
-    elif sent > right and len(networks) == 1:
-        lines.append("  If it trains other networks too, pass lists of reducers and parameters.")
-    largest = sorted(crossing, key=lambda collective: -collective.times * collective.as_all_reduce)
-    for collective in largest[:6]:
-        lines.append(f"  {collective}")
-    raise ValueError("\n".join(lines))
+    raise ValueError(_difference(networks, expected, axes, crossing))
 
 
 class _Network(NamedTuple):
@@ -149,6 +123,43 @@ class _Expected(NamedTuple):
     bytes: float  # of all-reduces of the same cost
     collectives: int
     allowed: float  # bytes in addition
+
+
+def _difference(
+    networks: Sequence[_Network],
+    expected: Sequence[_Expected],
+    axes: Iterable[str],
+    crossing: Sequence[Collective],
+) -> str:
+    """Says how much more or less a program sends than its reducers, and what may be the cause."""
+    _, right, calls, allowed = np.sum(expected, axis=0)
+    sent = _bytes(crossing)
+    reducers = " and ".join(repr(network.reducer) for network in networks)
+    lines = [
+        f"The compiled step sends {sent:,.0f} bytes over {', '.join(axes)}, but a step with "
+        f"{reducers} sends {right:,.0f}, and {allowed:,.0f} more are allowed (allow=)."
+    ]
+    times = 0
+    if right:
+        times = round(sent / right)
+    # Small metrics make the bytes of a repeated reducer no exact multiple.
+    whole = abs(sent - times * right) < 0.1 * right
+    called = sum(collective.times for collective in crossing)
+    if times > 1 and whole and called >= times * calls:
+        steps: Any = [times * each.steps for each in expected]
+        if len(steps) == 1:
+            (steps,) = steps
+        lines.append(
+            f"  That is {times} times as much. If the reducer runs on every micro-batch, run it "
+            f"once, on the mean of the micro-batches' gradients. If one call takes {steps} "
+            f"training steps, pass steps={steps}."
+        )
+    elif sent > right and len(networks) == 1:
+        lines.append("  If it trains other networks too, pass lists of reducers and parameters.")
+    largest = sorted(crossing, key=lambda collective: -collective.times * collective.as_all_reduce)
+    for collective in largest[:6]:
+        lines.append(f"  {collective}")
+    return "\n".join(lines)
 
 
 def _networks(reducer: Any, params: Any, steps: Any) -> list[_Network]:
@@ -246,7 +257,7 @@ def _compiled_alone(network: _Network, mesh: Any, mapped: tuple[str, ...]) -> An
     axes = mapped + axis_tuple(reducer.axis_name)
     if mapped:
         reducer = optax.chain(allreduce(axis_name=mapped), reducer)
-    params = jax.tree.map(lambda leaf: leaf if is_floating(leaf) else None, network.params)
+    params = jax.tree.map(_floating_or_none, network.params)
 
     def gradients(params: PyTree, x: Array) -> tuple[Array, PyTree]:
         # They depend on the examples: gradients that are equal everywhere would be refused.
@@ -254,7 +265,15 @@ def _compiled_alone(network: _Network, mesh: Any, mapped: tuple[str, ...]) -> An
         return scale, jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), params)
 
     rows = jax.NamedSharding(mesh, jax.P(axes))  # names the devices
-    examples = jax.ShapeDtypeStruct((replicas_on(mesh, axes),), jnp.float32, sharding=rows)
+    shape = (replicas_on(mesh, axes),)
+    examples = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
     run = data_parallel(gradients, reducer, mesh=mesh, axis_name=axes)
     state = jax.eval_shape(run.init, params)
-    return jax.jit(run).lower(state, params, examples).compile()
+    lowered = jax.jit(run).lower(state, params, examples)
+    return lowered.compile()
+
+
+def _floating_or_none(leaf: Any) -> Any:
+    if is_floating(leaf):
+        return leaf
+    return None
