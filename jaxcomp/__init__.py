@@ -1,4 +1,11 @@
-"""Communication-efficient data-parallel training in JAX, as Optax gradient transformations."""
+"""Communication-efficient data-parallel training in JAX, as Optax gradient transformations.
+
+A reducer turns the local gradients of a replica into their average, which may be compressed on the
+way, and is the first link of an `optax.chain`. `data_parallel` and `value_and_grad` put one into a
+`jax.jit` loop; local SGD averages parameters instead. The names in this file are the public ones,
+with those of `extend` and `types`; the folders with an underscore are not. CONTRIBUTING.md says
+what is where, and in which order to read it.
+"""
 
 from jaxcomp import extend, types
 from jaxcomp._adviser.advise import advise

@@ -10,13 +10,12 @@ from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.transformation import Transformation
 from jaxcomp._states.diagnostics import Diagnostics, LeafDiagnostics
 from jaxcomp._training.data_parallel import DataParallel
-from jaxcomp._wire.collectives import Collective, Collectives
+from jaxcomp._wire.collectives import Collective
 
 __all__ = [
     "Advice",
     "Calibration",
     "Collective",
-    "Collectives",
     "CompressionStats",
     "DataParallel",
     "Diagnostics",

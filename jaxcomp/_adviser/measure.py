@@ -32,7 +32,9 @@ from jaxcomp._states.place import shard_state, state_specs
 
 _Device: TypeAlias = Any  # jax.Device, which type checkers take for a variable
 _AXIS = "replicas"
-_FEW = 1 << 9  # values in each of two vectors that are averaged
+# Values in each of two vectors that are averaged: so few that the fixed time counts, and so many
+# that the bandwidth does.
+_FEW = 1 << 9
 _MANY = 1 << 22
 _REPEATS = 8  # runs of each step
 _SHORTEST = 1e-6  # seconds: least difference of two times, since noise can make it negative
@@ -70,7 +72,8 @@ def measure(
       True
     """
     rank = check_int("rank", rank, 1)
-    tree = floating_leaves(shapes_of(params)[0])
+    shapes, _ = shapes_of(params)
+    tree = floating_leaves(shapes)
     low_rank = powersgd(rank, axis_name=_AXIS, start_step=0, comm_dtype="int6")
     if not any(leaf.rank for leaf in low_rank.bytes(tree, replicas=1).leaves):
         raise ValueError(f"At rank {rank} nothing of this model is compressed: no time to measure.")
@@ -94,11 +97,13 @@ def measure(
         costs: ReducerCosts = getattr(assumed, name)
         if reducer is not None:
             seconds = _step_time(reducer, tree, [local]) - alone
+            assumed_seconds = costs.compression_time(reducer.bytes(tree, replicas=1))
             # One time does not tell what a value and what a column costs: scale both alike.
-            times = seconds / costs.compression_time(reducer.bytes(tree, replicas=1))
+            times = seconds / assumed_seconds
             times = max(times, 0.01)  # noise can make this difference too small
             per_value = times * costs.per_value
-            costs = costs._replace(per_value=per_value, per_column=times * costs.per_column)
+            per_column = times * costs.per_column
+            costs = costs._replace(per_value=per_value, per_column=per_column)
         if len(devices) > 1:
             overhead, bandwidth = _collective(wire, devices, local)
             costs = costs._replace(overhead=overhead, bandwidth=bandwidth)
@@ -122,8 +127,9 @@ def _collective(
     replicas = len(devices)
     for values in (_FEW, _MANY):
         vectors = 2 * [jax.ShapeDtypeStruct((values,), jnp.float32)]
-        difference = _step_time(reducer, vectors, devices) - _step_time(reducer, vectors, [local])
-        seconds.append(max(difference, _SHORTEST))
+        together = _step_time(reducer, vectors, devices)
+        alone = _step_time(reducer, vectors, [local])
+        seconds.append(max(together - alone, _SHORTEST))
         payload = reducer.bytes(vectors, replicas=replicas).bytes_after
         sent.append(2 * (replicas - 1) / replicas * payload)
     longer = max(seconds[1] - seconds[0], _SHORTEST)
@@ -137,8 +143,13 @@ def _step_time(reducer: Any, tree: Sequence[Any], devices: Sequence[_Device]) ->
     """
     mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
     # The noise repeats, which is fast to make; times do not depend on the values.
+    # A prime number of values, so that the rows of a matrix are not all equal.
     noise = np.random.default_rng(0).standard_normal(100_003, np.float32)
-    arrays = jax.tree.map(lambda leaf: np.resize(noise, leaf.shape).astype(leaf.dtype), tree)
+
+    def filled(leaf: Any) -> np.ndarray:
+        return np.resize(noise, leaf.shape).astype(leaf.dtype)
+
+    arrays = jax.tree.map(filled, tree)
     grads = jax.device_put(arrays, NamedSharding(mesh, jax.P()))
     params = jax.tree.map(jnp.copy, grads)
     optimizer = optax.chain(reducer, optax.sgd(1e-3))
@@ -156,6 +167,8 @@ def _step_time(reducer: Any, tree: Sequence[Any], devices: Sequence[_Device]) ->
     shortest = float("inf")  # longer runs waited for other programs, or compiled
     for _ in range(_REPEATS):
         start = time.perf_counter()
-        params, state = jax.block_until_ready(compiled(params, state, grads))
-        shortest = min(shortest, time.perf_counter() - start)
+        params, state = compiled(params, state, grads)
+        jax.block_until_ready((params, state))
+        seconds = time.perf_counter() - start
+        shortest = min(shortest, seconds)
     return shortest

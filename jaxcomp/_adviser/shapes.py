@@ -15,8 +15,10 @@ from jaxcomp._base.typing import MatrixDimsFn, PyTree
 from jaxcomp._bytes.units import parse
 from jaxcomp._lowrank.matrices import plan_leaves
 
+# Those of GPT-2 small: width 768 has 12 layers.
 _HEAD_WIDTH = 64
 _VOCABULARY = 50_257
+# Numbers outside of these are more likely a slip, such as 124 for "124M", than a model.
 _SMALLEST = 10_000
 _LARGEST = 10**12
 
@@ -45,20 +47,23 @@ def shapes_of(params: PyTree) -> tuple[PyTree, str]:
             "Pass the parameters, or their shapes, to jaxcomp.advise."
         )
     width = 4  # the largest multiple of 4 that fits
-    while _values(width + 4) + min(_VOCABULARY * (width + 4), count // 3) <= count:
+    while _least_values(width + 4, count) <= count:
         width += 4
     layers = _layers(width)
-    rows = min(_VOCABULARY, (count - _values(width)) // width)
+    left = count - _values(width)
+    rows = min(_VOCABULARY, left // width)
     layer = []
     for inputs, outputs in ((1, 3), (1, 1), (1, 4), (4, 1)):  # qkv, out, up, down
         layer.append(jax.ShapeDtypeStruct((inputs * width, outputs * width), jnp.float32))
     layer.append(jax.ShapeDtypeStruct((13 * width,), jnp.float32))  # biases and norms
     embedding = jax.ShapeDtypeStruct((rows, width), jnp.float32)
-    return {"embedding": embedding, "layers": layers * [layer]}, (
+    total = _values(width) + rows * width
+    assumption = (
         f"shapes assumed: a transformer of {layers} layers of width {width:,} and an embedding of "
-        f"{rows:,} x {width:,}, {_values(width) + rows * width:,} parameters in float32; better "
-        "pass yours to jaxcomp.advise"
+        f"{rows:,} x {width:,}, {total:,} parameters in float32; better pass yours to "
+        "jaxcomp.advise"
     )
+    return {"embedding": embedding, "layers": layers * [layer]}, assumption
 
 
 def _layers(width: int) -> int:
@@ -68,6 +73,12 @@ def _layers(width: int) -> int:
 def _values(width: int) -> int:
     """Counts the parameters of all layers: kernels, biases and norms."""
     return _layers(width) * width * (12 * width + 13)
+
+
+def _least_values(width: int, count: int) -> int:
+    """Counts the parameters of a model of this width, with the smallest embedding it may have."""
+    embedding = min(_VOCABULARY * width, count // 3)
+    return _values(width) + embedding
 
 
 def typical_width(params: PyTree, matrix_dims: MatrixDimsFn | None = None) -> int:

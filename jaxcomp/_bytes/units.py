@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import NamedTuple, SupportsFloat
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_PREFIXES_BY_POWER = ("u", "m", "", "k", "M", "G", "T")  # of 1000, from this power on
+_LEAST_POWER = -2
 _RATES = {"bit": 1 / 8, "bps": 1 / 8, "B": 1.0}  # in bytes per second
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _NUMBER = re.compile(r"([\d_]*\.?\d+(?:e[+-]?\d+)?)\s*([kMGT]?)([a-zA-Z%]*)(?:/s)?", re.ASCII)
@@ -68,7 +70,10 @@ def with_unit(value: float, unit: str) -> str:
     if not value or math.isinf(value):
         return f"{value:g} {unit}"
     # The prefix is chosen after rounding: 999.6 ms is 1 s and not 1e+03 ms.
-    power = math.floor(math.log10(float(f"{value:.2e}"))) // 3
-    power = min(max(power, -2), 4)
-    prefix = "um kMGT"[power + 2].strip()
-    return f"{value / 1000**power:.3g} {prefix}{unit}"
+    rounded = float(f"{value:.2e}")
+    power = math.floor(math.log10(rounded)) // 3
+    power = max(power, _LEAST_POWER)
+    power = min(power, _LEAST_POWER + len(_PREFIXES_BY_POWER) - 1)
+    prefix = _PREFIXES_BY_POWER[power - _LEAST_POWER]
+    scaled = value / 1000**power
+    return f"{scaled:.3g} {prefix}{unit}"

@@ -68,8 +68,8 @@ def scale_by_local_adam(
     def update(updates: PyTree, state: Any, params: PyTree | None = None) -> tuple[PyTree, Any]:
         del params
         (steps,), adam = state
-        local = axis_size(axis_name) ** -0.5
-        scale = jnp.where(steps < start_step, 1.0, local)
+        replicas = axis_size(axis_name)
+        scale = jnp.where(steps < start_step, 1.0, replicas**-0.5)
         # The root of the factor, because `update_moment` squares.
         noise = jax.tree.map(lambda g: g * scale.astype(g.dtype), updates)
         mu = optax.tree.update_moment(updates, adam.mu, b1, 1)

@@ -235,7 +235,8 @@ def _scaled_blocks(factors: Array) -> tuple[Array, Array]:
     largest = jnp.abs(x).max(axis=(1, 2), keepdims=True)
     sixteenth = jnp.asarray(1 / 16, x.dtype)
     step = jnp.where(largest > 1, sixteenth, jnp.ones([], x.dtype))
-    x = (x * step) / jnp.where(largest == 0, 1, largest * step)
+    x = x * step
+    x = x / jnp.where(largest == 0, 1, largest * step)
     return jnp.where(largest == 0, spare, x), spare
 
 
@@ -302,24 +303,30 @@ def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
     unit = jnp.eye(rank, dtype=bool)
     diagonal = jnp.diagonal(gram, axis1=-2, axis2=-1)
     positive = diagonal > _ZERO
-    norm = jnp.where(positive, lax.rsqrt(jnp.where(positive, diagonal, 1)), 0)
+    squared_lengths = jnp.where(positive, diagonal, 1)
+    norm = jnp.where(positive, lax.rsqrt(squared_lengths), 0)
     # Correlations of columns scaled to length 1, divided by 1 + shift. So the pivot of a column in
     # the span of others is positive, and larger than the rounding.
-    correlations = gram * norm[..., :, None] * norm[..., None, :]
+    correlations = gram * norm[..., :, None]
+    correlations = correlations * norm[..., None, :]
     shift = _SHIFT * max(1, rank / _SHIFT_RANK)
-    correlations = jnp.where(unit, 1, correlations * (1 / (1 + shift)))
+    shrinkage = 1 / (1 + shift)
+    correlations = jnp.where(unit, 1, correlations * shrinkage)
     # If the rounding exceeds the shift, for example if all columns are multiples of one column, the
     # factorisation fails. Then a larger shift is used, which resolves fewer directions.
-    shrunk = jnp.where(unit, 1, correlations * (1 / (1 + _LARGE_SHIFT)))
+    shrinkage = 1 / (1 + _LARGE_SHIFT)
+    shrunk = jnp.where(unit, 1, correlations * shrinkage)
     # Both in one batched call, because a second one after a failure would need a branch.
-    factors = lax.linalg.cholesky(jnp.stack([correlations, shrunk]), symmetrize_input=False)
+    both = jnp.stack([correlations, shrunk])
+    factors = lax.linalg.cholesky(both, symmetrize_input=False)
     finite = jnp.isfinite(factors[0])  # a factorisation that fails returns NaN
     failed = ~finite.all(axis=(-2, -1), keepdims=True)
     factor = jnp.where(failed, factors[1], factors[0])
     # Made from the factor and not by jnp.eye, so that it has the batch and the type of the factor.
     identity = jnp.where(unit, jnp.ones_like(factor), jnp.zeros_like(factor))
     inverse = lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
-    pivots = jnp.square(jnp.diagonal(factor, axis1=-2, axis2=-1))
+    diagonal = jnp.diagonal(factor, axis1=-2, axis2=-1)
+    pivots = jnp.square(diagonal)
     # A column that is a multiple of another has a pivot of twice the shift.
     pivots -= jnp.where(failed[..., 0], 2 * _LARGE_SHIFT, 0)
     lost = (pivots <= lost_below) | (norm == 0)
@@ -334,9 +341,14 @@ def spare_directions(n: int, rank: int, dtype: Any) -> Array:
     larger `n`.
     """
     # Two rounds of multiply and xor-shift (Knuth's and Murmur3's multipliers).
-    rows = jnp.arange(n, dtype=jnp.uint32) * jnp.uint32(2654435761)
-    cols = jnp.arange(1, rank + 1, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    rows = jnp.arange(n, dtype=jnp.uint32)
+    rows = rows * jnp.uint32(2654435761)
+    cols = jnp.arange(1, rank + 1, dtype=jnp.uint32)
+    cols = cols * jnp.uint32(0x9E3779B9)
     bits = rows[:, None] + cols[None]
     for multiplier in (0x85EBCA6B, 0xC2B2AE35):
-        bits = (bits ^ (bits >> 15)) * jnp.uint32(multiplier)
-    return (bits >> 8).astype(dtype) / (1 << 24) - 0.5
+        mixed = bits ^ (bits >> 15)
+        bits = mixed * jnp.uint32(multiplier)
+    # The upper 24 bits, which every floating dtype of factors holds exactly.
+    fractions = (bits >> 8).astype(dtype) / (1 << 24)
+    return fractions - 0.5

@@ -125,8 +125,10 @@ class BlockLayout(_Layout):
         if self.bits == 6:
             integers = _unpacked(integers)[..., : self.blocks * self.length]
         integers = integers.reshape(*rows.shape[:-1], *self.share_shape)
-        scales = _from_bytes(rows[..., self._integer_bytes : self._payload], jnp.float32)
-        return integers.astype(dtype) * scales.astype(dtype)[..., None]
+        encoded_scales = rows[..., self._integer_bytes : self._payload]
+        scales = _from_bytes(encoded_scales, jnp.float32)
+        values = integers.astype(dtype)
+        return values * scales.astype(dtype)[..., None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,12 +280,14 @@ def _quantize(x: Array, levels: int) -> tuple[Array, Array]:
     A scale is NaN if a value of its block is not finite. It is 0 if all values are zero, or so
     small that the scale would be subnormal.
     """
-    scale = (jnp.abs(x).max(axis=-1) / levels).astype(jnp.float32)
+    largest = jnp.abs(x).max(axis=-1)
+    scale = (largest / levels).astype(jnp.float32)
     # The maximum may miss a NaN: XLA's CPU backend drops it at some shapes (jaxlib 0.10.2). The sum
     # of x - x, which is 0 or NaN, does not miss it.
     zero_or_nan = jnp.sum(x - x, axis=-1)
     finite = jnp.isfinite(scale) & (zero_or_nan == 0)
-    scale = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, scale, 0)
+    tiny = jnp.finfo(jnp.float32).tiny
+    scale = jnp.where(scale >= tiny, scale, 0)
     # A block with scale 0 becomes zeros: x / inf is 0, where x / 0 would be NaN.
     divisor = jnp.where(scale > 0, scale, jnp.inf).astype(x.dtype)
     rounded = jnp.round(x / divisor[..., None])
@@ -294,13 +298,15 @@ def _quantize(x: Array, levels: int) -> tuple[Array, Array]:
 def _packed(integers: Array) -> Array:
     """Packs 6-bit integers ``(..., count)`` as int8 ``(..., 3 * ceil(count / 4))``."""
     count = integers.shape[-1]
-    whole = _padded(integers, 4 * _quotient_up(count, 4))
+    words = _quotient_up(count, 4)
+    whole = _padded(integers, 4 * words)
+    whole = lax.bitcast_convert_type(whole, jnp.uint8)
     # The low six bits of two's complement are those of the number, negative or not.
-    bits = lax.bitcast_convert_type(whole, jnp.uint8).astype(jnp.uint32) & 63
+    bits = whole.astype(jnp.uint32) & 63
     fours = bits.reshape(*integers.shape[:-1], -1, 4)
     a, b, c, d = jnp.moveaxis(fours, -1, 0)
-    words = a | (b << 6) | (c << 12) | (d << 18)
-    three = lax.bitcast_convert_type(words, jnp.int8)[..., :3]
+    joined = a | (b << 6) | (c << 12) | (d << 18)
+    three = lax.bitcast_convert_type(joined, jnp.int8)[..., :3]  # the fourth byte is 0
     return three.reshape(*integers.shape[:-1], -1)
 
 
@@ -308,7 +314,8 @@ def _unpacked(packed: Array) -> Array:
     """Inverts `_packed`, with up to three zeros at the end."""
     three = packed.reshape(*packed.shape[:-1], -1, 3)
     words = lax.bitcast_convert_type(_padded(three, 4), jnp.uint32)
-    four = jnp.stack([words, words >> 6, words >> 12, words >> 18], axis=-1) & 63
+    shifted = [words, words >> 6, words >> 12, words >> 18]
+    four = jnp.stack(shifted, axis=-1) & 63
     # Extends the sign of six bits to eight bits.
     signed = (four.astype(jnp.int8) ^ 32) - 32
     return signed.reshape(*packed.shape[:-1], -1)

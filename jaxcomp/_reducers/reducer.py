@@ -26,7 +26,6 @@ from jaxcomp._base.leaves import (
     is_floating,
     is_masked,
     leaf_name,
-    named_dtype,
     saturated,
     unboxed,
 )
@@ -115,9 +114,7 @@ class Reducer(Transformation):
         check_axis_name(axis_name)
 
         def unboxed_init(params: PyTree) -> PyTree:
-            params = unboxed(params)
-            jax.tree.map_with_path(named_dtype, params)  # refuses other objects than arrays
-            return init(params)
+            return init(unboxed(params))
 
         def update(
             updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any

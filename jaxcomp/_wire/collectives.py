@@ -53,22 +53,7 @@ class Collective:
         return line
 
 
-class Collectives(tuple[Collective, ...]):
-    """Holds the collectives of a program, in its order; ``print`` shows a line for each."""
-
-    def __str__(self) -> str:
-        """Returns a line for each collective, and the bytes over the same axes added up."""
-        lines = list(map(str, self))
-        sums: dict[tuple[str, ...], int] = {}
-        for collective in self:
-            axes = collective.axes
-            sums[axes] = sums.get(axes, 0) + collective.times * collective.bytes
-        for axes, sent in sums.items():
-            lines.append(f"in all {sent:,} bytes over {axes}")
-        return "\n".join(lines) or "no collectives"
-
-
-def collectives(compiled: Any, *, mesh: Any = None) -> Collectives:
+def collectives(compiled: Any, *, mesh: Any = None) -> tuple[Collective, ...]:
     """Lists the collectives of a compiled step, in the order of the program.
 
     The list holds every branch of a conditional, and each collective in a loop once, with the
@@ -83,7 +68,7 @@ def collectives(compiled: Any, *, mesh: Any = None) -> Collectives:
         results.
 
     Returns:
-      A tuple of all collectives, with their bytes on one device. ``print`` shows a line for each.
+      Every collective, with its bytes on one device.
 
     Raises:
       ValueError: If `compiled` is not a compiled program, or `mesh` is missing.
@@ -115,7 +100,7 @@ def mesh_of(compiled: Any) -> Any:
     return max(meshes, key=lambda mesh: mesh.size)
 
 
-def collectives_of(program: Program, mesh_of_program: Callable[[], Any]) -> Collectives:
+def collectives_of(program: Program, mesh_of_program: Callable[[], Any]) -> tuple[Collective, ...]:
     """Lists the collectives of a program in its order, with those of every branch.
 
     Args:
@@ -137,7 +122,7 @@ def collectives_of(program: Program, mesh_of_program: Callable[[], Any]) -> Coll
                 visit(called, around, chosen)
 
     visit(program.entry, (), False)
-    return Collectives(listed)
+    return tuple(listed)
 
 
 def _collective(

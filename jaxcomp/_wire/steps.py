@@ -24,6 +24,7 @@ _Depth: TypeAlias = "int | list[_Depth]"
 
 # After this number of iterations of a loop, each further iteration adds as much as the last one.
 _TURNS = 3
+# Instructions whose one computation gets their operands; and those whose result is their operand.
 _RUN_ONCE = ("fusion", "call", "async-start")
 _UNCHANGED = ("opt-barrier", "copy", "copy-start", "copy-done", "async-done")
 
