@@ -4,8 +4,7 @@ import ast
 import pathlib
 
 ROOT = pathlib.Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-EXAMPLES = ROOT / "examples"
+DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
 LANGUAGE_MODEL = EXAMPLES / "language_model"
 
 

@@ -41,8 +41,7 @@ def watched(call, *, memory=True):
         call()
     except Exception as raised:
         error = raised
-    took = time.process_time() - start
-    executed = _SEEN.pop()
+    took, executed = time.process_time() - start, _SEEN.pop()
     peak = tracemalloc.get_traced_memory()[1]  # 0 if memory is not traced
     tracemalloc.stop()
     return Cost(error, executed, took, peak)

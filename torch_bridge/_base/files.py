@@ -1,4 +1,9 @@
-"""Writes files completely or not at all, and detects paths that are not regular files."""
+"""Writes files completely or not at all, and detects paths that are not regular files.
+
+`save_checkpoint` and the command line write through `replacing`, because the file that they replace
+is often the only copy of a run. Readers ask `no_file` first, since a path that a user passed may be
+a folder or a pipe.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Imports PyTorch for the functions that need it; no other file imports PyTorch."""
+"""Imports PyTorch for the functions that need it; no other file imports PyTorch.
+
+Reading a checkpoint and converting it to Flax need no torch, which is a gigabyte that a JAX
+environment seldom has. So the import happens when a function is called that needs it, and says what
+to install.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """torch's state of PowerSGD as a typed record of NumPy arrays, without torch.
 
 The fields have torch's names (``powerSGD_hook.PowerSGDState.__slots__``), so a reader who knows the
-hook recognises every entry.
+hook recognises every entry. The reader, the layouts and the conversions exchange this record; its
+functions check every value, because all of them come from a file.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
-import jax
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
@@ -95,18 +95,15 @@ class PowerSGDRecord:
     @property
     def error_sizes(self) -> dict[int, int]:
         """Returns the number of values in each bucket's error, by bucket index."""
-        return jax.tree.map(np.size, self.error_dict)
+        return {bucket: error.size for bucket, error in self.error_dict.items()}
 
     @property
     def hyperparameters(self) -> dict[str, int | float | bool]:
         """Returns the hook's arguments that the user chose, by torch's names."""
-        chosen = {}
-        for name in _NUMBERS:
-            if name not in COUNTERS:
-                chosen[name] = getattr(self, name)
-        return chosen
+        return {name: getattr(self, name) for name in _NUMBERS if name not in COUNTERS}
 
 
+# From the annotations, so that a field of a later release is checked without another list.
 _NUMBERS = {}
 for _name, _kind in get_type_hints(PowerSGDRecord).items():
     if _kind in (int, float, bool):
@@ -124,7 +121,7 @@ _REQUIRED = ("matrix_approximation_rank", "iter", *BUFFERS)
 
 def is_slots(value: object) -> bool:
     """Returns True if the entries are those of ``PowerSGDState.__getstate__()``."""
-    return isinstance(value, Mapping) and value.keys() >= set(_REQUIRED)
+    return isinstance(value, Mapping) and all(name in value for name in _REQUIRED)
 
 
 def is_post_local(value: object) -> bool:
@@ -165,9 +162,9 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
     Raises:
       CheckpointMismatch: A required slot is missing, or a slot has the wrong kind of value.
     """
-    missing = set(_REQUIRED) - slots.keys()
+    missing = [name for name in _REQUIRED if name not in slots]
     if missing:
-        raise CheckpointMismatch(f"the hook state lacks {', '.join(sorted(missing))}")
+        raise CheckpointMismatch(f"the hook state lacks {', '.join(missing)}")
     values: dict[str, Any] = {"rng": slots.get("rng")}
     for name in _NUMBERS.keys() & slots.keys():
         values[name] = _number(name, slots[name])

@@ -1,4 +1,9 @@
-"""Writes and reads the documents of `save_checkpoint`: dictionaries of tensors, plain values."""
+"""Writes and reads the documents of `save_checkpoint`: dictionaries of tensors, plain values.
+
+The format has no class of this package in it, so that ``torch.load(weights_only=True)`` reads it
+too. It is written in a torch job and read without torch, so the two functions for it stand beside
+each other. A reader checks every entry, as for any other file.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
@@ -66,7 +70,7 @@ def _plain(record: PowerSGDRecord) -> dict[str, Any]:
     slots = dict(vars(record))
     del slots["error_dict"]  # each rank has another error
     for name in ("p_memory_dict", "q_memory_dict"):
-        slots[name] = jax.tree.map(to_tensor, slots[name])
+        slots[name] = {bucket: to_tensor(flat) for bucket, flat in slots[name].items()}
     if record.rng is not None:
         state: Any = record.rng.get_state()
         # int64, because torch.load(weights_only=True) of older releases has no uint32.
@@ -99,8 +103,8 @@ def read_document(value: Mapping[str, Any]) -> dict[str, Any]:
     example = fields["example"]
     if example is not None:
         inputs = example.get("inputs")
-        kinds = set(map(type, inputs)) if isinstance(inputs, list) else set()
-        if kinds != {np.ndarray} or "outputs" not in example:
+        are_arrays = isinstance(inputs, list) and all(isinstance(a, np.ndarray) for a in inputs)
+        if not inputs or not are_arrays or "outputs" not in example:
             raise CheckpointMismatch("`example` must have tensors as `inputs`, and `outputs`")
         fields["example"] = (tuple(inputs), example["outputs"])
     slots = fields["powersgd"]
@@ -119,9 +123,9 @@ def _records(slots: Mapping[str, Any], errors: Any) -> tuple[PowerSGDRecord, ...
         rng = slots["rng"]
         if not isinstance(rng, Mapping) or not rng.keys() >= set(_RNG_FIELDS):
             raise CheckpointMismatch(f"`rng` must hold {', '.join(_RNG_FIELDS)}")
-        slots["rng"] = random_state(*map(rng.__getitem__, _RNG_FIELDS))
+        slots["rng"] = random_state(*[rng[name] for name in _RNG_FIELDS])
     ranks = len(errors) if isinstance(errors, list) else 0
-    if not 1 <= ranks <= MAX_RANKS or set(map(type, errors)) != {dict}:
+    if not 1 <= ranks <= MAX_RANKS or not all(isinstance(error, dict) for error in errors):
         raise CheckpointMismatch(f"`errors` must have a dictionary for each of 1 to {MAX_RANKS}")
     if sum(map(len, errors)) > _MAX_BUFFERS:
         raise CheckpointMismatch(f"`errors` hold more than {_MAX_BUFFERS} tensors")
@@ -130,9 +134,6 @@ def _records(slots: Mapping[str, Any], errors: Any) -> tuple[PowerSGDRecord, ...
         if id(error) not in records:
             records[id(error)] = record_from_slots(dict(slots, error_dict=error))
     first = records[id(errors[0])].error_sizes
-    for record in records.values():
-        if record.error_sizes != first:
-            raise CheckpointMismatch(
-                "`errors` of the ranks have different buckets or different sizes"
-            )
+    if any(record.error_sizes != first for record in records.values()):
+        raise CheckpointMismatch("`errors` of the ranks have different buckets or different sizes")
     return tuple(records[id(error)] for error in errors)

@@ -1,4 +1,10 @@
-"""Runs a torch module on one example, with which a conversion checks the Flax model."""
+"""Runs a torch module on one example, with which a conversion checks the Flax model.
+
+Names and shapes cannot tell whether a conversion is right; outputs can. So `save_checkpoint` stores
+a few rows of inputs with what the module returns for them. The run must leave a training job as it
+was, down to the random numbers, and must be exact, since the difference of two frameworks is judged
+by it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +36,7 @@ def example_inputs(example: Any) -> tuple[torch.Tensor, ...]:
       TypeError: `example` holds something else than tensors.
     """
     inputs = tuple(example) if isinstance(example, tuple | list) else (example,)
-    if inputs and all(map(is_tensor, inputs)):
+    if inputs and all(is_tensor(value) for value in inputs):
         return inputs
     raise TypeError(
         f"`example` must be an input of the model: one tensor, or a tuple of tensors, got a "
@@ -64,7 +70,7 @@ def run_example(
     with _evaluation(module, device):
         try:
             # The inputs are cloned, because a module may write into its arguments.
-            outputs = _plain(module(*map(torch.clone, placed)))
+            outputs = _plain(module(*[value.clone() for value in placed]))
         except Exception as error:  # it is the user's code, so it may raise anything
             raise ValueError(
                 f"the model does not run on `example` in evaluation mode "
@@ -72,16 +78,15 @@ def run_example(
             ) from error
     if not any(map(is_tensor, jax.tree.leaves(outputs))):
         raise ValueError("the model gives no tensor for `example`")
-    return tuple(map(torch.Tensor.cpu, placed)), outputs
+    return tuple(value.cpu() for value in placed), outputs
 
 
 @contextlib.contextmanager
 def _evaluation(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Puts a module into evaluation mode, and afterwards restores its modes and buffers."""
     torch = import_torch()
-    modes = {part: part.training for part in module.modules()}
-    buffers = list(module.buffers())
-    saved = [buffer.detach().clone() for buffer in buffers]
+    modes = [(part, part.training) for part in module.modules()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as undisturbed:
         undisturbed.enter_context(torch.no_grad())
@@ -97,10 +102,10 @@ def _evaluation(module: torch.nn.Module, device: torch.device) -> Iterator[None]
         try:
             yield
         finally:
-            for part, training in modes.items():
+            for part, training in modes:
                 part.training = training
-            for buffer, values in zip(buffers, saved, strict=True):
-                buffer.copy_(values)
+            for buffer, saved in buffers:
+                buffer.copy_(saved)
 
 
 def _plain(value: Any) -> Any:
@@ -108,8 +113,7 @@ def _plain(value: Any) -> Any:
     if is_tensor(value):
         return value.detach().cpu().clone()
     if isinstance(value, dict):
-        names = map(str, value)
-        return dict(zip(names, map(_plain, value.values()), strict=True))
+        return {str(name): _plain(part) for name, part in value.items()}
     if isinstance(value, tuple | list):
-        return tuple(map(_plain, value))
+        return tuple(_plain(part) for part in value)
     return value if isinstance(value, _PLAIN) else None

@@ -1,4 +1,9 @@
-"""Resumes in the PyTorch job: makes a real hook state, with which compression continues exactly."""
+"""Resumes in the PyTorch job: makes a real hook state, with which compression continues exactly.
+
+The difficulty is the order of parameters. The hook's buffers have no names, only positions in DDP's
+buckets, and DDP changes the buckets in its second iteration. `state_from_record` waits until that
+is over, `resume_powersgd` makes DDP do it beforehand and moves the buffers to the new order.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,6 @@ import copy
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-import jax
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import HOOKS, import_torch
@@ -54,7 +57,7 @@ def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> Powe
         setattr(state, name, getattr(record, name))
     for name in BUFFERS:
         arrays = getattr(record, name)
-        setattr(state, name, jax.tree.map(to_tensor, dict(arrays)))
+        setattr(state, name, {bucket: to_tensor(array) for bucket, array in arrays.items()})
     if record.rng is not None:
         state.rng = copy.deepcopy(record.rng)
     return state
@@ -119,6 +122,7 @@ def resume_powersgd(
             backward()
     for buffer, saved in zip(ddp_model.module.buffers(), buffers, strict=True):
         buffer.copy_(saved)
+    # Gradients of the rehearsal must not be added to those of the first step.
     for parameter in ddp_model.module.parameters():
         parameter.grad = None
     if awaits_rebuild(ddp_model):

@@ -1,6 +1,8 @@
 """Runs inside the PyTorch job: records the bucket layout and saves a complete checkpoint.
 
-The functions import torch when they are called, so ``import torch_bridge`` works without torch.
+A file of ``torch.save`` lacks two things that a conversion needs: the errors of the other ranks,
+and the order of the parameters in DDP's buckets. Only the running job has them. The functions
+import torch when they are called, so ``import torch_bridge`` works without torch.
 """
 
 from __future__ import annotations
@@ -89,12 +91,10 @@ def _bucketed(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Paramete
     """
     ignored = getattr(ddp_model, "parameters_to_ignore", ())
     parameters = {}
-    complex_ones = []
     for name, parameter in ddp_model.module.named_parameters():
         if parameter.requires_grad and name not in ignored:
             parameters[name] = parameter
-            if parameter.is_complex():
-                complex_ones.append(name)
+    complex_ones = [name for name, parameter in parameters.items() if parameter.is_complex()]
     if complex_ones:
         raise CheckpointMismatch(
             "DDP stores a complex parameter in its buckets as twice as many real numbers, and the "
@@ -114,14 +114,13 @@ def _present_order(
     if rebuilt:
         names = list(parameters)
         for bucket in rebuilt.split(","):
-            indices = map(int, bucket.split())
-            order.append(list(map(names.__getitem__, indices)))
+            order.append([names[int(index)] for index in bucket.split()])
         return order
     # The buckets are not rebuilt, or DDP did not log them. For a moment this call takes as much
     # memory as all gradients.
-    known = {parameter: name for name, parameter in parameters.items()}  # by identity
+    known = {id(parameter): name for name, parameter in parameters.items()}
     for bucket in ddp_model.reducer._get_zeros_like_grad_buckets():
-        order.append([known[parameter] for parameter in bucket.parameters()])
+        order.append([known[id(parameter)] for parameter in bucket.parameters()])
     return order
 
 
@@ -279,11 +278,11 @@ def save_checkpoint(
 
 def _named_groups(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[str, Any]:
     """Returns the optimizer's ``state_dict()``, with the names of each group's parameters."""
-    names = {parameter: name for name, parameter in module.named_parameters()}  # by identity
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     document = dict(optimizer.state_dict())
     groups = []
     for group, live in zip(document["param_groups"], optimizer.param_groups, strict=True):
-        held = list(map(names.get, live["params"]))
+        held = [names.get(id(parameter)) for parameter in live["params"]]
         if None in held:  # the optimizer has parameters of another module
             return document
         groups.append(dict(group, param_names=held))
@@ -305,18 +304,18 @@ def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Ten
     """Returns the errors of all ranks, in rank order, on rank 0; an empty list on other ranks."""
     torch = import_torch()
     dist = import_torch("torch.distributed")
-    errors = {}
-    for bucket in sorted(state.error_dict):
-        errors[bucket] = state.error_dict[bucket].detach()
+    errors = {bucket: error.detach() for bucket, error in sorted(state.error_dict.items())}
     if dist.get_rank(group) != 0:
         root = dist.get_global_rank(group, 0)
         for error in errors.values():
             dist.send(error.contiguous(), dst=root, group=group)
         return []
+    # One rank after the other, because a gather would hold the errors of all on the device.
     gathered = [jax.tree.map(lambda error: error.cpu(), errors)]
     for other in range(1, dist.get_world_size(group)):
         received = {}
         for bucket, error in errors.items():
+            # All ranks have buckets of the same sizes; only the values differ.
             buffer = torch.empty_like(error, memory_format=torch.contiguous_format)
             dist.recv(buffer, src=dist.get_global_rank(group, other), group=group)
             received[bucket] = buffer.cpu()
@@ -337,10 +336,7 @@ def _records(
         slots[name] = jax.tree.map(to_numpy, slots[name])
     record = record_from_slots(slots)
     # The errors stay tensors, because `write_document` needs tensors.
-    records = []
-    for error in errors:
-        records.append(dataclasses.replace(record, error_dict=error))
-    return tuple(records)
+    return tuple(dataclasses.replace(record, error_dict=error) for error in errors)
 
 
 def write_document(path: pathlib.Path, document: Any) -> None:

@@ -1,4 +1,10 @@
-"""Reads the zip archive that ``torch.save`` writes: a pickle and the storages of its tensors."""
+"""Reads the zip archive that ``torch.save`` writes: a pickle and the storages of its tensors.
+
+`load` calls `read_archive` for each file. The pickle is read by `unpickle`, the storages on demand,
+when the pickle mentions them. A file may be hostile, so every allocation is claimed from a budget
+first, also those that `zipfile` makes for the directory. Files of other kinds that users often pass
+get a sentence that says what they are.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +68,7 @@ def read_archive(path: pathlib.Path, max_bytes: int | None) -> tuple[Any, Budget
             raise
         except Exception as error:  # zipfile raises errors of many classes for a damaged archive
             raise Malformed("a damaged zip archive, cut short perhaps") from error
-        file.charges = False
+        file.charges = False  # from here on each entry is claimed by its size
         with archive:
             entries = _Entries(archive, budget)
             functions = functions_of(budget)

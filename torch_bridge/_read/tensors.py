@@ -1,4 +1,9 @@
-"""Reads storages and makes the tensors, which are views of them; checks and charges both."""
+"""Reads storages and makes the tensors, which are views of them; checks and charges both.
+
+In a torch file a tensor is an offset, sizes and strides into a storage, and several tensors may
+share one. They become NumPy views of the same bytes, so sharing survives and nothing is copied. The
+numbers come from the file, so each view is checked to stay inside its storage.
+"""
 
 from __future__ import annotations
 

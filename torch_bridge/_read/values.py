@@ -1,4 +1,8 @@
-"""The reader's two errors, its budget, and the class for the name of a global."""
+"""The reader's two errors, its budget, and the class for the name of a global.
+
+The other files of this wing use these. The `Budget` is what makes reading safe to bound: memory in
+bytes, and the comparisons of keys, since a hostile file can choose numbers whose hashes collide.
+"""
 
 from __future__ import annotations
 

@@ -36,8 +36,7 @@ def of_kernels(path, leaf):
     ("box", "tx"), [(PARTITIONED, powersgd(of_kernels)), (LOGICAL, feedback(quantized()))]
 )
 def test_a_state_has_no_boxes_and_averages_have_those_of_the_gradients(box, tx):
-    boxed = dense(box)
-    plain = dense(INIT)
+    boxed, plain = dense(box), dense(INIT)
     state = tx.init(boxed)
     assert jax.tree.structure(state) == jax.tree.structure(tx.init(plain))
     grads = jax.tree.map(lambda p: jnp.stack([p, -3 * p]), boxed)

@@ -10,8 +10,7 @@ from tests.helpers.reducers import allreduce, batched, feedback, powersgd, quant
 from tests.helpers.runners import simulate
 
 RECORDED = np.load(ROOT / "tests/jaxcomp/reducers/data/recorded.npz")
-REPLICAS = 4
-STEPS = 10
+REPLICAS, STEPS = 4, 10
 SHOWN, EVERY = [0, 4, 9], 8  # which of the steps, and which values of their outputs
 SHAPES = {
     "bias": (16,),
@@ -81,7 +80,6 @@ def allowed(name):
 def test_outputs_are_those_that_were_recorded(name, gradients):
     outputs, _ = simulate("vmap", CASES[name], gradients)
     values = np.concatenate([outputs[k].reshape(STEPS, -1) for k in SHAPES], axis=1)
-    expected = RECORDED[name]
-    found = values[SHOWN, ::EVERY]
+    expected, found = RECORDED[name], values[SHOWN, ::EVERY]
     off = np.abs(found - expected).max(axis=1) / np.abs(expected).max()
     assert np.all(off <= allowed(name)), (off, allowed(name))
