@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Whether compressing gradients pays on a network.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
+        argument_default=argparse.SUPPRESS,  # so that `advise` sees only what was passed
     )
     add = parser.add_argument
     add("--version", action="version", version=f"jaxcomp {__version__}")

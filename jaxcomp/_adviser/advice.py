@@ -136,6 +136,7 @@ class Advice:
                 f"{with_unit(nearest.step_time, 's')}: no gain of {CLOSE - 1:.0%}, the error of "
                 "the model."
             )
+        # The candidates are in the order of `_predictions` in `advise`: float32 first, int8 third.
         ratio = self.predictions[0].bytes_per_step / best.bytes_per_step
         subject = "With it"
         if best.doubt:

@@ -69,7 +69,7 @@ class CompressionStats:
         """Multiplies the bytes of each leaf by `after` and `before`, rounded to a byte."""
         leaves = []
         for leaf in self.leaves:
-            sent = round(after * leaf.bytes_after)
+            sent = round(after * leaf.bytes_after)  # `after` may be a fraction: a mean over steps
             dense = before * leaf.bytes_before
             leaves.append(dataclasses.replace(leaf, bytes_before=dense, bytes_after=sent))
         return CompressionStats(tuple(leaves))

@@ -79,6 +79,7 @@ def check_streaming(fragments: Any, delay: Any, alpha: Any, period: int) -> Stre
             ) from error
     delay = check_int("fragment_sync_delay", delay, 0)
     alpha = check_static_number("fragment_update_alpha", alpha, 0, 1)
+    # 0 if there are more fragments than steps, and then no delay is short enough.
     apart = period // count
     if delay >= apart:
         raise ValueError(

@@ -146,7 +146,7 @@ def local_sgd_round(
         raise ValueError(
             f"`inner_init` must be a function such as optimizer.init, got {inner_init!r}."
         )
-    anew = ""
+    anew = ""  # the argument that makes a fresh inner state necessary
     if average_inner_state == "reset":
         anew = "average_inner_state='reset'"
     if drop_non_finite:

@@ -291,7 +291,7 @@ def reduce_mean(
     wire_dtype = jnp.dtype(wire_dtype)
     dtypes = [part.dtype for part in parts]
     dtype = widest([wire_dtype, *dtypes])
-    exact = dtype == wire_dtype
+    exact = dtype == wire_dtype  # no array is wider than the wire
     shares = []
     scales = []
     columns = 0  # columns of the widest factor
@@ -318,6 +318,7 @@ def reduce_mean(
         # The mean is finite if the sum is. XLA's CPU backend would write all results of isfinite to
         # memory and then combine them. It sums x - x, which is 0 or NaN, while it reads x.
         zeros_or_nan.append(jnp.sum(total - total))
+        # What was sent, as a replica that decodes it sees it.
         values[i] = values[i].astype(dtype)
         if not exact and columns > _FUSED_COLUMNS:
             # Cast once, here. For fewer columns every use of a factor casts it: fewer kernels on

@@ -138,7 +138,7 @@ class Boundary:
         self.mesh = mesh
         if self._beside and jax.__version_info__ < (0, 12):
             self._around = self._beside
-            self.mesh = None  # the mesh of the context
+            self.mesh = None  # the mesh of the context, where these axes are Auto
 
     def explicit(self, function: Callable[..., Any], specs: PyTree) -> Callable[..., Any]:
         """Wraps a function inside of the `shard_map` so that its arrays have the types `specs`."""

@@ -88,7 +88,7 @@ def weighted(tree: PyTree, share: Array) -> PyTree:
     """
 
     def times(leaf: Any) -> Any:
-        if not is_floating(leaf):
+        if not is_floating(leaf):  # float0, the gradient of an integer
             return leaf
         wide = leaf.astype(compute_dtype(leaf.dtype))
         product = wide * share.astype(wide.dtype)

@@ -86,6 +86,7 @@ def _has_residual(node: Any) -> bool:
 
 def _is_one_array(state: Any) -> bool:
     """Tells whether the residual is a single array, as in `batched_powersgd`, and not a tree."""
+    # The only leaf of a bare array is the array itself.
     return jax.tree.all(
         jax.tree.map(lambda x: x is state.residual, state.residual, is_leaf=is_masked)
     )
@@ -154,6 +155,6 @@ def _resized(old: Array, new: Array) -> Array | None:
     # The old columns go in front, so the fresh ones become orthogonal to them and the old ones
     # stay.
     candidates = jnp.concatenate([old, new[..., rank:]], axis=-1)
-    fresh = orthogonalize(candidates)[..., rank:]
+    fresh = orthogonalize(candidates)[..., rank:]  # none for a lower rank; the last line cuts
     columns = jnp.concatenate([old, fresh], axis=-1)
     return columns[..., : new.shape[-1]]

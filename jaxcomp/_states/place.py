@@ -267,6 +267,7 @@ def _repeated(leaf: Any, times: int, sharding: NamedSharding) -> Array:
     concrete = isinstance(leaf, jax.Array) and not is_traced(leaf)
     if concrete and leaf.sharding.device_set != sharding.device_set:
         leaf = jax.device_put(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
+    # Laid out where they are made, so that no device holds more than its own copy.
     copies = partial(jnp.broadcast_to, shape=(times, *np.shape(leaf)))
     laid_out = jax.jit(copies, out_shardings=sharding)(leaf)
     return jax.device_put(laid_out, sharding)  # gives the type for Explicit axes inside jit

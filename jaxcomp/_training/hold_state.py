@@ -158,6 +158,7 @@ def _not_one_state(tree: PyTree, fresh: PyTree, fitting: int) -> str:
     """Returns the message for a tree with no fitting state, or with several."""
     kind = type(fresh)
     same_kind = [node for node in reducer_states(tree) if type(node) is kind]
+    # A state of the right class that does not fit is the likely one, so the message is about it.
     if not fitting and same_kind:
         names = list(map(leaf_name, dict(jax.tree.leaves_with_path(fresh))))
         if names == list(map(leaf_name, dict(jax.tree.leaves_with_path(unboxed(same_kind[0]))))):

@@ -89,7 +89,8 @@ def check_differentiable(params: PyTree) -> None:
             )
 
 
-# Patterns of JAX's errors inside of the `jax.shard_map`, which users did not write; and advice.
+# Patterns of JAX's errors inside of the `jax.shard_map`, which users did not write; and advice. The
+# first pattern that is found counts.
 _NOTES = {
     # "^$" is an AssertionError of JAX without a text.
     "^$|Unhandled OpSharding type|only AbstractMesh exists": (

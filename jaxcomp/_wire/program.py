@@ -159,9 +159,13 @@ def read_message(message: bytes) -> Program:
     for computation in module.messages(3):
         instructions = {}
         for instruction in computation.messages(2):
-            instructions[instruction.number(35)] = _instruction(instruction)
-        computations[computation.number(5)] = Computation(computation.number(6), instructions)
-    return Program(module.number(6), computations)
+            identity = instruction.number(35)
+            instructions[identity] = _instruction(instruction)
+        identity = computation.number(5)
+        root = computation.number(6)
+        computations[identity] = Computation(root, instructions)
+    entry = module.number(6)
+    return Program(entry, computations)
 
 
 def _instruction(message: _Message) -> Instruction:
@@ -185,7 +189,7 @@ def _instruction(message: _Message) -> Instruction:
         called=tuple(called),
         # A tuple's index and a parameter's number are different fields; an instruction has one.
         position=message.number(13) or message.number(9),
-        operation="".join(metadata.text(2) for metadata in message.messages(7)),
+        operation="".join(metadata.text(2) for metadata in message.messages(7)),  # at most one
         times=times,
         groups=groups,
     )
@@ -195,7 +199,7 @@ def _arrays(shapes: list[_Message]) -> tuple[ArrayType, ...]:
     """Lists the arrays in XLA shapes; a tuple's arrays follow one another."""
     arrays: list[ArrayType] = []
     for shape in shapes:
-        number = shape.number(2)
+        number = shape.number(2)  # of the element type
         if number >= len(_ELEMENTS):
             raise ValueError(
                 f"XLA's element type {number} is unknown, so its bytes cannot be counted. Use an "
@@ -220,6 +224,8 @@ def _device_groups(instruction: _Message) -> np.ndarray | None:
     Raises:
       ValueError: If the groups are in an unknown form.
     """
+    # Newer releases of XLA have fields for regular groups: counted and transposed, or along the
+    # axes of a mesh. Others list pairs (permutations) or every group.
     for counted in instruction.messages(92):
         return _in_order(counted, 3).reshape(counted.number(1), counted.number(2))
     for along in instruction.messages(93):
