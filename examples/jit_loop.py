@@ -59,7 +59,7 @@ def main():
     opt_state, reducer_state = optimizer.init(params), value_and_grad.init(params)  # (4)
     state = (params, opt_state, reducer_state)
     compiled = step.lower(*state, *batch(mesh, 0)).compile()
-    print(*jaxcomp.check(compiled, reducer, params), sep="\n")
+    print(jaxcomp.check(compiled, reducer, params))
     for index in range(steps):
         *state, loss = jax.block_until_ready(step(*state, *batch(mesh, index)))
         if (index + 1) % (steps // 3) == 0:

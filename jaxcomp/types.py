@@ -10,12 +10,13 @@ from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.transformation import Transformation
 from jaxcomp._states.diagnostics import Diagnostics, LeafDiagnostics
 from jaxcomp._training.data_parallel import DataParallel
-from jaxcomp._wire.collectives import Collective
+from jaxcomp._wire.collectives import Collective, Collectives
 
 __all__ = [
     "Advice",
     "Calibration",
     "Collective",
+    "Collectives",
     "CompressionStats",
     "DataParallel",
     "Diagnostics",

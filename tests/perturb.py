@@ -92,9 +92,11 @@ class Perturbed:
 
         def assert_allclose(actual, desired, rtol=1e-7, atol=0, *rest, **named):
             check(actual, desired, rtol, atol, *rest, **named)
-            values, expected = np.asarray(actual), np.asarray(desired)
+            values = np.asarray(actual)
+            expected = np.asarray(desired)
             if "f" in (values.dtype.kind, expected.dtype.kind):
-                values, expected = values.astype(np.float64), expected.astype(np.float64)
+                values = values.astype(np.float64)
+                expected = expected.astype(np.float64)
                 with np.errstate(invalid="ignore"):  # of infinite values
                     difference = np.nan_to_num(np.abs(values - expected), posinf=0)
                 self.record(difference, atol + rtol * np.abs(expected))

@@ -99,7 +99,8 @@ def test_without_a_tag_the_readme_is_shown_as_it_is(distribution):
 
 
 def test_of_a_tag_links_lead_to_the_repository_also_in_a_wheel_made_of_the_sdist(tmp_path):
-    release, again = tmp_path / "release", tmp_path / "again"
+    release = tmp_path / "release"
+    again = tmp_path / "again"
     build(ROOT, release, variables=TAG)
     shown = wheel_in(release).metadata
     assert f"Homepage, {REPOSITORY}" in shown.get_all("Project-URL")

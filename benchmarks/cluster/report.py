@@ -1,4 +1,4 @@
-"""Figures, ratios, table and picture of a run of `benchmarks.cluster`."""
+"""Figures, table and picture of a run of `benchmarks.cluster`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ class Figures(NamedTuple):
 
 
 Key = tuple[str, str, str, str]  # model, rate, strategy, framework
-_UNKNOWN = Figures(*[math.nan] * 5)
 
 
 def figures_of(case: Case) -> Figures:
@@ -61,10 +60,11 @@ def figures_of(case: Case) -> Figures:
     steps = np.concatenate(case.seconds) / case.steps_per_sample
     count = len(case.seconds[0]) * case.steps_per_sample
     processes = len(case.seconds)
-    low, median, high = (float(q) for q in np.quantile(steps, (0.1, 0.5, 0.9)))
-    # A ring all-reduce sends so many times its payload.
-    ring = 2 * (processes - 1) / processes
-    promised = math.nan if case.payload is None else ring * case.payload
+    low, median, high = np.quantile(steps, (0.1, 0.5, 0.9)).tolist()
+    promised = math.nan
+    if case.payload is not None:
+        # A ring all-reduce sends so many times its payload.
+        promised = 2 * (processes - 1) / processes * case.payload
     return Figures(median, low, high, statistics.fmean(case.tx_bytes) / count, promised)
 
 
@@ -78,85 +78,58 @@ def all_figures(cases: Iterable[Run]) -> dict[Key, Figures]:
 
 
 _HEADER = (
-    "strategy",
-    "framework",
-    "ms per step",
-    "10% to 90%",
-    "to no communication",
-    "faster than own all-reduce",
-    "faster than torch",
-    "overhead, ms",
-    "overhead, part of torch's",
-    "sent per step, kB",
-    "sent / promised",
-)
+    "strategy", "framework", "ms per step", "10% to 90%", "sent per step, kB", "sent / promised",
+)  # fmt: skip
 
 
 def table(figures: Mapping[Key, Figures]) -> str:
     """Makes an overview of each model, then all figures of each rate, as measured."""
-    models, rates, strategies, _ = (
-        list(dict.fromkeys(names)) for names in zip(*figures, strict=True)
-    )
+    models, rates, strategies = _names(figures)
     parts = []
     for model in models:
         overview = []
         for strategy in strategies:
             row = [strategy]
             for rate in rates:
-                both = (figures.get((model, rate, strategy, name)) for name in ("jax", "torch"))
-                row.append(" / ".join(_milliseconds(each.median) if each else "-" for each in both))
+                both = []
+                for framework in ("jax", "torch"):
+                    each = figures.get((model, rate, strategy, framework))
+                    both.append(_milliseconds(each.median) if each else "-")
+                row.append(" / ".join(both))
             overview.append(row)
         parts.append(f"### {model}\n\nMilliseconds per step, JAX / torch:")
         parts.append(markdown(["strategy", *rates], overview))
         for rate in rates:
-            rows = [_row(figures, key) for key in figures if key[:2] == (model, rate)]
-            parts.append(f"#### {model}, {rate}\n\n" + markdown(_HEADER, rows))
+            rows = []
+            for key, of_case in figures.items():
+                if key[:2] == (model, rate):
+                    rows.append([*key[2:], *_row(of_case)])
+            parts.append(f"#### {model}, {rate}\n\n{markdown(_HEADER, rows)}")
     return "\n\n".join(parts) + "\n"
 
 
-def _row(figures: Mapping[Key, Figures], key: Key) -> list[str]:
-    """Writes a case beside others of the same model and rate; cells without a run are empty."""
-    model, rate, strategy, framework = key
-    median, low, high, wire, promised = figures[key]
+def _names(figures: Mapping[Key, Figures]) -> list[list[str]]:
+    """Returns the models, the rates and the strategies, each once, in the order of the cases."""
+    names = []
+    for column in range(3):
+        several = dict.fromkeys(key[column] for key in figures)
+        names.append(list(several))
+    return names
 
-    def other(strategy: str, framework: str) -> float:
-        return figures.get((model, rate, strategy, framework), _UNKNOWN).median
 
-    alone = other("none", framework)
-    ratios = {"alone": median / alone, "all-reduce": other("allreduce", framework) / median}
-    overhead = 1e3 * (median - alone)
-    of_torch = 1e3 * (other(strategy, "torch") - other("none", "torch"))
-    over_torch = other(strategy, "torch") / median
-    # An overhead below zero is noise, and a ratio to it means nothing.
-    part = overhead / of_torch if of_torch > 0 else math.nan
-    if strategy == "none":
-        ratios = dict.fromkeys(ratios, math.nan)
-        overhead = math.nan
-    if framework != "jax":
-        over_torch = part = math.nan
-    return [
-        strategy,
-        framework,
-        _milliseconds(median),
-        f"{_milliseconds(low)} to {_milliseconds(high)}",
-        _number(ratios["alone"]),
-        _number(ratios["all-reduce"]),
-        _number(over_torch),
-        _milliseconds(overhead / 1e3),
-        _number(part),
-        f"{wire / 1e3:,.1f}",
-        _number(wire / (promised or math.nan), digits=3),
-    ]
+def _row(figures: Figures) -> list[str]:
+    """Writes the figures of a case."""
+    median, low, high, wire, promised = figures
+    ratio = ""
+    if promised > 0:
+        ratio = f"{wire / promised:.3f}"
+    between = f"{_milliseconds(low)} to {_milliseconds(high)}"
+    return [_milliseconds(median), between, f"{wire / 1e3:,.1f}", ratio]
 
 
 def _milliseconds(seconds: float) -> str:
-    if abs(seconds) > 0.9995:
-        return f"{seconds * 1e3:,.0f}"
-    return _number(seconds * 1e3, digits=1)
-
-
-def _number(value: float, digits: int = 2) -> str:
-    return "" if math.isnan(value) else f"{value:.{digits}f}"
+    digits = 0 if seconds > 0.9995 else 1
+    return f"{seconds * 1e3:,.{digits}f}"
 
 
 def conditions(run: Run) -> str:
@@ -167,9 +140,10 @@ def conditions(run: Run) -> str:
         f"Measured {run['date']} with `{run['command']}`: {run['settings']['processes']} "
         "processes, each in a network namespace of its own, on one core, over gloo.",
         sentence(machine),
-        f"Other programs kept {busy:.2f} cores busy at the start"
-        + (": **these are no results.**" if busy > BUSY else "."),
+        f"Other programs kept {busy:.2f} cores busy at the start.",
     ]
+    if busy > BUSY:
+        lines.append("**These are no results.**")
     if not run["complete"]:
         lines.append("**The run ended early: cases are missing.**")
     return "\n".join(lines)
@@ -198,7 +172,7 @@ _LINES = {
 
 def plot(figures: Mapping[Key, Figures], path: Path) -> None:
     """Writes a PNG: a panel for each model, a line for each of a few strategies."""
-    models, rates, *_ = (list(dict.fromkeys(names)) for names in zip(*figures, strict=True))
+    models, rates, _ = _names(figures)
     figure, axes = style.panels(len(models), 5.6 * len(models), 4.4)
     for axis, model in zip(axes, models, strict=True):
         ends = []

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.common.arguments import add_fields, call, command_line, read_fields
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name in chosen:
                 for seed in range(options.seeds):
                     runs.loss(STRATEGIES[name], seed)
-        for written in write_report(read_runs(path), asdict(config), options.out):
+        for written in write_report(read_runs(path), config, options.out):
             print(written)
     except ValueError as error:
         p.error(str(error))

@@ -15,6 +15,7 @@ from benchmarks.common.runs import Run, made_on
 from benchmarks.common.tables import half_width, markdown, with_interval, write_table
 from benchmarks.convergence.runs import Result, results
 from benchmarks.convergence.strategies import EXACT, Strategy, by_name
+from benchmarks.convergence.training import Config
 
 PAGE = ROOT / "docs" / "convergence.md"
 COMMAND = "python -m benchmarks.convergence --report"
@@ -52,13 +53,13 @@ def table(several: Results) -> str:
     return markdown(_HEADER, rows)
 
 
-def write_report(runs: list[Run], config: Run, stem: Path) -> list[Path]:
+def write_report(runs: list[Run], config: Config, stem: Path) -> list[Path]:
     """Writes ``stem.png``; with the default setting also the table in docs/convergence.md.
 
     Raises:
       ValueError: There is no finished run of the reference.
     """
-    of_setting = [run for run in runs if run["config"] == config]
+    of_setting = [run for run in runs if Config(**run["config"]) == config]
     several = results(of_setting, by_name)
     if EXACT not in several:
         raise ValueError(f"no finished run of {EXACT.name} with this setting to compare with")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import optax
 
+import jaxcomp
 from benchmarks.common.machine import describe
 from benchmarks.common.runs import Run, append_run, read_runs
 from benchmarks.convergence.training import Config, Trainer
@@ -28,12 +29,16 @@ class Compared:
       stored: The fields that a finished run stores.
       program: The key of its compiled program; equal for settings that share a program.
       local: Whether parameters differ between replicas; `reducer` then has the optimizer too.
+      before: The setting of the first steps, if they differ in their rank.
+      steps_before: The number of these steps.
     """
 
     label: Any
     stored: Any
     program: Any
     local = False
+    before: Any = None
+    steps_before = 0
 
     def reducer(self, config: Config) -> Any:
         """Makes the reducer."""
@@ -45,22 +50,27 @@ class Compared:
 
     def build(self, config: Config) -> optax.GradientTransformation:
         """Makes the transformation, from local gradients to updates."""
-        reducer = self.reducer(config)
-        return reducer if self.local else optax.chain(reducer, self.behind(config))
+        if self.local:
+            return self.reducer(config)
+        return optax.chain(self.reducer(config), self.behind(config))
 
     def bytes_sent(self, config: Config) -> int:
         """Returns the bytes that each replica sends in a whole run."""
-        reducer = self.reducer(config)
-        run = reducer.bytes(config.params(), replicas=config.replicas, steps=config.steps)
-        return run.bytes_after
+        shapes = config.params()
+        of_run = {"replicas": config.replicas, "steps": config.steps - self.steps_before}
+        sent = self.reducer(config).bytes(shapes, **of_run).bytes_after
+        if self.steps_before:
+            of_run["steps"] = self.steps_before
+            sent += self.before.reducer(config).bytes(shapes, **of_run).bytes_after
+        return sent
 
 
 @functools.cache
-def early_momentum(config: Config, exact: Compared) -> Any:
-    """Returns the first moment after a quarter of an exact run, with a seed of its own."""
+def early_momentum(config: Config, exact: Compared, steps: int) -> Any:
+    """Returns the first moment after the first steps of an exact run, with a seed of its own."""
     seed = 7
     trainer = Trainer(config, exact.build(config))
-    _, state = trainer.advance(trainer.start(seed), seed, 0, max(1, config.steps // 4))
+    _, state = trainer.advance(trainer.start(seed), seed, 0, max(1, steps))
     moments = [moment for _, moment in optax.tree.get_all_with_path(state, "mu")]
     # Of several optimizers each leaf has one, and is masked for the others.
     mapped = jax.tree.map(lambda *x: min(x, key=_is_masked), *moments, is_leaf=_is_masked)
@@ -86,17 +96,17 @@ class Runs:
         self.config = config
         self._path = path
         self._program = program
-        self._last: tuple[Any, Trainer] | None = None  # compiled
+        self._trainers: dict[Any, Trainer] = {}  # compiled, by program
         self._losses = {}
         for run in read_runs(path):
-            if run["config"] == asdict(config):
+            if Config(**run["config"]) == config:
                 self._losses[made_of(**run["setting"]), run["seed"]] = run["curve"][-1][1]
 
     def loss(self, setting: Any, seed: int) -> float:
         """Returns the final held-out loss of a `Compared`; trains it first if necessary."""
         if (setting, seed) not in self._losses:
             began = time.monotonic()
-            curve = self.trainer(setting).run(seed)
+            curve = self._curve(setting, seed)
             run = {
                 "setting": setting.stored,
                 "seed": seed,
@@ -109,12 +119,23 @@ class Runs:
             print(f"{setting.label:66} {seed} {loss:.4f}", flush=True)
         return self._losses[setting, seed]
 
+    def _curve(self, setting: Any, seed: int) -> list[tuple[int, float]]:
+        """Trains with a setting, and before it with that of the first steps."""
+        trainer = self.trainer(setting)
+        first = setting.steps_before
+        if not first:
+            return trainer.run(seed)
+        before = self.trainer(setting.before)
+        params, state = before.advance(before.start(seed), seed, 0, first)
+        state = jaxcomp.adapt_state(state, params, setting.reducer(self.config))
+        return trainer.run(seed, trainer.place((params, state)), first)
+
     def trainer(self, setting: Any) -> Trainer:
         """Returns a compiled trainer for a `Compared`; reuses one with the same program."""
         tx = setting.build(self.config)
-        if self._last is None or self._last[0] != setting.program:
-            self._last = (setting.program, Trainer(self.config, tx, local=setting.local))
-        trainer = self._last[1]
+        if setting.program not in self._trainers:
+            self._trainers[setting.program] = Trainer(self.config, tx, local=setting.local)
+        trainer = self._trainers[setting.program]
         trainer.tx = tx
         return trainer
 
@@ -137,8 +158,8 @@ class Result:
     sent: int
 
     def gaps(self, exact: Result) -> list[float]:
-        """Returns the gap to the exact run of the same seed, in per cent, for each seed."""
-        shared = [seed for seed in self.losses if seed in exact.losses]
+        """Returns the gap to the exact run of the same seed, in per cent, by increasing seed."""
+        shared = sorted(self.losses.keys() & exact.losses.keys())
         return [100 * (self.losses[seed] / exact.losses[seed] - 1) for seed in shared]
 
 

@@ -63,7 +63,7 @@ def _by_spectrum(name: str, label: str, ratio: float, wire: str | None = None) -
 
     def make(config: Config) -> Any:
         ranks = jaxcomp.ranks_by_spectrum(
-            early_momentum(config, EXACT), ratio=ratio, comm_dtype=wire
+            early_momentum(config, EXACT, config.steps // 4), ratio=ratio, comm_dtype=wire
         )
         return jaxcomp.powersgd(ranks, axis_name=AXIS, start_step=0, comm_dtype=wire)
 

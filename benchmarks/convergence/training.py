@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ import optax
 import jaxcomp
 from benchmarks.common.arguments import check_multiples
 from benchmarks.common.language_model import lm
+from benchmarks.convergence import models
 
 AXIS = "data"
 Tree = Any
@@ -47,6 +49,7 @@ class Config:
       learning_rate: The highest learning rate of strategies without their own.
       eval_sequences: Held-out sequences in an evaluation, a multiple of 64.
       text: A name in `TEXTS`.
+      kind: A name in `models.KINDS`.
     """
 
     steps: int = 480
@@ -60,6 +63,7 @@ class Config:
     learning_rate: float = 2e-3
     eval_sequences: int = 256
     text: str = "library"
+    kind: str = "transformer"
 
     def check(self) -> None:
         """Raises a `ValueError` that names the wrong fields."""
@@ -68,11 +72,22 @@ class Config:
             raise ValueError(f"eval_sequences must be a multiple of {_EVALUATED_AT_ONCE}")
         if self.text not in TEXTS:
             raise ValueError(f"text must be one of {', '.join(TEXTS)}, got {self.text!r}")
+        if self.kind not in models.KINDS:
+            raise ValueError(f"kind must be one of {', '.join(models.KINDS)}, got {self.kind!r}")
 
     @property
-    def model(self) -> lm.Transformer:
-        """Makes the language model."""
-        return lm.Transformer(lm.ModelConfig(self.layers, self.width, self.heads, self.context))
+    def model(self) -> Any:
+        """Makes the model."""
+        return models.make(self.kind, self._sizes)[0]
+
+    @property
+    def loss(self) -> Callable[[Tree, jax.Array], jax.Array]:
+        """Makes the loss, a function of (params, tokens)."""
+        return models.make(self.kind, self._sizes)[1]
+
+    @property
+    def _sizes(self) -> lm.ModelConfig:
+        return lm.ModelConfig(self.layers, self.width, self.heads, self.context)
 
     @property
     def tokens(self) -> int:
@@ -110,26 +125,36 @@ class Trainer:
         axes = jax.tree.map(axis_of, specs, is_leaf=lambda x: isinstance(x, jax.P))
         self._axes = (0 if local else None, axes)
         self._chunk = jax.jit(partial(self._steps, tx.update), donate_argnums=0)
-        self._evaluate = jax.jit(partial(lm.loss_fn, config.model))
+        self._evaluate = jax.jit(config.loss)
 
-    def run(self, seed: int) -> list[tuple[int, float]]:
-        """Trains from the beginning; the seed determines the parameters and the data.
+    def run(self, seed: int, carry: Tree = None, first: int = 0) -> list[tuple[int, float]]:
+        """Trains to the end; the seed determines the parameters and the data.
+
+        Args:
+          seed: The seed.
+          carry: Parameters and state before step `first`; None for those of `start`.
+          first: The number of steps that were made.
 
         Returns:
           (steps, held-out loss in nats per byte) for every evaluation.
         """
-        carry = self.start(seed)
+        if carry is None:
+            carry = self.start(seed)
         curve = []
-        for first in range(0, self.config.steps, self.config.eval_every):
-            last = first + self.config.eval_every
+        every = self.config.eval_every
+        for last in range(every, self.config.steps + 1, every):
             carry = self.advance(carry, seed, first, last)
             curve.append((last, self.held_out_loss(carry[0])))
+            first = last
         return curve
 
     def start(self, seed: int) -> Tree:
         """Returns parameters and state before the first step."""
         params = lm.init_params(self.config.model, seed)
-        carry = (params, self.tx.init(params))
+        return self.place((params, self.tx.init(params)))
+
+    def place(self, carry: Tree) -> Tree:
+        """Gives every replica a copy of what differs between replicas."""
 
         def placed(axis: int | None, tree: Tree) -> Tree:
             if axis is not None:
@@ -151,7 +176,7 @@ class Trainer:
         return self._chunk(carry, np.stack(batches)) if batches else carry
 
     def _steps(self, update: Any, carry: Tree, batches: jax.Array) -> Tree:
-        gradient = jax.grad(partial(lm.loss_fn, self.config.model))
+        gradient = jax.grad(self.config.loss)
 
         def one(carry: Tree, batch: jax.Array) -> tuple[Tree, None]:
             params, state = carry

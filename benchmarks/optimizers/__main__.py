@@ -33,6 +33,7 @@ from benchmarks.convergence.runs import Runs
 from benchmarks.optimizers import laws, report, tail
 from benchmarks.optimizers.settings import (
     FIRST_STEPS,
+    OTHERS,
     PREDICTED,
     SCALE,
     STUDIES,
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 make(study, Path(folder, "runs.jsonl"), Path(folder, "tails.jsonl"))
         return 0
     if not options.report:
-        studies = SCALE if options.scale else (*STUDIES, FIRST_STEPS, *PREDICTED, *UNSEEN)
+        studies = SCALE if options.scale else (*STUDIES, *OTHERS, *FIRST_STEPS, *PREDICTED, *UNSEEN)
         for study in studies:
             if study.optimizer in options.optimizers:
                 make(study, options.out, tail.OUT)

@@ -21,7 +21,7 @@ from benchmarks.convergence import strategies
 from benchmarks.convergence.runs import results
 from benchmarks.optimizers import tail
 from benchmarks.optimizers.report import made
-from benchmarks.optimizers.settings import FIRST_STEPS, PREDICTED, STUDIES, UNSEEN, Study
+from benchmarks.optimizers.settings import FIRST_STEPS, OTHERS, PREDICTED, STUDIES, UNSEEN, Study
 from benchmarks.time_to_loss import report as over_links
 from benchmarks.time_to_loss.task import Config as OverLinks
 from jaxcomp._bytes.gap import LAWS, TAIL_LAWS, Law, TailLaw
@@ -35,6 +35,7 @@ _OVER_LINKS = {
     "jax/powersgd-32-int6-every-4": "rounds of 4 steps",
     "torch/powersgd-32": "torch's hook",
 }
+_WITHOUT_LAW = tuple(study.optimizer for study in OTHERS)
 Finished = Sequence[Run]  # of `benchmarks.optimizers`, if nothing else is said
 
 
@@ -48,6 +49,7 @@ class Point(NamedTuple):
     tokens: int  # in a step of all replicas
     rank: int
     percents: list[float]  # above the exact runs of the same seeds
+    kind: str = "transformer"
     tail: float | None = None  # None where it was not read
 
     @property
@@ -85,8 +87,14 @@ def points(studies: Iterable[Study], runs: Finished, rows: Finished = ()) -> Ite
                     config.tokens,
                     setting.rank,
                     percents,
+                    config.kind,
                     known,
                 )
+
+
+def predicted(runs: Finished, rows: Finished = ()) -> list[Point]:
+    """Returns the first rank of each setting in `PREDICTED`, so that every model counts once."""
+    return [next(points([study], runs, rows)) for study in PREDICTED]
 
 
 def _logarithmic_error(several: Iterable[Point], expected: Callable[[Point], float]) -> float:
@@ -96,7 +104,10 @@ def _logarithmic_error(several: Iterable[Point], expected: Callable[[Point], flo
 
 
 def laws(runs: Finished) -> dict[str, Law]:
-    """Fits the law in width and tokens for each optimizer; takes its error from `PREDICTED`."""
+    """Fits the law in width and tokens for each optimizer.
+
+    Its error is that of the transformers in `PREDICTED`: it is a law of transformers.
+    """
     several = list(points(STUDIES, runs))
     # Depth and context were changed behind AdamW alone.
     law = _law("adamw", several, error=0.0)
@@ -104,7 +115,8 @@ def laws(runs: Finished) -> dict[str, Law]:
     def expected(point: Point) -> float:
         return 100 * law.gap(point.rank, point.width, point.tokens)
 
-    error = _logarithmic_error(points(PREDICTED, runs), expected)
+    transformers = [point for point in predicted(runs) if point.kind == "transformer"]
+    error = _logarithmic_error(transformers, expected)
     return {name: _law(name, several, error) for name in LAWS}
 
 
@@ -139,27 +151,50 @@ def tail_laws(runs: Finished, rows: Finished) -> dict[str, TailLaw]:
       rows: Of `tail.measure`.
     """
     several = list(points((*STUDIES, *UNSEEN), runs, rows))
-    law = _tail_law("adamw", several, error=0.0)
-
-    def expected(point: Point) -> float:
-        return 100 * law.gap(point.tail or 0.0)
-
-    error = _logarithmic_error(points(PREDICTED, runs, rows), expected)
-    return {name: _tail_law(name, several, error) for name in TAIL_LAWS}
+    law = _tail_law(_fitted("adamw", several), error=0.0)
+    error = tail_error(law, predicted(runs, rows))
+    return {name: _tail_law(_fitted(name, several), error) for name in TAIL_LAWS}
 
 
-def _tail_law(optimizer: str, several: Sequence[Point], error: float) -> TailLaw:
-    """Fits a line to the logarithms of the mean gaps, by least squares."""
-    tails = []
-    gaps = []
+def tail_error(law: TailLaw, several: Iterable[Point]) -> float:
+    """Returns the root mean square error of the law's logarithm, over settings with a tail."""
+    return _logarithmic_error(several, lambda point: 100 * law.gap(point.tail or 0.0))
+
+
+def _fitted(optimizer: str, several: Iterable[Point]) -> list[Point]:
+    """Returns the settings of an optimizer that a law of the tail is fitted to."""
+    fitted = []
     for point in several:
         fits = point.optimizer == optimizer and point.steps >= _LEAST_STEPS and point.gap > 0
         if fits and point.tail:
-            tails.append(point.tail)
-            gaps.append(point.gap)
+            fitted.append(point)
+    return fitted
+
+
+def _tail_law(fitted: Sequence[Point], error: float) -> TailLaw:
+    """Fits a line to the logarithms of the mean gaps, by least squares."""
+    tails = [point.tail or 0.0 for point in fitted]
+    gaps = [point.gap for point in fitted]
     power, constant = np.polyfit(np.log(tails), np.log(gaps), 1)
     extent = (min(tails), max(tails))
     return TailLaw(len(tails), extent, float(np.exp(constant)), float(power), error)
+
+
+def in_sample(runs: Finished, rows: Finished) -> dict[str, tuple[TailLaw, float]]:
+    """Fits a law of the tail to each optimizer with tails; returns it with its error in the fit.
+
+    Args:
+      runs: Those that were made.
+      rows: Of `tail.measure`.
+    """
+    several = list(points((*STUDIES, *UNSEEN, *OTHERS), runs, rows))
+    laws_and_errors = {}
+    for name in (*TAIL_LAWS, *_WITHOUT_LAW):
+        fitted = _fitted(name, several)
+        if fitted:
+            law = _tail_law(fitted, error=0.0)
+            laws_and_errors[name] = (law, tail_error(law, fitted))
+    return laws_and_errors
 
 
 def int8_gaps(runs: Finished) -> list[float]:
@@ -167,10 +202,11 @@ def int8_gaps(runs: Finished) -> list[float]:
     by_strategy = results(read_runs(RESULTS / "convergence.jsonl"), strategies.by_name)
     int8 = by_strategy[strategies.STRATEGIES["int8"]]
     percents = int8.gaps(by_strategy[strategies.EXACT])
-    by_setting = made(FIRST_STEPS, runs)
-    for setting, result in by_setting.items():
-        if setting.wire == "int8":
-            percents += result.gaps(next(iter(by_setting.values())))
+    for study in FIRST_STEPS:
+        by_setting = made(study, runs)
+        for setting, result in by_setting.items():
+            if setting.wire == "int8":
+                percents += result.gaps(next(iter(by_setting.values())))
     return percents
 
 
@@ -235,6 +271,41 @@ def foretold(studies: Sequence[Study], runs: Finished, rows: Finished) -> str:
     return markdown(header, lines)
 
 
+def without_law(runs: Finished, rows: Finished) -> str:
+    """Returns a table of optimizers without a law, beside AdamW's law and a fit to each one's gaps.
+
+    Args:
+      runs: Those that were made.
+      rows: Of `tail.measure`.
+    """
+    lines = []
+    fits = in_sample(runs, rows)
+    for point in points(OTHERS, runs, rows):
+        if point.tail:
+            fitted, _ = fits[point.optimizer]
+            lines.append(
+                [
+                    point.optimizer,
+                    str(point.rank),
+                    f"{point.tail:.3f}",
+                    str(len(point.percents)),
+                    with_interval(point.percents, "+.1f", "%"),
+                    f"+{100 * TAIL_LAWS['adamw'].gap(point.tail):.1f}%",
+                    f"+{100 * fitted.gap(point.tail):.1f}%",
+                ]
+            )
+    header = [
+        "",
+        "rank",
+        "tail",
+        "seeds",
+        "above exact (95%)",
+        "AdamW's formula",
+        "its own fit",
+    ]
+    return markdown(header, lines)
+
+
 def paged(page: str, runs: Finished) -> str:
     """Returns docs/convergence.md with the tables of the laws.
 
@@ -244,13 +315,18 @@ def paged(page: str, runs: Finished) -> str:
     rows = read_runs(tail.OUT)
     page = in_page(page, LAW, f"{compared(runs)}\n")
     fit = foretold((*STUDIES, *UNSEEN), runs, rows)
+    page = in_page(page, f"{TAIL}, others", f"{without_law(runs, rows)}\n")
     page = in_page(page, TAIL, f"{fit}\n\n{made_on(rows)}\n")
     return in_page(page, f"{TAIL}, predicted", f"{foretold(PREDICTED, runs, rows)}\n")
 
 
 def report(runs: Finished) -> str:
     """Returns the fitted coefficients of both laws, and the gap of the int8 all-reduce."""
-    fitted = (*laws(runs).items(), *tail_laws(runs, read_runs(tail.OUT)).items())
+    rows = read_runs(tail.OUT)
+    fitted = (*laws(runs).items(), *tail_laws(runs, rows).items())
     lines = [f"{name}: {law}" for name, law in fitted]
+    for name, (law, error) in in_sample(runs, rows).items():
+        form = f"{law.c:.1f} * tail ** {law.power:.2f}"
+        lines.append(f"{name}, by the tail: {form}, {error:.0%} of error in the fit")
     lines.append(f"int8 all-reduce: {with_interval(int8_gaps(runs), '+.2f', '%')}")
     return "\n".join([*lines, "", compared(runs)])

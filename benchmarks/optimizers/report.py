@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from statistics import mean
 
 import jaxcomp
@@ -11,8 +10,8 @@ from benchmarks.common.paths import ROOT
 from benchmarks.common.runs import Run, made_on
 from benchmarks.common.tables import in_page, markdown, with_interval
 from benchmarks.convergence.runs import Result, results
-from benchmarks.convergence.training import AXIS
-from benchmarks.optimizers.settings import FIRST_STEPS, STUDIES, Setting, Study
+from benchmarks.convergence.training import AXIS, Config
+from benchmarks.optimizers.settings import FIRST_STEPS, OTHERS, STUDIES, Setting, Study
 
 PAGE = ROOT / "docs" / "convergence.md"
 COMMAND = "python -m benchmarks.optimizers --report"
@@ -42,10 +41,12 @@ def made(study: Study, runs: Sequence[Run]) -> dict[Setting, Result]:
 
 def _of(study: Study, runs: Sequence[Run]) -> list[Run]:
     """Returns the finished runs of a study."""
-    config = asdict(study.config)
     several = []
     for run in runs:
-        if run["config"] == config and run["setting"]["optimizer"] == study.optimizer:
+        same = Config(**run["config"]) == study.config
+        setting = run["setting"]
+        searched = (setting["rate"], setting["momentum"]) in study.rates
+        if same and searched and setting["optimizer"] == study.optimizer:
             several.append(run)
     return several
 
@@ -58,7 +59,7 @@ def paged(page: str, runs: Sequence[Run]) -> str:
     """
     rows = []
     sources: list[Run] = []
-    for study in STUDIES:
+    for study in (*STUDIES, *OTHERS):
         sources += _of(study, runs)
         by_setting = made(study, runs)
         for setting, result in by_setting.items():
@@ -73,24 +74,27 @@ def paged(page: str, runs: Sequence[Run]) -> str:
         raise ValueError("no search has come to its end; run python -m benchmarks.optimizers.")
     table = markdown(["sent", "seeds", "above exact (95%)", "fewer bytes"], rows)
     page = in_page(page, COMMAND, f"{table}\n\n{made_on(sources)}\n")
-    return in_page(page, f"{COMMAND}, first steps", f"{first_steps(runs)}\n")
+    for study in FIRST_STEPS:
+        page = in_page(page, f"{COMMAND}, {study.name}", f"{first_steps(study, runs)}\n")
+    return page
 
 
-def first_steps(runs: Sequence[Run]) -> str:
+def first_steps(study: Study, runs: Sequence[Run]) -> str:
     """Returns the table of runs with exact first steps, for several wire dtypes of these steps."""
-    config = FIRST_STEPS.config
+    config = study.config
     first = []
     header = ["sent", "seeds", "above exact (95%)"]
     for name, reducer in _FIRST.items():
         header.append(f"fewer bytes, first in {name}")
         first.append(reducer.bytes(config.params(), replicas=config.replicas).bytes_after)
-    exact, *several = made(FIRST_STEPS, runs).items()
+    exact, *several = made(study, runs).items()
     rows = []
     for setting, result in several:
         row = [setting.sent, str(len(result.losses))]
         row.append(with_interval(result.gaps(exact[1]), "+.1f", "%"))
         for sent in first:
-            whole = result.sent + setting.exact_steps * (sent - first[0])
+            in_exact_steps = setting.exact_steps - setting.steps_before
+            whole = result.sent + in_exact_steps * (sent - first[0])
             row.append(f"{exact[1].sent / whole:.1f}x")
         rows.append(row)
-    return f"{markdown(header, rows)}\n\n{made_on(_of(FIRST_STEPS, runs))}"
+    return f"{markdown(header, rows)}\n\n{made_on(_of(study, runs))}"

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
+
+import jax
+import optax
 
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import Run, read_runs
 from benchmarks.convergence.runs import Runs
+from benchmarks.convergence.training import Config
 from benchmarks.optimizers.settings import Setting, Study
-from jaxcomp._bytes.gap import TAIL_LAWS, ranks_of, read_momentum
+from jaxcomp._bytes.gap import (
+    TAIL_LAWS,
+    Momentum,
+    direction,
+    ranks_of,
+    read_momentum,
+    spectra_of,
+)
 
 OUT = RESULTS / "tails.jsonl"
+# The momentum in the state of an optimizer without a law; Adafactor has one only if asked.
+_FIELDS = {"sgd": "trace", "lion": "mu", "adafactor": "ema"}
 _READINGS = 8  # in a run, evenly spaced; those of its first half are made
 
 
@@ -26,7 +40,8 @@ def measure(runs: Runs, study: Study, exact: Setting, path: Path = OUT) -> None:
       exact: The study's exact average.
       path: The file of JSON lines.
     """
-    if study.optimizer not in TAIL_LAWS or find(study, read_runs(path)):
+    without = study.optimizer == "adafactor" and exact.momentum is None
+    if without or find(study, read_runs(path)):
         return
     trainer = runs.trainer(exact)
     carry = trainer.start(0)
@@ -34,7 +49,7 @@ def measure(runs: Runs, study: Study, exact: Setting, path: Path = OUT) -> None:
     tails: Run = {}
     for first in range(0, study.config.steps // 2, stride):
         carry = trainer.advance(carry, 0, first, first + stride)
-        momentum = read_momentum(carry[1])
+        momentum = momentum_of(study.optimizer, carry[1])
         tails[str(first + stride)] = by_rank = {}
         for setting in study.compressed(exact):
             if setting.rank:
@@ -43,20 +58,33 @@ def measure(runs: Runs, study: Study, exact: Setting, path: Path = OUT) -> None:
     row = {"setting": exact.stored, "seed": 0, "tails": tails}
     runs.append(path, row)
     for rank, tail in second_quarter(row, study.config.steps).items():
-        gap = TAIL_LAWS[study.optimizer].gap(tail)
+        gap = momentum.law.gap(tail)
         print(f"{study.name}: rank {rank} has a tail of {tail:.3f}, which foretells {gap:+.1%}")
+
+
+def momentum_of(optimizer: str, state: Any) -> Momentum:
+    """Reads the momentum from an optimizer's state, for those without a law of their own too.
+
+    SGD and Adafactor step along their momentum as it is. Lion steps along its sign, by the same
+    length in each leaf, so that each leaf counts by its size.
+    """
+    if optimizer in TAIL_LAWS:
+        return read_momentum(state)
+    tree = optax.tree.get(state, _FIELDS[optimizer])
+    if optimizer == "lion":
+        tree = jax.tree.map(direction, tree)
+    return Momentum(TAIL_LAWS["adamw"], tree, spectra_of(tree, None))
 
 
 def find(study: Study, rows: Sequence[Run]) -> dict[int, float]:
     """Returns the tails of a study by rank, from all rows; none if they were not read."""
-    config = asdict(study.config)
     # How often and on how much a run is evaluated changes nothing in its momentum.
-    for name in ("eval_every", "eval_sequences"):
-        del config[name]
+    evaluated = {"eval_every": 1, "eval_sequences": 64}
+    config = replace(study.config, **evaluated)
     for row in rows:
         setting = row["setting"]
         searched = (setting["rate"], setting["momentum"]) in study.rates
-        same = row["config"].items() >= config.items()
+        same = replace(Config(**row["config"]), **evaluated) == config
         if same and searched and setting["optimizer"] == study.optimizer:
             return second_quarter(row, study.config.steps)
     return {}

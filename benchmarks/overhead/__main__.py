@@ -68,8 +68,12 @@ def rows_of(options: argparse.Namespace, tree: str) -> Iterator[tuple[str, Run]]
     job = {"ranks": options.ranks, "steps": options.steps, "device": "cpu"}
     job["warmup"] = 12  # until the allocator has what it needs and asks the system for no more
     settings = {"JAX_PLATFORMS": "cpu", **ALLOCATOR, **ONE_THREAD}
-    for framework in ("jax",) if options.alone else ("jax", "torch"):
-        job["shapes"] = torch_layout(shapes) if framework == "torch" else shapes
+    job["shapes"] = shapes
+    for framework in ("jax", "torch"):
+        if framework == "torch":
+            if options.alone:
+                return
+            job["shapes"] = torch_layout(shapes)
         result = run_worker([f"benchmarks.overhead.{framework}_worker"], job, settings)
         if result["code"]:
             sys.exit(f"overhead: {framework} on {tree} ended badly.\n{result['errors']}")
@@ -80,8 +84,11 @@ def rows_of(options: argparse.Namespace, tree: str) -> Iterator[tuple[str, Run]]
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     options = parse(argv)
-    draw = plot_growth if options.growth else plot
-    stem = options.out / ("growth-cpu" if options.growth else "overhead-cpu")
+    draw = plot
+    stem = options.out / "overhead-cpu"
+    if options.growth:
+        draw = plot_growth
+        stem = options.out / "growth-cpu"
     written = stem.with_suffix(".json")
     if options.report:
         run = json.loads(written.read_text())

@@ -13,33 +13,36 @@ from benchmarks.overhead.trees import TREES
 
 def table(run: Run) -> str:
     """Makes a table of medians and ratios, and describes where and how they were measured."""
+    header = ["gradients of", "rank", "jaxcomp, ms"]
+    note = "Medians."
+    compared = any("torch" in case for case in run["cases"])
+    if compared:
+        header += ["torch, ms", "torch / jaxcomp", "floor, ms", "jaxcomp / floor"]
+        note = (
+            "Medians; the floor is 7 words for every gradient value at the copy bandwidth measured "
+            "in the same run."
+        )
+    header += ["temporary memory / gradients", "compilation, s"]
     rows = []
-    with_torch = any("torch" in case for case in run["cases"])
     for case in run["cases"]:
-        ours = case["jax"]
         millions = case["words"] / 1e6
-        floor = 1e3 * case["floor"]
-        time = 1e3 * ours["median"]
-        row = {
-            "gradients of": f"{case['tree']} ({millions:,.1f} M, {_leaves(case)} leaves)",
-            "rank": str(case["rank"]),
-            "floor, ms": f"{floor:.1f}",
-            "jaxcomp, ms": f"{time:.1f}",
-            "of the floor": f"{time / floor:.2f}x",
-        }
-        if with_torch:
-            theirs = 1e3 * case["torch"]["median"]
-            row |= {"torch, ms": f"{theirs:.1f}", "torch / jaxcomp": f"{theirs / time:.2f}x"}
+        ours = case["jax"]
+        time = ours["median"]
+        row = [f"{case['tree']} ({millions:,.1f} M, {_leaves(case)} leaves)"]
+        row += [str(case["rank"]), f"{1e3 * time:.1f}"]
+        if compared:
+            theirs = case["torch"]["median"]
+            floor = case["floor"]
+            row += [f"{1e3 * theirs:.1f}", f"{theirs / time:.2f}x"]
+            row += [f"{1e3 * floor:.1f}", f"{time / floor:.2f}x"]
         memory = ours["temporary_bytes"] / (4 * case["words"])
-        row["temporary memory / gradients"] = f"{memory:.2f}"
-        row["compilation, s"] = f"{ours['compile_seconds']:.1f}"
+        row += [f"{memory:.2f}", f"{ours['compile_seconds']:.1f}"]
         rows.append(row)
     lines = [
         "## Compress, decompress and keep the residual, on one device",
         f"`{run['command']}`, {run['date']}. {sentence(run['machine'])}",
-        "Medians; the floor is 7 words for every gradient value at the copy bandwidth measured in "
-        "the same run.",
-        markdown(list(rows[0]), map(list, map(dict.values, rows))),
+        note,
+        markdown(header, rows),
     ]
     return "\n\n".join(lines) + "\n"
 

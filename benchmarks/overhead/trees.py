@@ -66,13 +66,15 @@ def layers(number: int) -> Shapes:
 
 def torch_layout(shapes: Shapes) -> Shapes:
     """Returns the parameters as torch lays them out: (out, in), (out, in, height, width)."""
-
-    def turned(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    turned = {}
+    for name, shape in shapes.items():
         if len(shape) == 4:
-            return (shape[3], shape[2], *shape[:2])
-        return shape if name.endswith("embedding") else shape[::-1]
-
-    return {name: turned(name, shape) for name, shape in shapes.items()}
+            height, width, inputs, outputs = shape
+            shape = (outputs, inputs, height, width)
+        elif not name.endswith("embedding"):
+            shape = shape[::-1]
+        turned[name] = shape
+    return turned
 
 
 def size(shapes: Shapes) -> int:

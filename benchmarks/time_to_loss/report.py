@@ -70,19 +70,25 @@ class Result:
     def clock(self, rate: str, steps: float) -> float:
         """Returns the seconds of a number of steps at a rate."""
         early = min(steps, self.start)
-        waited = early * median(self.before[rate]) if early else 0.0
-        return waited + (steps - early) * median(self.seconds[rate])
+        seconds = (steps - early) * median(self.seconds[rate])
+        if early:
+            seconds += early * median(self.before[rate])
+        return seconds
 
     @property
     def reached(self) -> dict[int, float]:
         """Returns the steps until the goal, for the seeds that reach it."""
-        steps = {seed: steps_until(curve, self.goals[seed]) for seed, curve in self.curves.items()}
-        return {seed: number for seed, number in steps.items() if number is not None}
+        reached = {}
+        for seed, curve in sorted(self.curves.items()):
+            steps = steps_until(curve, self.goals[seed])
+            if steps is not None:
+                reached[seed] = steps
+        return reached
 
     def gaps(self, exact: Result) -> list[float]:
         """Returns the gaps of the final losses to the exact runs of the same seeds, in per cent."""
         gaps = []
-        for seed, curve in self.curves.items():
+        for seed, curve in sorted(self.curves.items()):
             gaps.append(100 * (curve[-1][1] / exact.curves[seed][-1][1] - 1))
         return gaps
 
@@ -92,7 +98,7 @@ class Result:
             return []
         ours = self.reached
         ratios = []
-        for seed, steps in sorted(other.reached.items()):
+        for seed, steps in other.reached.items():
             if seed in ours:
                 ratios.append(other.clock(rate, steps) / self.clock(rate, ours[seed]))
         return ratios
@@ -124,30 +130,37 @@ def results(runs: Sequence[Run]) -> dict[str, Result]:
 
     If only steps were timed for 16 bits on the wire, the losses are those of 32 bits.
     """
-    curves: dict[str, dict[int, Curve]] = {}
-    sent: dict[str, list[float]] = {}
+    whole: dict[str, list[Run]] = {}
     times: dict[str, dict[str, list[float]]] = {}
+    goals = {}
     for run in runs:
         name = f"{run['framework']}/{run['strategy']}"
         for rate, calls in run.get("seconds", {}).items():
-            steps = [call / run["steps_per_call"] for call in calls]
-            times.setdefault(name, {})[rate] = steps
+            of_steps = np.array(calls) / run["steps_per_call"]
+            times.setdefault(name, {})[rate] = of_steps.tolist()
         if run.get("at") == "unlimited":
-            curve = [(steps, loss) for steps, _, loss in run["curve"]]
-            curves.setdefault(name, {})[run["seed"]] = curve
-            sent.setdefault(name, []).append(run["sent_per_step"])
-    goals = {seed: _WITHIN * curve[-1][1] for seed, curve in curves.get(EXACT, {}).items()}
+            whole.setdefault(name, []).append(run)
+            if name == EXACT:
+                goals[run["seed"]] = _WITHIN * run["curve"][-1][-1]
     several = {}
-    for name, by_seed in curves.items():
-        shared = {seed: curve for seed, curve in by_seed.items() if seed in goals}
+    for name, made in whole.items():
+        curves: dict[int, Curve] = {}
+        for run in made:
+            if run["seed"] in goals:
+                curves[run["seed"]] = [(steps, loss) for steps, _, loss in run["curve"]]
         framework, _, strategy = name.partition("/")
         parsed = parse_strategy(strategy)
         # The phases of a run were timed as strategies of their own.
-        timed = [times.get(f"{framework}/{phase.name}", {}) for phase in parsed.phases]
-        if shared:
-            mean_sent = mean(sent[name])
+        first, last = parsed.phases[0].name, parsed.phases[-1].name
+        if curves:
             several[name] = Result(
-                name, shared, goals, mean_sent, timed[-1], parsed.start, timed[0]
+                name,
+                curves,
+                goals,
+                sent=mean(run["sent_per_step"] for run in made),
+                seconds=times.get(f"{framework}/{last}", {}),
+                start=parsed.start,
+                before=times.get(f"{framework}/{first}", {}),
             )
     for name, alike in _SIXTEEN_BITS.items():
         if name in times and alike in several and name not in several:
@@ -164,22 +177,28 @@ def sooner_than_the_best(
       Name -> how many times sooner the result is at the goal, with a 95% interval over seeds and
       repeated steps; the all-reduce first.
     """
-    best: dict[bool, tuple[float, Result, list[float]]] = {}
+    best: dict[bool, tuple[float, Result]] = {}
     for name, other in several.items():
         ratios = result.sooner_than(other, rate)
         if name.startswith(_OURS) or not ratios:
             continue
         is_hook = name.startswith(_HOOK)
         if is_hook not in best or mean(ratios) < best[is_hook][0]:
-            best[is_hook] = mean(ratios), other, ratios
+            best[is_hook] = mean(ratios), other
     written = {}
-    for _, (times, other, ratios) in sorted(best.items()):
-        variance = result.timing_error(rate) ** 2 + other.timing_error(rate) ** 2
-        if len(ratios) > 1:
-            variance += (stdev(ratios) / times) ** 2 / len(ratios)
-        half = student(len(ratios)) * variance**0.5 * times
-        written[other.name] = f"{times:.1f}x ± {half:.1f}"
+    for _, (times, other) in sorted(best.items()):
+        written[other.name] = f"{times:.1f}x ± {times_half_width(result, other, rate):.1f}"
     return written
+
+
+def times_half_width(result: Result, other: Result, rate: str) -> float:
+    """Returns half the 95% interval of `Result.sooner_than`, over seeds and repeated steps."""
+    ratios = result.sooner_than(other, rate)
+    times = mean(ratios)
+    variance = result.timing_error(rate) ** 2 + other.timing_error(rate) ** 2
+    if len(ratios) > 1:
+        variance += (stdev(ratios) / times) ** 2 / len(ratios)
+    return student(len(ratios)) * variance**0.5 * times
 
 
 def write_report(runs: Sequence[Run], setting: Run, out: Path) -> list[Path]:
@@ -209,39 +228,67 @@ def write_report(runs: Sequence[Run], setting: Run, out: Path) -> list[Path]:
 
 def tables(several: Mapping[str, Result]) -> str:
     """Returns the table of losses; if steps were timed, also those of times and of gains."""
+    parts = [_losses(several)]
+    rates = list(several[EXACT].seconds)
+    if rates:
+        shown = [parse_rate(rate).shown for rate in rates]
+        parts.append(markdown(["milliseconds a step", *shown], _times(several, rates)))
+        gains = _gains(several, rates)
+        parts.append(markdown(["sooner at the goal than the best", *shown], gains))
+    return "\n\n".join(parts)
+
+
+def _losses(several: Mapping[str, Result]) -> str:
+    """Returns the table of losses, bytes and steps to the goal."""
     exact = several[EXACT]
-    losses = []
-    times = []
-    sooner = []
+    rows = []
     for name, result in several.items():
-        label = f"`{name}`"
+        if result.borrowed:
+            continue
+        above = ""
+        if result is not exact:
+            above = with_interval(result.gaps(exact), "+.1f", "%")
         reached = result.reached.values()
         number = len(result.curves)
-        if not result.borrowed:
-            above = "" if result is exact else with_interval(result.gaps(exact), "+.1f", "%")
-            steps = f"{mean(reached):.0f}" if reached else "-"
-            if 0 < len(reached) < number:
-                steps += f" ({len(reached)} of {number})"
-            losses.append([label, str(number), above, f"{exact.sent / result.sent:.1f}x", steps])
+        steps = "-"
+        if reached:
+            steps = f"{mean(reached):.0f}"
+        if 0 < len(reached) < number:
+            steps += f" ({len(reached)} of {number})"
+        fewer = f"{exact.sent / result.sent:.1f}x"
+        rows.append([f"`{name}`", str(number), above, fewer, steps])
+    header = ["run", "seeds", "above exact (95%)", "fewer bytes", "steps to goal"]
+    return markdown(header, rows)
+
+
+def _times(several: Mapping[str, Result], rates: Sequence[str]) -> list[list[str]]:
+    """Returns a row of milliseconds a step for each timed run."""
+    rows = []
+    for name, result in several.items():
         if not result.seconds:
             continue
-        times.append([label])
-        sooner.append([label])
-        last = next(iter(result.curves.values()))[-1][0]
-        for rate in exact.seconds:
-            timed = rate in result.seconds
-            times[-1].append(f"{1e3 * result.clock(rate, last) / last:,.0f}" if timed else "")
-            better = sooner_than_the_best(several, result, rate)
-            sooner[-1].append(", ".join(f"{better[other]} than `{other}`" for other in better))
-        if not (name.startswith(_OURS) and reached):
-            sooner.pop()
-    rates = [parse_rate(rate).shown for rate in exact.seconds]
-    header = ["run", "seeds", "above exact (95%)", "fewer bytes", "steps to goal"]
-    parts = [markdown(header, losses)]
-    if rates:
-        parts.append(markdown(["milliseconds a step", *rates], times))
-        parts.append(markdown(["sooner at the goal than the best", *rates], sooner))
-    return "\n\n".join(parts)
+        row = [f"`{name}`"]
+        steps = next(iter(result.curves.values()))[-1][0]
+        for rate in rates:
+            time = ""
+            if rate in result.seconds:
+                time = f"{1e3 * result.clock(rate, steps) / steps:,.0f}"
+            row.append(time)
+        rows.append(row)
+    return rows
+
+
+def _gains(several: Mapping[str, Result], rates: Sequence[str]) -> list[list[str]]:
+    """Returns a row for each of jaxcomp's runs that were timed and reach the goal."""
+    rows = []
+    for name, result in several.items():
+        if name.startswith(_OURS) and result.seconds and result.reached:
+            row = [f"`{name}`"]
+            for rate in rates:
+                better = sooner_than_the_best(several, result, rate)
+                row.append(", ".join(f"{better[other]} than `{other}`" for other in better))
+            rows.append(row)
+    return rows
 
 
 def plot(several: Mapping[str, Result], path: Path) -> None:

@@ -107,10 +107,11 @@ class ModelConfig:
     context: int = 128  # longest sequence, in bytes
     dtype: Any = jnp.float32  # of the activations; parameters and the loss stay in float32
     vocabulary: int = VOCABULARY
+    causal: bool = True  # False: every byte attends to the whole row, as in an encoder
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block: causal self-attention, then a ReLU layer of four widths."""
+    """One pre-norm transformer block: self-attention, then a ReLU layer of four widths."""
 
     config: ModelConfig
 
@@ -126,7 +127,7 @@ class Block(nn.Module):
         # One packed kernel: a larger matrix compresses better than three small ones.
         qkv = nn.Dense(3 * config.width, name="qkv", **dense)(h)
         qkv = qkv.reshape(*qkv.shape[:-1], 3, config.heads, config.width // config.heads)
-        h = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, -3, 0), is_causal=True)
+        h = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, -3, 0), is_causal=config.causal)
         h = h.reshape(x.shape)
         x = x + nn.Dense(config.width, kernel_init=to_stream, name="attention_out", **dense)(h)
 

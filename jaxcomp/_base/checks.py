@@ -9,13 +9,78 @@ one.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Names of arguments here, each with names that torch, Optax, `jax.pmap` or papers have for it.
+_OTHER_NAMES = {
+    "aux": ("out_specs", "out_axes"),
+    "axis_name": ("axis", "axis_names", "process_group", "group"),
+    "batch_specs": ("batch_spec", "in_axes", "in_shardings", "in_specs"),
+    "check_vma": ("check_rep",),
+    "comm_dtype": ("dtype", "wire_dtype"),
+    "eps": ("orthogonalization_epsilon",),
+    "error_feedback": ("use_error_feedback",),
+    "every_k": ("every_k_schedule", "k", "steps"),
+    "mesh": ("device_ids", "devices"),
+    "outer": ("outer_optimizer",),
+    "rank": ("matrix_approximation_rank",),
+    "reducer": ("comm_hook", "hook"),
+    "seed": ("random_seed",),
+    "start_step": ("start_powerSGD_iter",),
+    "sync_every": ("H", "local_steps", "period", "steps"),
+    "workers": ("num_replicas", "replicas", "world_size"),
+}
+# Arguments of other libraries that nothing here corresponds to.
+_ELSEWHERE = {
+    "allow_int": "pass it to jax.value_and_grad, and its result to jaxcomp.data_parallel",
+    "average": "all reducers average",
+    "batch_tensors_with_same_shape": "small leaves of one shape are always taken together here",
+    "compression_stats_logging_frequency": "call its bytes(params) for the figures",
+    "donate_argnums": "pass it to the jax.jit around the step",
+    "has_aux": (
+        "pass it to jax.value_and_grad, which makes the gradient function; `aux` says here how the "
+        "auxiliary outputs of the replicas are combined"
+    ),
+    "holomorphic": "pass it to jax.value_and_grad, and its result to jaxcomp.data_parallel",
+    "op": "all reducers average",
+    "static_argnums": "an argument that is not an array stays as it is",
+}
+
+
+def answers_other_names(function: F) -> F:
+    """Decorates a function: the error for an unknown argument tells the name to use here.
+
+    It is a TypeError, as for every unknown argument in Python.
+    """
+    parameters = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in parameters:
+                hint = _hint(name, parameters)
+                raise TypeError(f"{function.__name__} has no argument {name}: {hint}.")
+        return function(*args, **kwargs)
+
+    return cast(F, checked)
+
+
+def _hint(name: str, parameters: Collection[str]) -> str:
+    for here, others in _OTHER_NAMES.items():
+        if name in others and here in parameters:
+            return f"it is `{here}` here"
+    return _ELSEWHERE.get(name, f"it has {', '.join(parameters)}")
 
 
 def check_axis_name(axis_name: Any) -> Any:

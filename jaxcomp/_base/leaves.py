@@ -51,10 +51,28 @@ def key_names(path: KeyPath) -> list[str | None]:
 
 
 def leaf_dtype(leaf: Any) -> Any:
-    """Returns the dtype of an array, a shape struct or a Python number."""
+    """Returns the dtype of a shape struct, or that of the JAX array of an array or a number."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return jax.dtypes.canonicalize_dtype(leaf.dtype)
     if hasattr(leaf, "dtype"):
         return leaf.dtype
     return jnp.result_type(leaf)
+
+
+def named_dtype(path: KeyPath, leaf: Any) -> Any:
+    """Returns the `leaf_dtype` of a leaf.
+
+    Raises:
+      ValueError: If the leaf is neither an array nor a number; the message names it.
+    """
+    try:
+        return leaf_dtype(leaf)
+    except TypeError as error:
+        raise ValueError(
+            f"The leaf {leaf_name(path)} is a {type(leaf).__name__} and no array. For an Equinox "
+            "module pass eqx.filter(model, eqx.is_inexact_array), for other trees the arrays that "
+            "are trained."
+        ) from error
 
 
 def widest(dtypes: Iterable[Any], least: Any = jnp.float32) -> Any:
@@ -98,6 +116,11 @@ def in_compute_dtype(tree: PyTree) -> PyTree:
     return jax.tree.map(shape, tree)
 
 
+def is_narrow(dtype: Any) -> bool:
+    """Tells whether a floating dtype has fewer bits for the exponent than float32: float16."""
+    return jnp.finfo(dtype).nexp < jnp.finfo(jnp.float32).nexp
+
+
 def clipped(x: Array, dtype: Any) -> Array:
     """Replaces finite values beyond the range of `dtype` by its largest value.
 
@@ -108,6 +131,22 @@ def clipped(x: Array, dtype: Any) -> Array:
     largest = float(jnp.finfo(dtype).max)
     # An infinite value stays: it is how a step that is not finite is recognised.
     return jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
+
+
+def limited(residual: Array, values: int, replicas: int) -> Array:
+    """Limits a residual so that no product or sum of later steps overflows because of it.
+
+    One finite step could otherwise leave a residual of which every later step is refused: its
+    gradients may be so large in a direction that the factors do not see. In float32 the limit is
+    some 1e30 for a matrix of a hundred million values.
+
+    Args:
+      residual: The part of a gradient that was not sent.
+      values: The number of values that are multiplied or sent together.
+      replicas: The number of replicas.
+    """
+    largest = float(jnp.finfo(residual.dtype).max) / (values * replicas)
+    return jnp.clip(residual, -largest, largest)
 
 
 def saturated(x: Array, dtype: Any) -> Array:

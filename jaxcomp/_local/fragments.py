@@ -17,7 +17,14 @@ import numpy as np
 import optax
 
 from jaxcomp._base.checks import check_int, check_static_number
-from jaxcomp._base.leaves import compute_dtype, is_floating, is_masked, leaf_dtype, leaf_name
+from jaxcomp._base.leaves import (
+    compute_dtype,
+    is_floating,
+    is_masked,
+    leaf_dtype,
+    leaf_name,
+    named_dtype,
+)
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 
 # The number of fragments, or a pattern for each fragment.
@@ -99,10 +106,11 @@ def check_not_complex(params: PyTree) -> None:
       ValueError: If a leaf is complex; the message names it.
     """
     for path, leaf in jax.tree.leaves_with_path(params):
-        if jnp.issubdtype(leaf_dtype(leaf), jnp.complexfloating):
+        dtype = named_dtype(path, leaf)
+        if jnp.issubdtype(dtype, jnp.complexfloating):
             raise ValueError(
-                f"The leaf {leaf_name(path)} has dtype {leaf_dtype(leaf)}, and only floating "
-                "leaves are averaged. Split it, as optax.contrib.split_real_and_imaginary does."
+                f"The leaf {leaf_name(path)} has dtype {dtype}, and only floating leaves are "
+                "averaged. Split it, as optax.contrib.split_real_and_imaginary does."
             )
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._base.checks import check_transformation
+from jaxcomp._base.checks import answers_other_names, check_transformation
 from jaxcomp._base.leaves import is_floating, widest
 from jaxcomp._base.stats import CompressionStats, dense_stats
 from jaxcomp._base.typing import Array, AxisName, PyTree
@@ -46,6 +46,7 @@ from jaxcomp._reducers.reducer import check_class, check_gradients
 from jaxcomp._reducers.transformation import Transformation, bytes_of, shown
 
 
+@answers_other_names
 def local_sgd(
     inner: optax.GradientTransformation,
     *,
@@ -350,7 +351,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _difference(update: Array, param: Array, new: Array) -> Array:
-    return new.astype(update.dtype) - param.astype(update.dtype)
+    return new.astype(update.dtype) - jnp.asarray(param, update.dtype)
 
 
 def _widened(update: Array, param: Array) -> Array:

@@ -12,7 +12,7 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from jaxcomp._base.checks import check_axis_name, check_int
+from jaxcomp._base.checks import answers_other_names, check_axis_name, check_int
 from jaxcomp._base.typing import AxisName
 from jaxcomp._local.fragments import check_streaming
 from jaxcomp._local.round import LocalSGDRound, StepFn
@@ -20,6 +20,7 @@ from jaxcomp._local.sync import AverageInnerState, InnerInit, check_sync
 from jaxcomp._mesh.explicit import check_mesh_axes
 
 
+@answers_other_names
 def local_sgd_round(
     step_fn: StepFn,
     *,

@@ -1,9 +1,9 @@
 """Decides when the replicas of `local_sgd` are averaged: periods, hierarchies and schedules.
 
 `local_sgd` asks `Periods` for the level that is due after an update: 0 for a local step, else the
-number of a level, the widest last. The same function serves traced counts in a step and ranges of
-counts where bytes are counted. A fixed period needs only the count; the length of a scheduled round
-depends on where the last one ended, so the state keeps `last_sync`.
+number of a level, the widest last. Where bytes are counted, `between` lists the levels of many
+updates. A fixed period needs only the count; the length of a scheduled round depends on where the
+last one ended, so the state keeps `last_sync`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.typing import Array, AxisName, Schedule
@@ -56,8 +57,14 @@ class Periods(NamedTuple):
     def between(self, begin: int, end: int) -> list[int]:
         """Returns the level after each of the updates numbered ``begin + 1`` to ``end``."""
         if self.schedule is None:
-            # All at once, because fixed periods do not look at the last average.
-            return self.due(jnp.arange(begin + 1, end + 1), None).tolist()
+            # All at once, because fixed periods do not look at the last average; in NumPy, because
+            # JAX would compile `due` again for every number of updates.
+            counts = np.arange(begin + 1, end + 1)
+            fixed = np.zeros_like(counts)
+            for number, (_, period) in enumerate(self.levels, start=1):
+                fixed[(counts - self.offset) % period == 0] = number
+            fixed[counts <= self.start_step] = 0
+            return fixed.tolist()
         levels: list[int] = []
         last_sync = jnp.int32(self.start_step)
         for count in range(begin + 1, end + 1):

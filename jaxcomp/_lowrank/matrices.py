@@ -25,7 +25,15 @@ import numpy as np
 from jax import lax
 
 from jaxcomp._base.checks import is_integer
-from jaxcomp._base.leaves import is_floating, key_names, leaf_dtype, leaf_name
+from jaxcomp._base.leaves import (
+    clipped,
+    is_floating,
+    is_narrow,
+    key_names,
+    leaf_name,
+    limited,
+    named_dtype,
+)
 from jaxcomp._base.typing import Array, KeyPath, MatrixDims, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._mesh.collectives import other_axes, typed_like
 
@@ -233,24 +241,25 @@ def unsent(
     total: Array,
     old: Array,
     commit: Array,
+    replicas: int,
 ) -> Array:
     """Returns the new residual: ``total - P Q_w^T`` if `commit`, else `old`; updated in place.
 
     This replica has sent ``P Q_w^T``, with its own right factor. The mean ``P Q^T`` may exceed the
-    range of float16 even if the gradients do not. The part that a float16 output cannot hold was
-    sent but not applied, so it is added to the residual and sent in later steps.
+    range of a narrow dtype even if the gradients do not. The part that such an output cannot hold
+    was sent but not applied, so it is added to the residual and sent in later steps.
 
     On CPU a product that XLA does not fuse is computed in blocks, each of which replaces its part
     of `old`. The leaf is one block on GPU, where each block would launch several kernels, and on a
     mesh with unmapped axes, along which the leaf may be sharded.
     """
-    if dtype == jnp.float16:
+    if is_narrow(dtype):
         mean = outer(view, p, q)
-        largest = float(jnp.finfo(dtype).max)
-        total += mean - jnp.clip(mean, -largest, largest)
+        total += mean - clipped(mean, dtype)
 
     def less(product: Array, total: Array, old: Array) -> Array:
-        return jnp.where(commit, (total - product).astype(old.dtype), old)
+        new = limited(total - product, view.n_rows * view.n_cols, replicas)
+        return jnp.where(commit, new.astype(old.dtype), old)
 
     def whole() -> Array:
         # With a leading axis of 1, like the state that `jax.shard_map` passes: else a reshape would
@@ -399,14 +408,7 @@ def _plan(
 ) -> LeafPlan:
     """Makes the plan of one leaf."""
     name = leaf_name(path)
-    try:
-        plain = LeafPlan(name, tuple(np.shape(leaf)), leaf_dtype(leaf))
-    except TypeError as error:
-        raise ValueError(
-            f"The leaf {name} is a {type(leaf).__name__} and no array. For an Equinox module "
-            "pass eqx.filter(model, eqx.is_inexact_array), for other trees the arrays that are "
-            "trained."
-        ) from error
+    plain = LeafPlan(name, tuple(np.shape(leaf)), named_dtype(path, leaf))
     if not is_floating(plain):  # before the user's functions, which may expect a matrix
         return plain
     leaf_rank: Any = rank

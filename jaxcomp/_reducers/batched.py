@@ -20,12 +20,15 @@ from jaxcomp._base.leaves import (
     checked_dtype,
     clipped,
     floating_leaves,
+    is_narrow,
     leaf_dtype,
+    limited,
     widest,
     with_leaves,
 )
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, AxisName, DType, KeyPath, MatrixDims, PyTree
+from jaxcomp._mesh.collectives import axis_size
 from jaxcomp._reducers.powersgd import powersgd
 from jaxcomp._reducers.reducer import Reducer, Reduction
 from jaxcomp._reducers.transformation import shows_its_call
@@ -125,7 +128,7 @@ def batched_powersgd(
         sent = leaves_of(result.sent.reshape(-1)[: flat.size])
         state = result.state
         dtypes = [x.dtype for x in floating_leaves(updates if like is None else like)]
-        if error_feedback and jnp.float16 in dtypes:
+        if error_feedback and any(map(is_narrow, dtypes)):
             # The part of a mean that float16 cannot hold was sent but does not reach the update. It
             # goes into the residual, leaf by leaf, because the matrix also holds leaves of other
             # dtypes.
@@ -133,8 +136,9 @@ def batched_powersgd(
             for mean, dtype in zip(means, dtypes, strict=True):
                 excess.append(mean - clipped(mean, dtype))
             unsent = jnp.where(result.finite, square_of(ravel_pytree(excess)[0]), 0)
-            residual = state.residual
-            state = state._replace(residual=(residual + unsent).astype(residual.dtype))
+            residual = state.residual.astype(unsent.dtype) + unsent
+            residual = limited(residual, shape.size, axis_size(axis_name))
+            state = state._replace(residual=residual.astype(state.residual.dtype))
         return Reduction(
             with_leaves(updates, means), state, with_leaves(updates, sent), result.finite
         )

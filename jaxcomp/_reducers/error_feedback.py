@@ -20,18 +20,18 @@ from jaxcomp._base.checks import check_int, check_number
 from jaxcomp._base.leaves import (
     RESIDUAL_DTYPES,
     checked_dtype,
-    clipped,
     compute_dtype,
     floating_leaves,
     in_compute_dtype,
     is_floating,
     leaf_dtype,
+    limited,
     nan_unless,
     with_leaves,
 )
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree, Schedule
-from jaxcomp._mesh.collectives import as_local, local_if_bound, owner_id
+from jaxcomp._mesh.collectives import as_local, axis_size, local_if_bound, owner_id
 from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.reducer import Reducer, Reduction
 from jaxcomp._reducers.transformation import shown, shows_its_call
@@ -151,13 +151,18 @@ def error_feedback(
         means = nan_unless(result.finite, floating_leaves(result.updates))
         sent = floating_leaves(result.sent)
         unsent = []
+        values = sum(total.size for total in totals)
         for i, output in enumerate(floating_leaves(updates if like is None else like)):
             remaining = totals[i] - sent[i]
-            if output.dtype == jnp.float16:  # sent, but beyond the output's range
-                remaining += means[i] - clipped(means[i], output.dtype)
+            if jnp.finfo(output.dtype).bits < 32:  # sent, but perhaps beyond the output's range
+                largest = float(jnp.finfo(output.dtype).max)
+                within = jnp.clip(means[i], -largest, largest)
+                remaining += means[i] - within
+                means[i] = within
             old = residual[i]
             if every > 1:  # keep the residual that was not added
                 remaining += jnp.where(due, 0, old.astype(remaining.dtype))
+            remaining = limited(remaining, values, axis_size(axis_name))
             unsent.append(jnp.where(result.finite, remaining.astype(old.dtype), old))
         new = ErrorFeedbackState(
             residual=jax.tree.structure(state.residual).unflatten(unsent),

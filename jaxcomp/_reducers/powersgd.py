@@ -40,7 +40,7 @@ from jaxcomp._base.leaves import (
 )
 from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, unsent
-from jaxcomp._mesh.collectives import from_step, other_axes, owner_id
+from jaxcomp._mesh.collectives import axis_size, from_step, other_axes, owner_id
 from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.low_rank import (
     LowRank,
@@ -269,11 +269,13 @@ def powersgd_step(
         commit = average.finite & started
     q = jax.tree.map(functools.partial(jnp.where, commit), average.q, starts)
     views = compressed_views(plans)
+    replicas = axis_size(options.axis_name)
     # Compressed gradients come first, so a position is the same in all lists. There are no
     # residuals without error feedback.
     for i, old in enumerate(residual):
         factors = average.p[i], average.q[i], average.q_sent[i]
-        residual[i] = unsent(views[i], plans[i].dtype, *factors, totals[i], old, commit)
+        arrays = (*factors, totals[i], old)
+        residual[i] = unsent(views[i], plans[i].dtype, *arrays, commit, replicas)
 
     new_q = treedef.unflatten(apart(groups, q, old_q))
     new = PowerSGDState(

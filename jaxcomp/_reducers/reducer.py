@@ -26,6 +26,7 @@ from jaxcomp._base.leaves import (
     is_floating,
     is_masked,
     leaf_name,
+    named_dtype,
     saturated,
     unboxed,
 )
@@ -114,7 +115,9 @@ class Reducer(Transformation):
         check_axis_name(axis_name)
 
         def unboxed_init(params: PyTree) -> PyTree:
-            return init(unboxed(params))
+            params = unboxed(params)
+            jax.tree.map_with_path(named_dtype, params)  # refuses other objects than arrays
+            return init(params)
 
         def update(
             updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any

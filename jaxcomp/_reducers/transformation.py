@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar, cast
 import jax
 import optax
 
-from jaxcomp._base.checks import check_int
+from jaxcomp._base.checks import answers_other_names, check_int
 from jaxcomp._base.leaves import unboxed
 from jaxcomp._base.stats import CompressionStats, whole_run
 from jaxcomp._base.typing import PyTree
@@ -162,41 +162,25 @@ def bytes_of(tx: Any, params: PyTree, replicas: int | None, step: int | None) ->
     return tx.bytes(params, replicas=replicas, step=step)
 
 
-# Arguments of torch's PowerSGDState, and their names here.
-_TORCH_NAMES = {
-    "matrix_approximation_rank": "it is `rank` here",
-    "start_powerSGD_iter": "it is `start_step` here",
-    "use_error_feedback": "it is `error_feedback` here",
-    "orthogonalization_epsilon": "it is `eps` here",
-    "random_seed": "it is `seed` here",
-    "process_group": "`axis_name` says here which replicas take part",
-    "batch_tensors_with_same_shape": "small leaves of one shape are always taken together here",
-    "compression_stats_logging_frequency": "call its bytes(params) for the figures",
-}
-
-
 def shows_its_call(make: F) -> F:
     """Decorates a factory so that ``repr`` of its result shows the call: ``powersgd(rank=4, ...)``.
 
-    For a misspelt argument or a name from torch, the error tells the name to use here.
+    Arguments with other names are answered too, as by `answers_other_names`.
     """
     signature = inspect.signature(make)
+    checked = answers_other_names(make)
 
     @functools.wraps(make)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        for name in kwargs:
-            if name not in signature.parameters:
-                hint = _TORCH_NAMES.get(name, f"it has {', '.join(signature.parameters)}")
-                raise TypeError(f"{make.__name__} has no argument {name}: {hint}.")
+    def shown_call(*args: Any, **kwargs: Any) -> Any:
         # Before the call is bound: a wrong number of arguments is then Python's usual error.
-        made = make(*args, **kwargs)
+        made = checked(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         listed = [f"{name}={shown(value)}" for name, value in call.arguments.items()]
         made.made_by = f"{make.__name__}({', '.join(listed)})"
         return made
 
-    return cast(F, checked)
+    return cast(F, shown_call)
 
 
 def shown(value: Any) -> str:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxcomp._base.checks import check_axis_name, check_int, is_traced
+from jaxcomp._base.checks import answers_other_names, check_axis_name, check_int, is_traced
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
@@ -119,6 +119,7 @@ def stack_replicas(state: PyTree, replicas: int) -> PyTree:
     return jax.tree.map(repeated, state, marks(state))
 
 
+@answers_other_names
 def shard_state(
     state: PyTree, mesh: Any, axis_name: AxisName, *, like: PyTree | None = None
 ) -> PyTree:

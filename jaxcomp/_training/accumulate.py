@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._base.checks import check_int, check_transformation
+from jaxcomp._base.checks import answers_other_names, check_int, check_transformation
 from jaxcomp._base.leaves import compute_dtype, is_floating
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree
@@ -33,6 +33,7 @@ class AccumulateState(NamedTuple):
     per_replica = ("acc_grads",)
 
 
+@answers_other_names
 def accumulate(
     tx: optax.GradientTransformation,
     every_k: int,

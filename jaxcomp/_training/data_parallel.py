@@ -24,12 +24,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxcomp._base.checks import check_flag
+from jaxcomp._base.checks import answers_other_names, check_flag
 from jaxcomp._base.leaves import arrays_only, arrays_or_shapes, with_arrays
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, replicas_on, split_axis, typed_specs
-from jaxcomp._mesh.per_replica import reducer_states
+from jaxcomp._mesh.per_replica import is_reducer_state, reducer_states
 from jaxcomp._mesh.weights import weighted_gradients
 from jaxcomp._reducers.reducer import Reducer, in_dtypes_of
 from jaxcomp._reducers.transformation import Transformation
@@ -218,6 +218,11 @@ class DataParallel:
           aux={'losses': 'join', 'small': 'sum'}
         """
         check_keywords(kwargs, self.grad_fn)
+        if is_reducer_state(params):
+            kind = type(params).__name__
+            raise ValueError(
+                f"outputs takes the parameters first, without the reducer's state, got a {kind}."
+            )
         inputs = self._inputs(((params, *batch), kwargs), replicas=2)
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((inputs.arrays, weight))):
             raise ValueError(
@@ -356,6 +361,7 @@ class DataParallel:
         return with_kinds(outputs, self.aux, self.axis_name, shared, examples), gradients
 
 
+@answers_other_names
 def data_parallel(
     grad_fn: Callable[..., Any],
     reducer: optax.GradientTransformation,
@@ -397,14 +403,14 @@ def data_parallel(
         each replica (dropout), use ``jax.random.fold_in(key, jax.lax.axis_index(axis_name))``. Mesh
         axes other than `axis_name` are left to the compiler.
       aux: How auxiliary outputs are combined: one word for all, or a tree (or a prefix of it) of
-        words. "mean" averages floating values; values of any dtype that JAX knows to be equal on
-        all replicas stay as they are. With ``check_vma=False`` JAX knows no such values. A "mean"
-        of integers, flags or keys is then compared between the replicas, with one more all-reduce
-        of their bytes: equal ones stay as they are, and if they differ, the value is NaN. "sum"
-        adds. "join" concatenates the rows of the examples along axis 0; an integer does so along
-        that axis. "stack" adds an axis of replicas. An output without an entry is refused, and the
-        error shows the line to write; only an argument that the function returns unchanged needs no
-        entry. `DataParallel.outputs` finds the words.
+        words. "mean" averages floating and complex values; values of any dtype that JAX knows to be
+        equal on all replicas stay as they are. With ``check_vma=False`` JAX knows no such values. A
+        "mean" of integers, flags or keys is then compared between the replicas, with one more
+        all-reduce of their bytes: equal ones stay as they are, and if they differ, the value is
+        NaN. "sum" adds. "join" concatenates the rows of the examples along axis 0; an integer does
+        so along that axis. "stack" adds an axis of replicas. An output without an entry is refused,
+        and the error shows the line to write; only an argument that the function returns unchanged
+        needs no entry. `DataParallel.outputs` finds the words.
       axis_name: The axis or axes of the replicas; None takes those of the reducer.
       check_vma: Let JAX prove that the gradients are equal on all replicas. Pass False for a
         function that JAX cannot type: loops that begin with ``zeros(shape)``, as in most recurrent
@@ -442,6 +448,7 @@ def data_parallel(
     return DataParallel(grad_fn, reducer, axis_name, mesh, batch_specs, aux, check_vma, argnums)
 
 
+@answers_other_names
 def value_and_grad(
     fun: Callable[..., Any],
     reducer: optax.GradientTransformation,

@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp._base.leaves import in_words, is_floating, is_key, leaf_name
+from jaxcomp._base.leaves import in_words, is_key, leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
 from jaxcomp._mesh.explicit import split_axis
 from jaxcomp._training.on_mesh import only_replica
-from jaxcomp._training.outputs import described
+from jaxcomp._training.outputs import described, has_mean
 
 # Rounding of a few dozen operations in float32, as a fraction of the largest value.
 _ROUNDING = 64 * float(jnp.finfo(jnp.float32).eps)
@@ -146,9 +146,9 @@ def _verdict(
     shares: np.ndarray, whole: np.ndarray, swapped: np.ndarray, halves: np.ndarray
 ) -> Verdict:
     """Compares an output of the whole batch with those of the swapped batch and of the halves."""
-    floating = is_floating(whole)
+    averages = has_mean(whole)
     precision = _ROUNDING
-    if floating:
+    if averages:
         precision = max(precision, 2 * float(jnp.finfo(whole.dtype).eps))  # of a 16-bit output
     wide: Any = np.float64
     if np.iscomplexobj(whole):
@@ -171,7 +171,7 @@ def _verdict(
     misses = _misses(shares, whole, first, second)
     # Equal halves decide nothing between a mean and a maximum, but a floating output that is the
     # same for all examples is averaged without harm.
-    if apart == 0 and misses["mean"] <= rounding < scale and floating and precision == _ROUNDING:
+    if apart == 0 and misses["mean"] <= rounding < scale and averages and precision == _ROUNDING:
         return Verdict("mean", "the same in both halves")
     fitting = []
     for kind, miss in misses.items():
@@ -181,12 +181,12 @@ def _verdict(
     if len(fitting) > 1:
         alike = " or ".join(fitting)
         remark = f"{alike} of both halves: take another batch, or say it yourself"
-        if apart == 0 and not floating:
+        if apart == 0 and not averages:
             remark += '; "mean" keeps what is always the same, as a counter or a key'
         return Verdict(None, remark)
     if fitting == ["sum"]:
         return Verdict("sum")
-    if fitting == ["mean"] and floating:  # an integer would be rounded
+    if fitting == ["mean"] and averages:  # an integer would be rounded
         # A nonlinear function of a mean, such as exp(loss), differs from a mean by about this.
         if apart**2 / 8 > rounding * scale:
             return Verdict("mean")

@@ -192,7 +192,7 @@ def _possible(x: Array, axis_name: AxisName) -> str:
     words = []
     if x.ndim:
         words.append("join")
-    exact = not is_floating(x) and not known_equal(x, axis_name)
+    exact = not has_mean(x) and not known_equal(x, axis_name)
     if not exact or _is_compared(x, axis_name):
         words.append("mean")
     if exact:
@@ -202,9 +202,14 @@ def _possible(x: Array, axis_name: AxisName) -> str:
     return "|".join(words)
 
 
+def has_mean(x: Any) -> bool:
+    """Tells whether values of this dtype have a mean of the same dtype: floating and complex."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def _is_compared(x: Array, axis_name: AxisName) -> bool:
     """Tells whether the program must compare a "mean" leaf between the replicas."""
-    return not vma_axes(axis_name) and not jnp.issubdtype(x.dtype, jnp.inexact)
+    return not vma_axes(axis_name) and not has_mean(x)
 
 
 def _all_equal(leaves: Sequence[Array], axis_name: AxisName) -> Array:
@@ -246,6 +251,8 @@ def reduced(
         leaf = leaves[i]
         if kind == "mean":
             to_average[i] = leaf
+            if jnp.iscomplexobj(leaf):
+                to_average[i] = jnp.stack([leaf.real, leaf.imag])
         elif kind == "sum":
             leaves[i] = total(leaf, axis_name)
         elif kind == _COMPARED:
@@ -257,6 +264,9 @@ def reduced(
                 row = jnp.moveaxis(leaf, int(kind), 0)
             rows.append(as_local(row, axis_name))
     means, _ = averaged(to_average, axis_name, weight)
+    for i, mean in enumerate(means):
+        if mean is not None and jnp.iscomplexobj(leaves[i]):
+            means[i] = jax.lax.complex(mean[0], mean[1])
     leaves = with_arrays(leaves, means)
     if compared:
         # A running program cannot raise an error, so the loss becomes NaN.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._base.checks import check_int
+from jaxcomp._base.checks import answers_other_names, check_int
 from jaxcomp._base.leaves import is_floating
 from jaxcomp._base.stats import dense_stats
 from jaxcomp._base.typing import Array, PyTree
@@ -27,13 +27,14 @@ from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import Reducer, check_reducer
 from jaxcomp._states.place import known_spec
 from jaxcomp._training.data_parallel import data_parallel
-from jaxcomp._wire.collectives import Collective, collectives, mesh_of
+from jaxcomp._wire.collectives import Collective, Collectives, collectives, mesh_of
 from jaxcomp._wire.program import Program, read_program
 from jaxcomp._wire.steps import count_steps
 
 _SMALL = 1024  # bytes: losses and flags
 
 
+@answers_other_names
 def check(
     compiled: Any,
     reducer: Reducer | Sequence[Reducer],
@@ -42,7 +43,7 @@ def check(
     mesh: Any = None,
     allow: int | None = None,
     steps: int | Sequence[int | None] | None = None,
-) -> tuple[Collective, ...]:
+) -> Collectives:
     """Refuses a compiled program that sends more over the replicas' axis than its reducers do.
 
     Three mistakes cost as many bytes as compression saves, and change no result visibly: a `pmean`

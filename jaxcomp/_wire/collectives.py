@@ -53,7 +53,22 @@ class Collective:
         return line
 
 
-def collectives(compiled: Any, *, mesh: Any = None) -> tuple[Collective, ...]:
+class Collectives(tuple[Collective, ...]):
+    """Holds the collectives of a program, in its order; ``print`` shows a line for each."""
+
+    def __str__(self) -> str:
+        """Returns a line for each collective, and the bytes over the same axes added up."""
+        lines = list(map(str, self))
+        sums: dict[tuple[str, ...], int] = {}
+        for collective in self:
+            axes = collective.axes
+            sums[axes] = sums.get(axes, 0) + collective.times * collective.bytes
+        for axes, sent in sums.items():
+            lines.append(f"in all {sent:,} bytes over {axes}")
+        return "\n".join(lines) or "no collectives"
+
+
+def collectives(compiled: Any, *, mesh: Any = None) -> Collectives:
     """Lists the collectives of a compiled step, in the order of the program.
 
     The list holds every branch of a conditional, and each collective in a loop once, with the
@@ -68,7 +83,7 @@ def collectives(compiled: Any, *, mesh: Any = None) -> tuple[Collective, ...]:
         results.
 
     Returns:
-      Every collective, with its bytes on one device.
+      A tuple of all collectives, with their bytes on one device. ``print`` shows a line for each.
 
     Raises:
       ValueError: If `compiled` is not a compiled program, or `mesh` is missing.
@@ -100,7 +115,7 @@ def mesh_of(compiled: Any) -> Any:
     return max(meshes, key=lambda mesh: mesh.size)
 
 
-def collectives_of(program: Program, mesh_of_program: Callable[[], Any]) -> tuple[Collective, ...]:
+def collectives_of(program: Program, mesh_of_program: Callable[[], Any]) -> Collectives:
     """Lists the collectives of a program in its order, with those of every branch.
 
     Args:
@@ -122,7 +137,7 @@ def collectives_of(program: Program, mesh_of_program: Callable[[], Any]) -> tupl
                 visit(called, around, chosen)
 
     visit(program.entry, (), False)
-    return tuple(listed)
+    return Collectives(listed)
 
 
 def _collective(

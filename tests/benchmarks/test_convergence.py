@@ -1,7 +1,5 @@
 """`benchmarks.convergence`: a tiny study, and the table that is made of the committed one."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ import benchmarks.convergence.__main__ as convergence
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import read_runs
 from benchmarks.convergence.report import PAGE, table
-from benchmarks.convergence.runs import results
+from benchmarks.convergence.runs import Result, results
 from benchmarks.convergence.strategies import STRATEGIES, by_name
 from benchmarks.convergence.training import Config
 
@@ -45,7 +43,15 @@ def test_every_strategy_can_be_made_and_says_what_it_sends(name):
     assert strategy.bytes_sent(config) > 0
 
 
+def test_gaps_of_two_settings_have_the_same_order():
+    exact = Result({0: 1.0, 1: 2.0}, 100)
+    assert Result({1: 2.2, 0: 1.5}, 10).gaps(exact) == pytest.approx([50, 10])
+
+
 def test_the_table_in_the_document_is_that_of_the_committed_runs():
-    config = dataclasses.asdict(Config())
-    runs = [run for run in read_runs(RESULTS / "convergence.jsonl") if run["config"] == config]
+    runs = [
+        run
+        for run in read_runs(RESULTS / "convergence.jsonl")
+        if Config(**run["config"]) == Config()
+    ]
     assert table(results(runs, by_name)) in PAGE.read_text()

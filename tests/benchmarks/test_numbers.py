@@ -5,6 +5,7 @@ a table that a report writes, in a sentence that is made here from the rows, in 
 names its source, or in one of the few sentences that say how something was measured.
 """
 
+import functools
 import json
 import re
 from dataclasses import asdict
@@ -17,18 +18,21 @@ import jaxcomp
 from benchmarks.cluster.report import all_figures
 from benchmarks.common.paths import RESULTS, ROOT
 from benchmarks.common.runs import read_runs
-from benchmarks.common.tables import half_width
+from benchmarks.common.tables import half_width, with_interval
+from benchmarks.convergence import training
 from benchmarks.convergence.runs import results
 from benchmarks.convergence.strategies import EXACT, STRATEGIES, by_name
-from benchmarks.optimizers import settings
+from benchmarks.optimizers import settings, tail
+from benchmarks.optimizers.laws import in_sample, points, predicted
 from benchmarks.optimizers.report import made
 from benchmarks.time_to_loss import report
 from benchmarks.time_to_loss.task import Config
-from jaxcomp._bytes.gap import TAIL_LAWS
+from jaxcomp._bytes.gap import LAWS, TAIL_LAWS
 
-PAGES = ("README.md", "docs/performance.md", "docs/convergence.md")
+PAGES = ("README.md", "docs/performance.md", "docs/convergence.md", "docs/choosing.md")
 UNIT = r"\s?(?:%|ms\b|times\b|points\b|x\b|s\b)"
 MEASURED = re.compile(rf"(?:±\s?)?\d[\d,.]*(?:{UNIT})|±\s?\d[\d,.]*|\d[\d,.]*(?=\s?±)")
+NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 # A paragraph with one of these says where its numbers come from.
 SOURCES = re.compile(
     r"commit [0-9a-f]{7}, |#on-a-gpu|results/[\w-]+\.md|data sheet|arXiv|by the formula"
@@ -40,7 +44,8 @@ STATED = (
     "within 1% of", "and 1% more",
     "10% warm-up", "10% exact steps", "the first 10% of the steps", "(95%)", "differ by 1%",
     "10% to 90%", "which are 1%, 3% and a tenth", "above exact (95%)",
-    "a third of the width", "100% of",
+    "a third of the width", "100% of", "whose step is within 10% of the fastest",
+    "A predicted gain below 10%", "95% of runs",
 )  # fmt: skip
 
 
@@ -72,7 +77,8 @@ def readme():
     yield f"its loss ended {mean(gaps):.2f} ± {half_width(gaps):.2f}% above the exact one (rank 48"
     yield from of_the_program()
     found = over_links()
-    exact, low_rank = found[report.EXACT], found["jax/powersgd-32-int6"]
+    exact = found[report.EXACT]
+    low_rank = found["jax/powersgd-32-int6"]
     hook = found["torch/powersgd-32"]
     gaps = low_rank.gaps(exact)
     fewer = exact.sent / low_rank.sent
@@ -95,13 +101,15 @@ def readme():
     step = {name: found[name].clock("100mbit", 1) for name in steps}
     mixed = 0.1 * step[report.EXACT] + 0.9 * step[low_rank.name]
     goal = steps[report.EXACT] * step[report.EXACT]
-    from_first = mean(low_rank.sooner_than(exact, "100mbit"))
+    sooner = []
+    for result in (low_rank, hook):
+        times = mean(result.sooner_than(exact, "100mbit"))
+        sooner.append(f"{times:.1f} ± {report.times_half_width(result, exact, '100mbit'):.1f}")
     after_exact = goal / (steps[low_rank.name] * mixed)
-    of_hook = mean(hook.sooner_than(exact, "100mbit"))
-    yield f"| from the first step on | {fewer:.0f}, {fewer / 2:.0f} | {from_first:.1f} |"
+    yield f"| from the first step on | {fewer:.0f}, {fewer / 2:.0f} | {sooner[0]} |"
     yield f"| {ratio:.1f}, {ratio / 2:.1f} | {after_exact:.1f}, calculated"
     fewer = exact.sent / hook.sent
-    yield f"| {fewer:.0f}, {fewer / 2:.1f} | {of_hook:.1f} |"
+    yield f"| {fewer:.0f}, {fewer / 2:.1f} | {sooner[1]} |"
 
 
 def of_the_program():
@@ -114,7 +122,7 @@ def of_the_program():
             yield f"each replica sends {run.bytes_after:,} bytes, {run.ratio:.1f} times fewer"
             yield f"than the {run.bytes_before:,} of float32"
         else:
-            yield f"{run.ratio:.1f} times fewer bytes. Larger models"
+            yield f"{run.ratio:.1f} times fewer bytes. In our language models"
 
 
 def performance():
@@ -124,7 +132,8 @@ def performance():
     def step(strategy, framework="jax", rate="1gbit"):
         return figures["mlp", rate, strategy, framework].median
 
-    ours, alone = step("powersgd-4"), step("none")
+    ours = step("powersgd-4")
+    alone = step("none")
     yield f"is {step('powersgd-4', 'torch') / ours:.1f} times faster than with torch's hook"
     yield f"and {step('allreduce') / ours:.1f} times faster than the all-reduce"
     yield f"It takes {ours / alone:.2f} times the step without communication"
@@ -137,36 +146,120 @@ def rank_of_rates():
     losses = {}
     for run in read_runs(RESULTS / "optimizers.jsonl"):
         setting = run["setting"]
-        wide = run["config"] == asdict(settings.WIDE_ONCE) and run["seed"] == 0
+        wide = training.Config(**run["config"]) == settings.WIDE_ONCE and run["seed"] == 0
         if wide and setting["optimizer"] == "adamw" and not setting["rank"]:
             losses[setting["rate"]] = run["curve"][-1][1]
     return 100 * (losses[1e-3] / losses[5e-4] - 1)
 
 
+def by_spectrum():
+    """Yields how much lower ranks by spectrum ended, at the bytes of two settings."""
+    for equal, spectrum in (
+        ("powersgd-r4", "spectrum-r4"),
+        ("powersgd-r16-int8", "spectrum-r16-int8"),
+    ):
+        yield lower(equal, spectrum)
+
+
+def lower(first, second):
+    """Writes how many points lower the second strategy ended, by seed."""
+    pairs = zip(convergence_runs(first), convergence_runs(second), strict=True)
+    differences = [a - b for a, b in pairs]
+    return f"{mean(differences):.1f} ± {half_width(differences):.1f}"
+
+
 def convergence():
-    adamw, muon = TAIL_LAWS["adamw"], TAIL_LAWS["muon"]
+    runs = read_runs(RESULTS / "optimizers.jsonl")
+    tails = read_runs(tail.OUT)
+    adamw = TAIL_LAWS["adamw"]
+    muon = TAIL_LAWS["muon"]
     yield f"{adamw.c} and {adamw.power} for AdamW, to {adamw.settings} ranks"
     yield f"{muon.c} and {muon.power} for Muon"
-    float32 = convergence_runs("powersgd-r4"), convergence_runs("spectrum-r4")
-    int8 = convergence_runs("powersgd-r16-int8"), convergence_runs("spectrum-r16-int8")
-    lower = []
-    for equal, spectrum in (float32, int8):
-        differences = [a - b for a, b in zip(equal, spectrum, strict=True)]
-        lower.append(f"{mean(differences):.1f} ± {half_width(differences):.1f}")
-    yield f"{lower[0]} points lower with the bytes of rank 4, and {lower[1]} lower with those of"
+    fits = in_sample(runs, tails)
+    exponents = [f"{fits[name][0].power:.2f}" for name in ("sgd", "lion", "adafactor")]
+    yield f"its exponents are {exponents[0]}, {exponents[1]} and {exponents[2]}, where AdamW's is"
+    by_tail = by_width = 0
+    for point in predicted(runs, tails):
+        by_tail += within_a_quarter(point.gap, 100 * adamw.gap(point.tail))
+        by_width += within_a_quarter(point.gap, point.guess)
+    yield f"{NUMBERS[by_tail].capitalize()} of the {NUMBERS[len(settings.PREDICTED)]} mean gaps"
+    yield f"{NUMBERS[by_width].capitalize()} are within a quarter of the law in width and tokens"
+    ratios = []
+    for study in settings.PREDICTED[-2:]:
+        low, high = points([study], runs, tails)
+        ratios.append((high.gap / low.gap, (high.tail / low.tail) ** adamw.power))
+    (convolutions, in_their_tails), (encoder, in_its_tails) = ratios
+    yield f"the encoder's gap grew to {encoder:.1f} times"
+    yield f"as its tails foretold ({in_its_tails:.1f})"
+    yield f"grew to {convolutions:.1f} times, where the tails foretold {in_their_tails:.1f}"
+    ranks = lower("powersgd-r4", "powersgd-r16-int8")
+    yield f"rank 16 in int8 ended {ranks} points lower than rank 4 in float32"
+    float32, int8 = by_spectrum()
+    yield f"{float32} points lower with the bytes of rank 4, and {int8} lower with those of"
+
+
+def within_a_quarter(gap, predicted):
+    """Tells whether a gap lies within a quarter of its prediction; both are in per cent."""
+    return abs(gap - predicted) <= 0.25 * predicted
+
+
+@functools.cache
+def results_of_strategies():
+    """Returns the results of `benchmarks.convergence` by strategy."""
+    return results(read_runs(RESULTS / "convergence.jsonl"), by_name)
 
 
 def convergence_runs(name):
-    """Gaps of a strategy of `benchmarks.convergence`, in per cent."""
-    runs = results(read_runs(RESULTS / "convergence.jsonl"), by_name)
-    return runs[STRATEGIES[name]].gaps(runs[EXACT])
+    """Returns the gaps of a strategy of `benchmarks.convergence`, in per cent."""
+    several = results_of_strategies()
+    return several[STRATEGIES[name]].gaps(several[EXACT])
+
+
+def choosing():
+    for name, words in (
+        ("adamw", "behind Adam and AdamW"),
+        ("muon", "behind Muon, where the tail"),
+    ):
+        law = TAIL_LAWS[name]
+        yield f"{law.c} * tail {law.power} per cent"
+        yield words
+    _, error = in_sample(read_runs(RESULTS / "optimizers.jsonl"), read_runs(tail.OUT))["adamw"]
+    yield f"The error of the fit behind AdamW is {100 * error:.0f}% of the gap"
+    float32, int8 = by_spectrum()
+    yield f"by {float32} points with the bytes of rank 4 and by {int8} with those of rank 16"
+    for label, name in (("AdamW", "adamw"), ("Muon", "muon")):
+        law = LAWS[name]
+        points = 100 * law.half_width(10**9, 1, 1024)
+        yield f"| {label} | {law.a:.3g} | {law.k} | {law.runs} | ± {points:.1f} points |"
+    gaps, ratio = rank_in(study("width 512"), 48)
+    above = f"{mean(gaps):.2f} ± {half_width(gaps):.2f}%"
+    yield f"ended {above} (95%) above their exact runs at rank 48"
+    yield f"{ratio:.0f} times fewer bytes than float32"
+    yield f"{ratio / 2:.0f} times fewer than bfloat16"
+    first = made(settings.FIRST_STEPS[0], read_runs(RESULTS / "optimizers.jsonl"))
+    exact = next(iter(first.values()))
+    for (rank, steps), words in (
+        ((11, 0), "rank 11 from the first step on ended {} above exact with {} times fewer bytes"),
+        ((5, 48), "rank 5 after 10% exact steps ended {} above with {} times fewer"),
+    ):
+        for setting, result in first.items():
+            if (setting.rank, setting.exact_steps, setting.first_rank) == (rank, steps, 0):
+                above = with_interval(result.gaps(exact), ".1f") + "%"
+                yield words.format(above, f"{exact.sent / result.sent:.1f}")
 
 
 CLAIMS = {
+    "docs/choosing.md": choosing,
     "README.md": readme,
     "docs/performance.md": performance,
     "docs/convergence.md": convergence,
 }
+
+
+@functools.cache
+def claims_of(page):
+    """Returns the sentences about the committed runs that the page must have."""
+    return tuple(CLAIMS[page]())
 
 
 def prose(page):
@@ -186,7 +279,7 @@ def prose(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_what_is_said_of_the_runs_is_theirs(page):
     whole = " ".join((ROOT / page).read_text().replace("**", "").split())
-    missing = [claim for claim in CLAIMS[page]() if claim not in whole]
+    missing = [claim for claim in claims_of(page) if claim not in whole]
     assert not missing
 
 
@@ -197,7 +290,7 @@ def test_no_measured_number_is_without_its_source(page):
         if SOURCES.search(paragraph):
             continue
         rest = paragraph.replace("**", "")
-        for text in (*CLAIMS[page](), *STATED):
+        for text in (*claims_of(page), *STATED):
             rest = rest.replace(text, "")
         untraced += [
             f"{match[0]}: {rest[max(0, match.start() - 50) : match.end() + 20]}"

@@ -5,12 +5,14 @@ import re
 from statistics import mean
 
 import jax
+import numpy as np
 import pytest
 
 import benchmarks.optimizers.__main__ as command
 import jaxcomp
 from benchmarks.common.runs import read_runs
 from benchmarks.common.tables import half_width
+from benchmarks.convergence.models import KINDS, causal_convolution
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config, Trainer
 from benchmarks.optimizers import report, tail
@@ -36,7 +38,8 @@ def test_finished_runs_are_not_made_again(tmp_path, capsys):
 
 
 def test_the_page_shows_the_committed_runs_of_each_search_that_came_to_its_end():
-    page, runs = report.PAGE.read_text(), read_runs(command.OUT)
+    page = report.PAGE.read_text()
+    runs = read_runs(command.OUT)
     assert command.paged(page, runs) == page
     with pytest.raises(ValueError, match="no search has come to its end"):
         command.paged(page, [])
@@ -44,11 +47,15 @@ def test_the_page_shows_the_committed_runs_of_each_search_that_came_to_its_end()
 
 @pytest.mark.parametrize("name", LAWS)
 def test_the_law_of_the_adviser_is_fitted_to_the_committed_runs(name):
-    law, found = LAWS[name], laws(read_runs(command.OUT))[name]
+    law = LAWS[name]
+    found = laws(read_runs(command.OUT))[name]
     for field, digits in (("a", 1), ("k", 2), ("spread", 2), ("error", 2)):
-        written, now = getattr(law, field), getattr(found, field)
+        written = getattr(law, field)
+        now = getattr(found, field)
         assert written == pytest.approx(now, abs=0.51 * 10**-digits)
-    assert (law.runs, law.widths, law.tokens) == (found.runs, found.widths, found.tokens)
+    assert law.runs == found.runs
+    assert law.widths == found.widths
+    assert law.tokens == found.tokens
 
 
 def test_the_int8_all_reduce_of_the_adviser_is_that_of_its_runs():
@@ -114,9 +121,40 @@ def test_one_program_serves_every_rate(tmp_path):
 
 
 @pytest.mark.usefixtures("standard_promotion")
+def test_a_run_with_the_same_rank_first_is_the_run_without(tmp_path):
+    runs = Runs(tmp_path / "runs.jsonl", TINY, Setting, "benchmarks.optimizers")
+    whole = Setting("adamw", 1e-2, rank=2)
+    joined = dataclasses.replace(whole, exact_steps=1, first_rank=2)
+    assert runs.loss(joined, 0) == pytest.approx(runs.loss(whole, 0), abs=1e-4)
+    assert joined.bytes_sent(TINY) == whole.bytes_sent(TINY)
+    higher = dataclasses.replace(joined, first_rank=4)
+    assert higher.sent == "rank 2 after 1 steps of rank 4"
+    assert higher.bytes_sent(TINY) > whole.bytes_sent(TINY)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_learns(kind):
+    config = dataclasses.replace(TINY, kind=kind, steps=40, eval_every=20)
+    with jax.numpy_dtype_promotion("standard"):
+        curve = Trainer(config, Setting("adamw", 1e-2).build(config)).run(0)
+    assert curve[1][1] < curve[0][1] < 5.8
+
+
+def test_a_convolution_sees_only_the_past():
+    x = jax.random.normal(jax.random.key(0), (2, 16, 8))
+    kernel = jax.random.normal(jax.random.key(1), (4, 8, 6))
+    y = causal_convolution(x, kernel, dilation=2)
+    options = {"padding": [(6, 0)], "rhs_dilation": (2,)}
+    names = ("NWC", "WIO", "NWC")
+    expected = jax.lax.conv_general_dilated(x, kernel, (1,), dimension_numbers=names, **options)
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+
+
+@pytest.mark.usefixtures("standard_promotion")
 def test_the_two_larger_models_go_on_where_they_stopped(tmp_path, capsys):
     study = small(SCALE[0])
-    out, tails = tmp_path / "runs.jsonl", tmp_path / "tails.jsonl"
+    out = tmp_path / "runs.jsonl"
+    tails = tmp_path / "tails.jsonl"
     command.make(study, out, tails)
     runs = read_runs(out)
     assert [run["setting"]["rank"] for run in runs] == [0, 0, 0, 2]

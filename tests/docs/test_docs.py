@@ -107,9 +107,10 @@ def test_the_page_about_meshes_runs(capsys):
     assert capsys.readouterr().out.count("bytes of s8 over ('data',)") == 4
 
 
-def test_the_page_about_choosing_runs():
+def test_the_page_about_choosing_runs(capsys):
     by_leaf = run("docs/choosing.md", {})["ranks"].by_leaf
     assert by_leaf["['sharp']"] < by_leaf["['flat']"]
+    assert re.search(r"^gap \d\.\d\d%, at most .*; tail \d\d\.\d%$", capsys.readouterr().out, re.M)
 
 
 def unmoved(state):
@@ -186,7 +187,8 @@ def test_the_commands_about_checkpoints_are_understood():
     assert len(commands) == 3
     for command in commands:
         python, script, *arguments = shlex.split(command, comments=True)
-        assert (python, script) == ("python", "examples/language_model/train.py")
+        assert python == "python"
+        assert script == "examples/language_model/train.py"
         train.parser().parse_args(arguments)
 
 

@@ -87,6 +87,7 @@ def test_zero_as_in_the_page(optimizer):
             params, state, moments = step(params, state, moments, batch)
         return params, moments
 
+    @jax.jit
     def whole_step(params, state, moments, batch):
         (_, grads), state = run(state, params, batch)
         updates, moments = optimizer.update(grads, moments)

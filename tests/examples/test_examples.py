@@ -28,7 +28,8 @@ from tests.helpers.job import in_this_process as here
 from tests.helpers.many_faults import MODEL, curve, losses_of, saved
 from tests.helpers.paths import EXAMPLES
 
-STEPS, STOP = 12, 6
+STEPS = 12
+STOP = 6
 
 
 def program(name):
@@ -91,7 +92,8 @@ def interrupted(trained, tmp_path_factory):
 
 
 def test_the_curve_goes_down_and_counts_bytes(uninterrupted):
-    first, last = uninterrupted[3], uninterrupted[STEPS]
+    first = uninterrupted[3]
+    last = uninterrupted[STEPS]
     assert last[1] < first[1] < 5.6
     # Two exact steps and then compressed ones; between two records only compressed ones.
     per_step = (last[2] - first[2]) / (STEPS - 3)

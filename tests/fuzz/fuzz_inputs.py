@@ -121,7 +121,8 @@ def _odd_layout(dice):
     for _ in range(dice.randrange(1, 5)):
         text[dice.randrange(len(text))] = dice.choice('[]{}",:0123456789ae-')
     if dice.random() < 0.7:  # JSON still, with another value for a number
-        text, numbers = list(layout), [k for k, c in enumerate(layout) if c.isdigit()]
+        text = list(layout)
+        numbers = [k for k, c in enumerate(layout) if c.isdigit()]
         odd = ["-1", "[]", "null", "true", "2.0", "1e9", "9" * 30, '"1"', "{}", "NaN", "0"]
         text[dice.choice(numbers)] = dice.choice(odd)
     return files.beside(files.text("".join(text)), "layout")
@@ -129,7 +130,8 @@ def _odd_layout(dice):
 
 def _odd_directory(dice, good):
     """Other numbers in the headers of a zip file, and entries twice."""
-    raw, start = bytearray(good), good.index(b"PK\x01\x02")
+    raw = bytearray(good)
+    start = good.index(b"PK\x01\x02")
     for _ in range(dice.randrange(1, 4)):
         raw[dice.randrange(start, len(raw))] = dice.choice([0, 1, 255, dice.randrange(256)])
     if dice.random() < 0.3:
@@ -139,7 +141,8 @@ def _odd_directory(dice, good):
 
 def inputs(seed):
     """Files without end, each with its class."""
-    dice, known = Dice(seed), documents()
+    dice = Dice(seed)
+    known = documents()
     zips = list(itertools.starmap(taken_apart, itertools.product(known, (2, 4, 5))))
     good = files.saved(known[0])
     old = files.saved(known[0], _use_new_zipfile_serialization=False)

@@ -26,7 +26,8 @@ from tests.helpers.watch import watched
 from torch_bridge.__main__ import OK, main
 
 NAMED = (torch_bridge.CheckpointMismatch, torch_bridge.UnsafeCheckpoint)
-SECONDS, OVERHEAD = 5.0, 100 << 20
+SECONDS = 5.0
+OVERHEAD = 100 << 20
 
 
 @dataclasses.dataclass
@@ -68,7 +69,8 @@ def fuzz(count, *, seed=0, memory=True):
         for index, (kind, raw) in zip(range(count), inputs(seed), strict=False):
             path.write_bytes(raw)
             found.inputs[kind] += 1
-            name, cost = f"{index} {kind}", watched(lambda: read(path), memory=memory)
+            name = f"{index} {kind}"
+            cost = watched(lambda: read(path), memory=memory)
             found.executed += cost.executed
             found.read += cost.error is None
             if isinstance(cost.error, NAMED):

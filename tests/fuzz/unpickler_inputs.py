@@ -46,7 +46,8 @@ def any_value(dice, depth=0):
     if kind == 3:
         return named(dice)
     if kind == 4:
-        size, stride = (dice.choice([0, 2, 2, 2**20]),), (dice.choice([0, 1]),)
+        size = (dice.choice([0, 2, 2, 2**20]),)
+        stride = (dice.choice([0, 1]),)
         return files.tensor_call(size=size, stride=stride)
     if kind == 5:
         return files.storage(str(dice.randrange(2)), dice.choice([0, 6, 6, 1024, 2**40]))

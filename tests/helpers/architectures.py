@@ -46,8 +46,13 @@ def user(body, *inputs, names=None, declared="", channels=4):
 
 SMALL = {"growth": 8, "config": (2, 2, 2), "first": 16, "bn_size": 2}
 LARGER = {"growth": 32, "config": (2, 3, 4, 3), "first": 64, "bn_size": 4}
-IMAGE, IDS, STEPS, ROW = (2, 8, 8, 3), 6, (2, 5, 6), (2, 6)
-PICTURE, SERIES, SOUND = (3, 3, 6, 6), (3, 6, 8), (2, 4, 12)
+IMAGE = (2, 8, 8, 3)
+IDS = 6
+STEPS = (2, 5, 6)
+ROW = (2, 6)
+PICTURE = (3, 3, 6, 6)
+SERIES = (3, 6, 8)
+SOUND = (2, 4, 12)
 WAVENET = {"channels": 3, "declared": "start filter_convs gate_convs residual_convs"}
 CASES = {
     "VGG": twin(images.vgg, IMAGE, flatten={"7": (16, 2, 2)}),
@@ -186,7 +191,8 @@ def build(name):
     case = CASES[name]
     random = np.random.default_rng(0)
     rows = [shape[0] for shape in case.inputs if not isinstance(shape, int)] or [3]
-    inputs, flax_inputs = [], []
+    inputs = []
+    flax_inputs = []
     for shape in case.inputs:
         if isinstance(shape, int):
             values = random.integers(11, size=(rows[0], shape))
@@ -241,7 +247,8 @@ def there_and_back(name, steps=(2, 10, 4)):
     with tempfile.TemporaryDirectory() as folder:
         torch.save(state, f"{folder}/run.pt")
         checkpoint = torch_bridge.load(f"{folder}/run.pt")
-    apply, example = built.flax.apply, built.example()
+    apply = built.flax.apply
+    example = built.example()
     stayed = training.steps(steps[1] + steps[2])
     run = torch_bridge.to_flax(checkpoint, built.like, apply=apply, example=example)
     variables = dict(run.params)

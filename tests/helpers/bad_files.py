@@ -28,7 +28,8 @@ def flipped(raw, position, bit):
 
 def damaged():
     """Makes 70 files that are cut short, and 100 files with one flipped bit in the data."""
-    random, good = np.random.RandomState(0), files.saved(files.documented())
+    random = np.random.RandomState(0)
+    good = files.saved(files.documented())
     found = {f"cut at {k}": good[:k] for k in random.randint(1, len(good) - 1, 70)}
     positions = []
     with zipfile.ZipFile(io.BytesIO(good)) as file:
@@ -83,7 +84,9 @@ def _with_generator(rng):
 
 def foreign():
     """Makes files of other kinds, and torch files that are not a checkpoint."""
-    npz, tar, other = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    npz = io.BytesIO()
+    tar = io.BytesIO()
+    other = io.BytesIO()
     np.savez(npz, a=np.zeros(3))
     with tarfile.open(fileobj=tar, mode="w") as file:
         file.addfile(tarfile.TarInfo("storages"))

@@ -270,7 +270,8 @@ def _directory(count=200_000):
     with zipfile.ZipFile(buffer, "w") as file:
         file.writestr("archive/data.pkl", whole(b"}"))
     raw = buffer.getvalue()
-    start, end = raw.index(b"PK\x01\x02"), raw.index(b"PK\x05\x06")
+    start = raw.index(b"PK\x01\x02")
+    end = raw.index(b"PK\x05\x06")
     sizes = (0, 0, 65535, 65535, (end - start) * count, start, 0)
     tail = struct.pack("<4s4HLLH", b"PK\x05\x06", *sizes)
     return raw[:start] + raw[start:end] * count + tail

@@ -7,13 +7,16 @@ import optax
 from jax.sharding import AxisType, NamedSharding
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-CLASSES, WIDTH, LENGTH = 5, 16, 3
+CLASSES = 5
+WIDTH = 16
+LENGTH = 3
 WHOLE = jax.P()
 
 
 def grid(data, kind="auto", model=0):
     shape, names = ((data, model), ("data", "model")) if model else ((data,), ("data",))
-    kinds, devices = (KINDS[kind],) * len(shape), jax.devices()[: data * (model or 1)]
+    kinds = (KINDS[kind],) * len(shape)
+    devices = jax.devices()[: data * (model or 1)]
     return jax.make_mesh(shape, names, axis_types=kinds, devices=devices)
 
 

@@ -65,6 +65,11 @@ def all_finite(tree):
     return all(np.isfinite(np.asarray(x, np.float32)).all() for x in leaves)
 
 
+def all_zero(tree):
+    """Returns True if every value of a tree is zero."""
+    return not any(np.any(leaf) for leaf in jax.tree.leaves(tree))
+
+
 def all_nan(tree):
     """Returns True if every value of a tree is NaN."""
     leaves = jax.tree.leaves(jax.device_get(tree))

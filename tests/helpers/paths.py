@@ -4,7 +4,8 @@ import ast
 import pathlib
 
 ROOT = pathlib.Path(__file__).parents[2]
-DOCS, EXAMPLES = ROOT / "docs", ROOT / "examples"
+DOCS = ROOT / "docs"
+EXAMPLES = ROOT / "examples"
 LANGUAGE_MODEL = EXAMPLES / "language_model"
 
 

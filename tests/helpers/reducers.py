@@ -28,45 +28,60 @@ def users_own(check=True):
             mean = jax.tree.map(lambda x: jax.lax.pmean(x, AXIS), updates)
             return jaxcomp.Reduction(mean, state, updates, jnp.array(True))
         reduced = extend.reduce_mean(extend.floating_leaves(updates), AXIS, jnp.float16)
-        means = [jnp.where(reduced.finite, x, jnp.nan) for x in reduced.means]
-        means, sent = (extend.with_leaves(updates, x) for x in (means, reduced.sent))
-        return jaxcomp.Reduction(
-            means, state + reduced.finite.astype(jnp.int32), sent, reduced.finite
-        )
+        finite = reduced.finite
+        means = [jnp.where(finite, x, jnp.nan) for x in reduced.means]
+        means = extend.with_leaves(updates, means)
+        sent = extend.with_leaves(updates, reduced.sent)
+        steps = state + finite.astype(jnp.int32)
+        return jaxcomp.Reduction(means, steps, sent, finite)
 
     return jaxcomp.Reducer(lambda params: jnp.zeros([], jnp.int32), reduce, AXIS)
 
 
-# Name -> function of the step at which a reducer that begins with exact averages compresses.
-REDUCERS = {
-    "allreduce": lambda _: allreduce(),
-    "allreduce-fp16": lambda _: allreduce(comm_dtype="float16"),
-    "allreduce-bf16": lambda _: allreduce(comm_dtype=jnp.bfloat16),
-    "powersgd": lambda start: powersgd(2, start_step=start),
-    "powersgd-late": lambda start: powersgd(2, start_step=max(start, 2)),
-    "powersgd-no-feedback": lambda start: powersgd(2, start_step=start, error_feedback=False),
-    "powersgd-fp16": lambda _: powersgd(1, comm_dtype="float16", residual_dtype=jnp.bfloat16),
-    "powersgd-int8": lambda start: powersgd(2, start_step=start, comm_dtype=jnp.int8),
-    "powersgd-int6": lambda start: powersgd(2, start_step=start, comm_dtype="int6"),
-    "batched": lambda start: batched(2, start_step=start),
-    "int8": lambda _: quantized(),
-    "int8-one-scale": lambda _: quantized(block_size=None),
-    "feedback-fp16": lambda _: feedback(allreduce(comm_dtype="float16")),
-    "feedback-int8": lambda _: feedback(quantized()),
-    "feedback-late": lambda start: feedback(
-        powersgd(2, start_step=start, error_feedback=False), every=2, decay=0.5
-    ),
-    "own": lambda _: users_own(),
-    "feedback-own": lambda _: feedback(users_own()),
-}
-# A reducer that checks nothing itself: jaxcomp.Reducer refuses what all reducers refuse.
-BARE = {
-    "bare": lambda _: users_own(check=False),
-    "feedback-bare": lambda _: feedback(users_own(check=False)),
-}
+@functools.cache
+def reducers_from(start):
+    """Makes all reducers by name; those that can begin with exact averages compress from `start`.
+
+    One call serves all tests of that start, so that they share compiled programs.
+    """
+    return {
+        "allreduce": allreduce(),
+        "allreduce-fp16": allreduce(comm_dtype="float16"),
+        "allreduce-bf16": allreduce(comm_dtype=jnp.bfloat16),
+        "powersgd": powersgd(2, start_step=start),
+        "powersgd-late": powersgd(2, start_step=max(start, 2)),
+        "powersgd-no-feedback": powersgd(2, start_step=start, error_feedback=False),
+        "powersgd-fp16": powersgd(1, comm_dtype="float16", residual_dtype=jnp.bfloat16),
+        "powersgd-int8": powersgd(2, start_step=start, comm_dtype=jnp.int8),
+        "powersgd-int6": powersgd(2, start_step=start, comm_dtype="int6"),
+        "batched": batched(2, start_step=start),
+        "int8": quantized(),
+        "int8-one-scale": quantized(block_size=None),
+        "feedback-fp16": feedback(allreduce(comm_dtype="float16")),
+        "feedback-int8": feedback(quantized()),
+        "feedback-late": feedback(
+            powersgd(2, start_step=start, error_feedback=False), every=2, decay=0.5
+        ),
+        "own": users_own(),
+        "feedback-own": feedback(users_own()),
+    }
 
 
 @functools.cache
+def bare_reducers():
+    """Makes reducers that check nothing: `jaxcomp.Reducer` refuses what all reducers refuse."""
+    return {
+        "bare": users_own(check=False),
+        "feedback-bare": feedback(users_own(check=False)),
+    }
+
+
+REDUCERS = [*reducers_from(0)]
+BARE = [*bare_reducers()]
+
+
 def reducer(name, start=0):
     """Returns a reducer by name; a call with equal arguments returns the same object."""
-    return (REDUCERS | BARE)[name](start)
+    if name in BARE:
+        return bare_reducers()[name]
+    return reducers_from(start)[name]

@@ -13,7 +13,8 @@ from tests.helpers.leaves import zeros_of_one
 from tests.helpers.xla import optimised as as_users_get_it
 
 MAPPINGS = ("vmap", "pmap", "shard_map")
-AXIS, WHOLE = "data", jax.P()
+AXIS = "data"
+WHOLE = jax.P()
 
 
 def mesh_of(n, axis=AXIS):

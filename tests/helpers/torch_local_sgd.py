@@ -28,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.ranks import run_ranks
 
-RATE, MOMENTUM = 0.05, 0.9
+RATE = 0.05
+MOMENTUM = 0.9
 
 
 def new_model(data):

@@ -41,7 +41,8 @@ def watched(call, *, memory=True):
         call()
     except Exception as raised:
         error = raised
-    took, executed = time.process_time() - start, _SEEN.pop()
+    took = time.process_time() - start
+    executed = _SEEN.pop()
     peak = tracemalloc.get_traced_memory()[1]  # 0 if memory is not traced
     tracemalloc.stop()
     return Cost(error, executed, took, peak)

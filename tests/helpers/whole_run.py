@@ -25,7 +25,11 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.script import wait_for
 from tests.helpers.two_frameworks import TorchModel
 
-WORLD, START, MOVES, STEPS, CLASSES = 2, 3, (6, 11), 16, 5
+WORLD = 2
+START = 3
+MOVES = (6, 11)
+STEPS = 16
+CLASSES = 5
 
 
 def network(n, x):

@@ -42,8 +42,10 @@ def test_an_example_needs_no_answer_and_the_way_back_is_exact(name):
 
 @pytest.mark.parametrize("name", ANSWERED)
 def test_without_an_example_the_answers_are_those_that_the_error_asks_for(name):
-    built, answers = architectures.build(name), architectures.CASES[name].answers
-    state, like = built.module.state_dict(), built.like
+    built = architectures.build(name)
+    answers = architectures.CASES[name].answers
+    state = built.module.state_dict()
+    like = built.like
     if answers:
         with pytest.raises(CheckpointMismatch) as error:
             torch_bridge.pair(state, like)

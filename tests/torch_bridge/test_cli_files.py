@@ -49,11 +49,13 @@ def _bias(folder):
 
 @pytest.mark.parametrize("moment", ["saved", "moved"])
 def test_an_old_step_goes_when_the_new_one_is_complete(fails, tmp_path, monkeypatch, moment):
-    out, convert = tmp_path / "orbax", [*TO_FLAX, "orbax"]
+    out = tmp_path / "orbax"
+    convert = [*TO_FLAX, "orbax"]
     _save_model(1)
     assert main(convert) == OK
     _save_model(2)
-    save, rename = ocp.CheckpointManager.save, pathlib.Path.rename
+    save = ocp.CheckpointManager.save
+    rename = pathlib.Path.rename
 
     def saved(manager, step, **options):
         save(manager, step, **options)

@@ -75,7 +75,8 @@ class Sum(nn.Module):
 class TorchSum(tnn.Module):
     def __init__(self):
         super().__init__()
-        self.left, self.right = tnn.Linear(6, 6), tnn.Linear(6, 6)
+        self.left = tnn.Linear(6, 6)
+        self.right = tnn.Linear(6, 6)
 
     def forward(self, x):
         return self.left(x) + self.right(x)
@@ -116,7 +117,8 @@ def test_what_an_example_cannot_tell_is_refused_until_it_is_said():
     ],
 )
 def test_arguments_of_another_form_are_refused_in_one_sentence(arguments, message):
-    state, like = mlp().state_dict(), abstract(Nested(), ROWS)
+    state = mlp().state_dict()
+    like = abstract(Nested(), ROWS)
     with pytest.raises(ValueError, match=message):
         params_from_torch(state, like, **arguments)
 
@@ -243,7 +245,8 @@ def test_a_model_that_decides_by_values_is_run_as_it_is():
 
 def test_trees_without_modules():
     state, example = proof(mlp(), ROWS)
-    square, row = np.zeros((6, 6), np.float32), np.zeros(6, np.float32)
+    square = np.zeros((6, 6), np.float32)
+    row = np.zeros(6, np.float32)
     named = {"w1": square, "b1": row, "w2": square, "b2": row}
     listed = [(square, row), (square, row)]
 
@@ -270,7 +273,9 @@ class Heads(nn.Module):
 class TorchHeads(tnn.Module):
     def __init__(self):
         super().__init__()
-        self.policy, self.value, self.body = tnn.Linear(6, 4), tnn.Linear(6, 1), tnn.Linear(6, 6)
+        self.policy = tnn.Linear(6, 4)
+        self.value = tnn.Linear(6, 1)
+        self.body = tnn.Linear(6, 6)
         self.unused = tnn.Linear(6, 2)
 
     def forward(self, x):
@@ -304,7 +309,8 @@ class TorchPacked(tnn.Module):
 
     def __init__(self):
         super().__init__()
-        self.query_key_value, self.dense = tnn.Linear(8, 24), tnn.Linear(8, 8)
+        self.query_key_value = tnn.Linear(8, 24)
+        self.dense = tnn.Linear(8, 8)
 
     def forward(self, x):
         q, k, v = self.query_key_value(x).view(*x.shape[:2], 2, 3, 4).unbind(3)
@@ -327,7 +333,9 @@ class TorchParts(tnn.Module):
 
     def __init__(self, order):
         super().__init__()
-        self.qkv, self.out, self.order = tnn.Linear(8, 24), tnn.Linear(8, 8), order
+        self.qkv = tnn.Linear(8, 24)
+        self.out = tnn.Linear(8, 8)
+        self.order = order
 
     def forward(self, x):
         batch = x.shape[:2]
@@ -395,7 +403,8 @@ class TorchGated(tnn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.up, self.down = tnn.Linear(width, 16), tnn.Linear(8, width)
+        self.up = tnn.Linear(width, 16)
+        self.down = tnn.Linear(8, width)
 
     def forward(self, x):
         value, gate = self.up(x).chunk(2, dim=-1)
@@ -464,7 +473,9 @@ class TorchGrouped(tnn.Module):
 
     def __init__(self, by_group):
         super().__init__()
-        self.qkv, self.out, self.by_group = tnn.Linear(8, 32), tnn.Linear(16, 8), by_group
+        self.qkv = tnn.Linear(8, 32)
+        self.out = tnn.Linear(16, 8)
+        self.by_group = by_group
 
     def forward(self, x):
         batch = x.shape[:2]
@@ -472,7 +483,9 @@ class TorchGrouped(tnn.Module):
             q, k, v = self.qkv(x).view(*batch, 2, 4, 4).split((2, 1, 1), dim=3)
         else:
             q, k, v = self.qkv(x).split((16, 8, 8), dim=-1)
-        q, k, v = q.reshape(*batch, 2, 2, 4), k.reshape(*batch, 2, 4), v.reshape(*batch, 2, 4)
+        q = q.reshape(*batch, 2, 2, 4)
+        k = k.reshape(*batch, 2, 4)
+        v = v.reshape(*batch, 2, 4)
         scores = torch.einsum("bqghd,bkgd->bghqk", q, k).softmax(-1)
         return self.out(torch.einsum("bghqk,bkgd->bqghd", scores, v).reshape(*batch, 16))
 
@@ -486,14 +499,20 @@ class Grouped(nn.Module):
     def __call__(self, x):
         batch = x.shape[:2]
         if self.order == "dense":
-            q, k, v = nn.Dense(16, name="q")(x), nn.Dense(8, name="k")(x), nn.Dense(8, name="v")(x)
+            q = nn.Dense(16, name="q")(x)
+            k = nn.Dense(8, name="k")(x)
+            v = nn.Dense(8, name="v")(x)
         elif self.order == "by group":
             packed = nn.Dense(32, name="qkv")(x).reshape(*batch, 2, 16)
             q, k, v = jnp.split(packed, (8, 12), axis=-1)
         else:
             packed = nn.Dense(32, name="qkv")(x)
-            q, k, v = packed[..., :16], packed[..., 16:24], packed[..., 24:]
-        q, k, v = q.reshape(*batch, 2, 2, 4), k.reshape(*batch, 2, 4), v.reshape(*batch, 2, 4)
+            q = packed[..., :16]
+            k = packed[..., 16:24]
+            v = packed[..., 24:]
+        q = q.reshape(*batch, 2, 2, 4)
+        k = k.reshape(*batch, 2, 4)
+        v = v.reshape(*batch, 2, 4)
         scores = nn.softmax(jnp.einsum("bqghd,bkgd->bghqk", q, k))
         mixed = jnp.einsum("bghqk,bkgd->bqghd", scores, v)
         return nn.Dense(8, name="out")(mixed.reshape(*batch, 16))
@@ -609,7 +628,8 @@ class TorchPixels(tnn.Module):
 
     def __init__(self):
         super().__init__()
-        self.qkv, self.out = tnn.Conv2d(8, 24, 1), tnn.Conv2d(8, 8, 1)
+        self.qkv = tnn.Conv2d(8, 24, 1)
+        self.out = tnn.Conv2d(8, 8, 1)
 
     def forward(self, x):
         q, k, v = self.qkv(x).reshape(len(x), 2, 12, -1).chunk(3, dim=2)
@@ -683,8 +703,11 @@ class TorchTwoHeads(tnn.Module):
     def __init__(self):
         super().__init__()
         self.conv = tnn.Conv2d(2, 3, 3)
-        self.a, self.b = tnn.Linear(48, 5), tnn.Linear(48, 5)
-        self.norm, self.last, self.out = tnn.LayerNorm(5), tnn.Linear(5, 5), tnn.Linear(5, 2)
+        self.a = tnn.Linear(48, 5)
+        self.b = tnn.Linear(48, 5)
+        self.norm = tnn.LayerNorm(5)
+        self.last = tnn.Linear(5, 5)
+        self.out = tnn.Linear(5, 2)
 
     def forward(self, x):
         x = self.conv(x).flatten(1)
@@ -728,7 +751,8 @@ class Normed(nn.Module):
 class TorchNormed(tnn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.norm = tnn.Embedding(11, 8), tnn.LayerNorm(8)
+        self.embed = tnn.Embedding(11, 8)
+        self.norm = tnn.LayerNorm(8)
         self.out = tnn.Linear(8, 8)
 
     def forward(self, ids):

@@ -15,7 +15,11 @@ from flax import nnx
 from torch import nn as tnn
 
 from tests.helpers.bridge import params_to_torch, randomize, values
+from tests.helpers.leaves import equal
 from torch_bridge import CheckpointMismatch, params_from_torch
+
+# Inputs in torch's order, with 4 channels and 1, 2 or 3 axes.
+MAPS = {1: (2, 4, 5), 2: (2, 4, 5, 5), 3: (2, 4, 5, 5, 5)}
 
 
 class Layer(NamedTuple):
@@ -27,81 +31,118 @@ class Layer(NamedTuple):
     shapes: tuple[Any, ...]
 
 
-def conv(n, transposed=False, groups=1):
-    name = f"Conv{'Transpose' if transposed else ''}"
-    strides = {"stride": 2} if transposed else {}
-    module = getattr(tnn, f"{name}{n}d")(4, 6, 3, groups=groups, **strides)
-    more = {"padding": "VALID", "strides": (2,) * n if transposed else (1,) * n}
-    more |= {"feature_group_count": groups} if groups > 1 else {}
-    linen, own = (getattr(kind, name) for kind in (nn, nnx))
-    size, shape = (3,) * n, (2, 4, *(5,) * n)
-    return Layer(module, linen(6, size, **more), partial(own, 4, 6, size, **more), (shape,))
+def conv(n, groups=1):
+    """Makes a convolution over `n` axes."""
+    kernel = (3,) * n
+    options = {"padding": "VALID"}
+    if groups > 1:
+        options["feature_group_count"] = groups
+    in_torch = (tnn.Conv1d, tnn.Conv2d, tnn.Conv3d)[n - 1]
+    return Layer(
+        in_torch(4, 6, 3, groups=groups),
+        nn.Conv(6, kernel, **options),
+        partial(nnx.Conv, 4, 6, kernel, **options),
+        (MAPS[n],),
+    )
+
+
+def transposed_conv(n):
+    """Makes a transposed convolution over `n` axes, with steps of 2."""
+    kernel = (3,) * n
+    options = {"padding": "VALID", "strides": (2,) * n}
+    in_torch = (tnn.ConvTranspose1d, tnn.ConvTranspose2d, tnn.ConvTranspose3d)[n - 1]
+    return Layer(
+        in_torch(4, 6, 3, stride=2),
+        nn.ConvTranspose(6, kernel, **options),
+        partial(nnx.ConvTranspose, 4, 6, kernel, **options),
+        (MAPS[n],),
+    )
 
 
 def recurrent(make, linen_cell, nnx_cell=None):
+    """Makes a recurrent layer; nnx has none if it has no such cell."""
+
     def build(rngs):
-        return nnx.RNN(nnx_cell(4, 5, rngs=rngs), rngs=rngs)
+        cell = nnx_cell(4, 5, rngs=rngs)
+        return nnx.RNN(cell, rngs=rngs)
 
+    if nnx_cell is None:
+        build = None
     module = make(4, 5, batch_first=True)
-    return Layer(module, nn.RNN(linen_cell(5)), build if nnx_cell else None, ((2, 6, 4),))
+    return Layer(module, nn.RNN(linen_cell(5)), build, ((2, 6, 4),))
 
 
-def attention(bias=True, own=nnx.MultiHeadAttention, linen=None, widths=(8, 8, 8)):
-    module = tnn.MultiheadAttention(
-        8, 2, kdim=widths[1], vdim=widths[2], batch_first=True, bias=bias
-    )
-    linen = linen or nn.MultiHeadDotProductAttention(
-        2, qkv_features=8, out_features=8, use_bias=bias
-    )
-    build = partial(own, 2, 8, decode=False, use_bias=bias) if own else None
-    return Layer(module, linen, build, tuple((2, 5, width) for width in widths))
+def torch_attention(bias=True, key=8, value=8):
+    """Makes attention of 2 heads, with keys and values of these sizes."""
+    return tnn.MultiheadAttention(8, 2, bias=bias, kdim=key, vdim=value, batch_first=True)
+
+
+def linen_attention(bias=True):
+    return nn.MultiHeadDotProductAttention(2, qkv_features=8, out_features=8, use_bias=bias)
+
+
+def attention(bias=True):
+    """Makes attention of each framework's own; query, key and value may be different."""
+    build = partial(nnx.MultiHeadAttention, 2, 8, decode=False, use_bias=bias)
+    return Layer(torch_attention(bias), linen_attention(bias), build, (ROWS, ROWS, ROWS))
 
 
 class PackedAttention(nn.Module):
-    """Attention whose three projections are one kernel, as in torch."""
+    """Has the three projections of attention in one kernel, as torch."""
 
     flat: bool
 
     @nn.compact
     def __call__(self, x, *_):
-        qkv = nn.DenseGeneral(24 if self.flat else (3, 2, 4), name="qkv")(x)
-        q, k, v = jnp.moveaxis(qkv.reshape(*x.shape[:-1], 3, 2, 4), -3, 0)
+        features = 24 if self.flat else (3, 2, 4)
+        packed = nn.DenseGeneral(features, name="qkv")(x)
+        parts = packed.reshape(*x.shape[:-1], 3, 2, 4)
+        q, k, v = jnp.moveaxis(parts, -3, 0)
         y = nn.dot_product_attention(q, k, v)
         return nn.DenseGeneral(8, axis=(-2, -1), name="out")(y)
 
 
-def normed(module, name, shape, **keywords):
-    keywords["epsilon"] = 1e-5
-    own = partial(getattr(nnx, name), 6, **keywords)
-    return Layer(module, getattr(nn, name)(**keywords), own, (shape,))
+def normed(module, linen, in_nnx, shape, **options):
+    """Makes a norm of 6 features, with torch's epsilon in all frameworks."""
+    options["epsilon"] = 1e-5
+    return Layer(module, linen(**options), partial(in_nnx, 6, **options), (shape,))
 
 
-MAP, ROW = (2, 6, 3, 3), (2, 6)
+MAP = (2, 6, 3, 3)
+ROW = (2, 6)
+ROWS = (2, 5, 8)
 PLAIN = partial(nnx.Linear, 6, 4, use_bias=False)
 GENERAL = partial(nnx.LinearGeneral, 6, (2, 2))
+BATCH_NORM = tnn.BatchNorm2d(6).eval()
+WHOLE_MAP = nn.LayerNorm(epsilon=1e-5, reduction_axes=(1, 2, 3), feature_axes=(1, 2, 3))
 LAYERS = {
     "no bias": Layer(tnn.Linear(6, 4, False), nn.Dense(4, False), PLAIN, (ROW,)),
     "dense general": Layer(tnn.Linear(6, 4), nn.DenseGeneral((2, 2)), GENERAL, (ROW,)),
-    **{f"conv{n}d": conv(n) for n in (1, 2, 3)},
+    "conv1d": conv(1),
+    "conv2d": conv(2),
+    "conv3d": conv(3),
     "conv2d in groups": conv(2, groups=2),
-    **{f"conv_transpose{n}d": conv(n, transposed=True) for n in (1, 2, 3)},
-    "layer norm": normed(tnn.LayerNorm(6), "LayerNorm", ROW),
-    "layer norm of a map": Layer(
-        tnn.LayerNorm((6, 3, 3)),
-        nn.LayerNorm(epsilon=1e-5, reduction_axes=(-3, -2, -1), feature_axes=(-3, -2, -1)),
-        None,
-        (MAP,),
+    "conv_transpose1d": transposed_conv(1),
+    "conv_transpose2d": transposed_conv(2),
+    "conv_transpose3d": transposed_conv(3),
+    "layer norm": normed(tnn.LayerNorm(6), nn.LayerNorm, nnx.LayerNorm, ROW),
+    "layer norm of a map": Layer(tnn.LayerNorm((6, 3, 3)), WHOLE_MAP, None, (MAP,)),
+    "rms norm": normed(tnn.RMSNorm(6, eps=1e-5), nn.RMSNorm, nnx.RMSNorm, ROW),
+    "group norm map": normed(tnn.GroupNorm(2, 6), nn.GroupNorm, nnx.GroupNorm, MAP, num_groups=2),
+    "batch norm map": normed(
+        BATCH_NORM, nn.BatchNorm, nnx.BatchNorm, MAP, use_running_average=True
     ),
-    "rms norm": normed(tnn.RMSNorm(6, eps=1e-5), "RMSNorm", ROW),
-    "group norm map": normed(tnn.GroupNorm(2, 6), "GroupNorm", MAP, num_groups=2),
-    "batch norm map": normed(tnn.BatchNorm2d(6).eval(), "BatchNorm", MAP, use_running_average=True),
     "prelu": Layer(tnn.PReLU(), nn.PReLU(), lambda rngs: nnx.PReLU(), (ROW,)),
     "embedding": Layer(tnn.Embedding(7, 4), nn.Embed(7, 4), partial(nnx.Embed, 7, 4), ("ids",)),
     "attention": attention(),
     "attention without bias": attention(bias=False),
-    "attention to other sizes": attention(widths=(8, 5, 3), own=None),
-    "attention, packed": attention(linen=PackedAttention(flat=False), own=None),
-    "attention, packed and flat": attention(linen=PackedAttention(flat=True), own=None),
+    "attention to other sizes": Layer(
+        torch_attention(key=5, value=3), linen_attention(), None, (ROWS, (2, 5, 5), (2, 5, 3))
+    ),
+    "attention, packed": Layer(torch_attention(), PackedAttention(False), None, (ROWS,) * 3),
+    "attention, packed and flat": Layer(
+        torch_attention(), PackedAttention(True), None, (ROWS,) * 3
+    ),
     "lstm": recurrent(tnn.LSTM, nn.OptimizedLSTMCell, nnx.OptimizedLSTMCell),
     "plain lstm": recurrent(tnn.LSTM, nn.LSTMCell, nnx.LSTMCell),
     "gru": recurrent(tnn.GRU, nn.GRUCell),
@@ -110,54 +151,75 @@ LAYERS = {
 
 
 def close(ours, theirs):
-    ours, theirs = (np.asarray(x) for x in (ours, theirs))
+    """Asserts that outputs are equal up to rounding; Flax may have more axes."""
+    theirs = np.asarray(theirs)
+    ours = np.asarray(ours).reshape(theirs.shape)
     scale = max(1.0, float(np.abs(theirs).max()))
-    np.testing.assert_allclose(ours.reshape(theirs.shape), theirs, atol=1e-5 * scale, rtol=0)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * scale, rtol=0)
 
 
 def output(module, *inputs):
-    found = module(*map(torch.from_numpy, inputs))
-    return (found[0] if isinstance(found, tuple) else found).detach().numpy()
+    """Returns the first output of a module, as an array."""
+    outputs = module(*map(torch.from_numpy, inputs))
+    if isinstance(outputs, tuple):
+        outputs = outputs[0]
+    return outputs.detach().numpy()
+
+
+def inputs_of(case):
+    """Draws the inputs of a layer, in torch's order of axes."""
+    inputs = []
+    for shape in LAYERS[case].shapes:
+        inputs.append(np.array([0, 3, 6]) if shape == "ids" else values(*shape))
+    return inputs
+
+
+def in_flax(case, array):
+    """Moves the channels of a map to its end."""
+    if "conv" in case or "map" in case:
+        array = np.moveaxis(array, 1, -1)
+    return jnp.asarray(array)
 
 
 @pytest.mark.parametrize("case", LAYERS)
 def test_layer_gives_the_same_output_in_linen_and_nnx(case):
     torch.manual_seed(0)
-    module, linen, build, shapes = LAYERS[case]
+    module, linen, build, _ = LAYERS[case]
     state = randomize(module).state_dict()
-    inputs = [np.array([0, 3, 6]) if shape == "ids" else values(*shape) for shape in shapes]
-    moved = (lambda x: np.moveaxis(x, 1, -1)) if re.search("conv|map", case) else np.asarray
-    theirs, ours = moved(output(module, *inputs)), [jnp.asarray(moved(x)) for x in inputs]
-    said = {"conv_transpose": ""} if "transpose" in case else {}
+    inputs = inputs_of(case)
+    theirs = in_flax(case, output(module, *inputs))
+    ours = [in_flax(case, x) for x in inputs]
+    answers = {"conv_transpose": ""} if "transpose" in case else {}
     like = jax.eval_shape(linen.init, jax.random.key(0), *ours)
-    params = params_from_torch(state, like, **said)
+    params = params_from_torch(state, like, **answers)
     assert jax.tree.structure(params) == jax.tree.structure(like)
     close(linen.apply(params, *ours), theirs)
-    both = [params]
+    several = [params]
     if build:
         layer = build(rngs=nnx.Rngs(0))
-        nnx.update(layer, params_from_torch(state, nnx.state(layer), **said))
+        converted = params_from_torch(state, nnx.state(layer), **answers)
+        nnx.update(layer, converted)
         close(layer(*ours), theirs)
-        both.append(nnx.state(layer))
-    for params in both:
-        back = params_to_torch(params, state, **said)
+        several.append(nnx.state(layer))
+    for params in several:
+        back = params_to_torch(params, state, **answers)
         assert back.keys() == state.keys()
         for name in state:
             if not re.search("bias_[ih]h", name):  # of which Flax has the sum
                 assert torch.equal(back[name], state[name]), name
         module.load_state_dict(back)
-        close(moved(output(module, *inputs)), theirs)
+        close(in_flax(case, output(module, *inputs)), theirs)
 
 
 def test_square_conv_transpose_and_its_two_flax_forms():
     torch.manual_seed(0)
     module = tnn.ConvTranspose2d(4, 4, 3, stride=2)
     x = values(2, 4, 5, 5)
-    theirs, inputs = np.moveaxis(output(module, x), 1, -1), jnp.asarray(np.moveaxis(x, 1, -1))
+    theirs = np.moveaxis(output(module, x), 1, -1)
+    inputs = jnp.moveaxis(x, 1, -1)
+    options = {"strides": (2, 2), "padding": "VALID"}
     for transpose_kernel, hint in ((False, ".*"), (True, "never")):
-        layer = nn.ConvTranspose(
-            4, (3, 3), strides=(2, 2), padding="VALID", transpose_kernel=transpose_kernel
-        )
+        layer = nn.ConvTranspose(4, (3, 3), transpose_kernel=transpose_kernel, **options)
         like = jax.eval_shape(layer.init, jax.random.key(0), inputs)
         variables = params_from_torch(module.state_dict(), like, conv_transpose=hint)
         close(layer.apply(variables, inputs), theirs)
@@ -187,13 +249,16 @@ class Stack(nn.Module):
     @nn.compact
     def __call__(self, x):
         for k in range(2):
-            names = (f"forward_{k}", f"backward_{k}") if self.named else (None, None)
-            forward, backward = (nn.RNN(nn.OptimizedLSTMCell(5, name=n)) for n in names)
-            x = nn.Bidirectional(forward, backward)(x)
+            forward = f"forward_{k}" if self.named else None
+            backward = f"backward_{k}" if self.named else None
+            x = nn.Bidirectional(
+                nn.RNN(nn.OptimizedLSTMCell(5, name=forward)),
+                nn.RNN(nn.OptimizedLSTMCell(5, name=backward)),
+            )(x)
         return x
 
 
-def test_cells_layers_and_directions():
+def test_layers_and_directions():
     torch.manual_seed(2)
     module = randomize(tnn.LSTM(4, 5, num_layers=2, bidirectional=True, batch_first=True))
     x = values(2, 6, 4)
@@ -205,12 +270,16 @@ def test_cells_layers_and_directions():
     rules = {r"l(\d)": r"forward_\1", r"l(\d)\.reverse": r"backward_\1"}
     variables = params_from_torch(module.state_dict(), like, rules=rules)
     close(Stack(True).apply(variables, jnp.asarray(x)), output(module, x))
+
+
+def test_a_cell_alone():
     cell = tnn.LSTMCell(4, 5)
-    carry = (jnp.zeros((2, 5)),) * 2
-    like = nn.LSTMCell(5).init(jax.random.key(0), carry, jnp.ones((2, 4)))
+    x = values(2, 4)
+    carry = (jnp.zeros((2, 5)), jnp.zeros((2, 5)))
+    like = nn.LSTMCell(5).init(jax.random.key(0), carry, jnp.asarray(x))
     converted = params_from_torch(cell.state_dict(), like)
-    ours = nn.LSTMCell(5).apply(converted, carry, jnp.asarray(x[:, 0]))[1]
-    close(ours, output(cell, x[:, 0]))
+    _, ours = nn.LSTMCell(5).apply(converted, carry, jnp.asarray(x))
+    close(ours, output(cell, x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -219,11 +288,12 @@ def test_dtypes_are_kept_and_no_memory_is_shared(dtype):
     params = params_from_torch(state, {"kernel": np.ones((3, 2)), "bias": np.ones(2)})
     expected = {torch.bfloat16: ml_dtypes.bfloat16, torch.float16: np.float16}
     assert params["kernel"].dtype == expected.get(dtype, np.float64)
-    back, before = params_to_torch(params, state), jax.tree.map(np.copy, params)
+    back = params_to_torch(params, state)
+    before = jax.tree.map(np.copy, params)
     for name, value in state.items():
         assert torch.equal(back[name], value)
         value.zero_()
-    jax.tree.map(np.testing.assert_array_equal, params, before)
+    equal(params, before)
 
 
 def test_random_state_and_caches_of_nnx_are_kept():

@@ -95,7 +95,9 @@ MODEL = torch.ones(1)
 
 
 def test_files_of_different_runs_are_refused_together(put):
-    one, other, third = files.documented(), files.documented(), files.documented()
+    one = files.documented()
+    other = files.documented()
+    third = files.documented()
     other["comm_hook_state"].iter = 13
     other["comm_hook_state"].min_compression_rate = 3
     third["comm_hook_state"].q_memory_dict[0] = torch.zeros(8)
@@ -115,7 +117,9 @@ def test_files_that_cannot_be_the_ranks_of_one_run(tmp_path):
         path.write_bytes(files.saved({"comm_hook_state": state, **more}))
         return path
 
-    one, two, three = write("0", 3), write("1", 4), write("2", 3, world_size=1)
+    one = write("0", 3)
+    two = write("1", 4)
+    three = write("2", 3, world_size=1)
     for paths, said in (
         ([one, tmp_path / "." / "0"], "given 2 times"),
         ([one, two], "other buckets of errors"),
@@ -139,7 +143,8 @@ def test_the_mean_of_errors_counts_every_rank():
         records = tuple(PowerSGDRecord(1, 9, e, {}, {}) for e in errors)
         return Checkpoint({}, records).mean.error_dict[0]
 
-    once, thrice = {0: np.array([1, 2], np.float32)}, {0: np.array([5, 10], np.float32)}
+    once = {0: np.array([1, 2], np.float32)}
+    thrice = {0: np.array([5, 10], np.float32)}
     np.testing.assert_array_equal(mean(thrice, once, thrice, thrice), [4, 8])
     # At one address, and told apart by shape and strides.
     honest = np.array([1, 2, 3, 4], np.float32)

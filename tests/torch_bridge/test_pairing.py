@@ -120,7 +120,8 @@ ATTENTIONS = {"self_attn": "Attention_0", "multihead_attn": "Attention_1"}
 
 
 def test_what_fits_several_is_listed_with_a_rule():
-    model, like = model_of(fast=(4, 4), slow=(4, 4)), kernels(x=(4, 4), y=(4, 4))
+    model = model_of(fast=(4, 4), slow=(4, 4))
+    like = kernels(x=(4, 4), y=(4, 4))
     error = refused(model, like)
     assert error.ambiguous[0].startswith("fast, slow (4, 4) could be x, y: say which is which")
     assert "rules={'fast': 'x'}" in error.ambiguous[0]
@@ -375,7 +376,9 @@ def by_head(weight):
 def by_group(weight):
     """Takes them from 2 groups of rows, each of 2 heads of queries, a key and a value."""
     groups = rows_of(weight, 2, 4, -1)
-    q, k, v = groups[:, :2], groups[:, 2], groups[:, 3]
+    q = groups[:, :2]
+    k = groups[:, 2]
+    v = groups[:, 3]
     return [part.reshape(-1, weight.shape[1]) for part in (q, k, v)]
 
 
@@ -465,7 +468,8 @@ def test_a_wrong_order_of_packed_rows_is_refused(path, text):
 # --- options ----------------------------------------------------------------------------------
 
 
-CONV, FC = (8, 3, 3, 3), (10, 128)
+CONV = (8, 3, 3, 3)
+FC = (10, 128)
 FLAT = twins(conv0=CONV, fc=FC)  # of 16 places a channel
 
 
@@ -648,7 +652,8 @@ def test_plain_takes_a_form_that_others_show_and_asks_if_they_show_the_unusual_o
 
 
 def test_plain_asks_about_kernels_that_flax_names_a_transposed_convolution():
-    model, like = {"0.weight": values(4, 4, 2, 2)}, kernels(ConvTranspose_0=(2, 2, 4, 4))
+    model = {"0.weight": values(4, 4, 2, 2)}
+    like = kernels(ConvTranspose_0=(2, 2, 4, 4))
     assert (
         "the name in Flax, is of a ConvTranspose" in refused(model, like, plain=True).ambiguous[0]
     )
@@ -733,7 +738,8 @@ def test_plain_gives_no_warning_where_no_map_is_likely(case):
     there_and_back(*POOLED[case], plain=True)
 
 
-WIDE, NARROW = (24, 3, 3, 3), (8, 24, 3, 3)
+WIDE = (24, 3, 3, 3)
+NARROW = (8, 24, 3, 3)
 MAPS = {  # architectures.py has more
     "not square": (twins(conv=CONV, fc=(10, 96)), ["fc"], (8, 3, 4)),
     "declared before": (twins(fc=FC, conv0=WIDE, conv1=NARROW), ["fc"], (8, 4, 4)),
@@ -769,7 +775,8 @@ def test_a_map_that_may_be_something_else_is_asked_about(case):
 def test_a_norm_before_a_map_follows_it_unless_it_is_left_out():
     vectors = {"norm.weight": values(128), "norm.bias": values(128) + 1}
     conv, fc = ({f"{name}.weight": FLAT[0][f"{name}.weight"]} for name in ("conv0", "fc"))
-    model, like = conv | vectors | fc, FLAT[1] | {"norm": norm(128)}
+    model = conv | vectors | fc
+    like = FLAT[1] | {"norm": norm(128)}
     for said, order in (({}, moved(np.arange(128), (8, 4, 4))), ({"norm": None}, np.arange(128))):
         params = there_and_back(model, like, flatten={"fc": (8, 4, 4), **said})
         np.testing.assert_array_equal(params["norm"]["bias"], vectors["norm.bias"][order])
@@ -852,7 +859,8 @@ KINDS = {  # torch's tensors and Flax's leaves, and the sizes in torch
 @given(kinds=st.lists(st.sampled_from([*KINDS]), min_size=1, max_size=6), data=st.data())
 def test_random_stacks_there_and_back(kinds, data):
     """Torch numbers all layers of a Sequential together, linen each kind by itself."""
-    model, like = {}, {"params": {}, "batch_stats": {}}
+    model = {}
+    like = {"params": {}, "batch_stats": {}}
     for k, kind in enumerate(kinds):
         # An embedding has a name that no Linear has, as in every model with both.
         prefix = f"embed.{k}" if kind == "Embed" else str(k)
@@ -870,13 +878,15 @@ def test_random_stacks_there_and_back(kinds, data):
 def test_column_order_of_packed_flattened_and_unflattened_weights():
     weight = PACKED["in_proj_weight"]
     parts = {p.path[0]: p for p in pair(PACKED, HEADS)}
-    leaf, columns = parts["key"].to_flax(weight), parts["key"].column_order((0,))
+    leaf = parts["key"].to_flax(weight)
+    columns = parts["key"].column_order((0,))
     np.testing.assert_array_equal(leaf.reshape(8, 8).T, weight[8:16][:, columns])
     assert parts["key"].rows == (8, 16)
     with pytest.raises(CheckpointMismatch, match="torch_matrix_dims"):
         parts["key"].column_order((0, 1))
     for option, shape in (("flatten", (5, 12)), ("unflatten", (12, 5))):
-        weight, said = values(*shape), {option: {"fc": (3, 2, 2)}}
+        weight = values(*shape)
+        said = {option: {"fc": (3, 2, 2)}}
         (found,) = pair({"fc.weight": weight}, kernels(fc=shape[::-1]), **said)
         rows = moved(np.arange(12), (3, 2, 2)) if option == "unflatten" else np.arange(5)
         columns = found.column_order((0,))

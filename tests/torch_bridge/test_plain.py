@@ -45,12 +45,16 @@ def test_what_torch_reads_is_kept_as_it_is(kept):
     np.testing.assert_array_equal(read.pop("ema")["w"], ema)
     assert read == tree
     assert written["ema"]["w"] is written["ema"]["tied"]
-    assert (type(written["best"]), type(written["version"])) == (float, str)
+    assert type(written["best"]) is float
+    assert type(written["version"]) is str
     assert list(read["scheduler"]["milestones"].elements()) == [2, 2, 5]
 
 
 def test_a_dictionary_lacks_an_entry_and_a_list_is_whole_or_missing(kept):
-    odd, endless, deep, shared = argparse.Namespace(), {"n": 1}, [], [0]
+    odd = argparse.Namespace()
+    endless = {"n": 1}
+    deep = []
+    shared = [0]
     endless["self"] = [endless]
     for _ in range(10_000):
         deep = [deep]

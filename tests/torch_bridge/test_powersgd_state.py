@@ -13,6 +13,7 @@ import torch
 import jaxcomp
 import torch_bridge
 from tests.helpers.hook_states import random_run
+from tests.helpers.runners import first
 from torch_bridge import (
     BucketLayout,
     Checkpoint,
@@ -53,8 +54,8 @@ def test_tied_parameters_have_one_state():
 def test_packed_attention_shares_q_and_says_so():
     model = torch.nn.MultiheadAttention(32, 4).state_dict()
     checkpoint, errors, factors = random_run(model, [list(model)[::-1]])
-    attention, x = nn.MultiHeadDotProductAttention(num_heads=4), jnp.zeros((1, 3, 32))
-    params = attention.init(jax.random.key(0), x)["params"]
+    attention = nn.MultiHeadDotProductAttention(num_heads=4)
+    params = attention.init(jax.random.key(0), jnp.zeros((1, 3, 32)))["params"]
     with pytest.warns(UserWarning, match=r"in_proj_weight.*equivalent in kind"):
         state = powersgd_from_torch(checkpoint, params)
     before = PowerSGDRecord(2, 5, {}, {}, {})  # without a Q there is nothing to say
@@ -73,13 +74,16 @@ def test_packed_attention_shares_q_and_says_so():
 def packed_by_head(*names):
     """Pairs a Linear that packs query, key and value of 4 heads, (4, 3, 8) rows, with kernels."""
     pairs = []
+    params = {}
+    columns = 96 // len(names)
     for place, name in enumerate(names):
-        shape = (32, 96 // len(names))
-        rows = (32 * place, 32 * place + 32) if len(names) > 1 else None
-        packing = Packing((0, 1, 2), 4, 1)
-        pair = Pair("qkv.weight", (96, 32), (name, "kernel"), shape, shape[::-1], (1, 0))
-        pairs.append(dataclasses.replace(pair, rows=rows, packing=packing))
-    return pairs, {name: {"kernel": jnp.zeros(pairs[0].shape)} for name in names}
+        path = (name, "kernel")
+        pair = Pair("qkv.weight", (96, 32), path, (32, columns), (columns, 32), (1, 0))
+        if len(names) > 1:
+            pair = dataclasses.replace(pair, rows=(32 * place, 32 * place + 32))
+        pairs.append(dataclasses.replace(pair, packing=Packing((0, 1, 2), 4, 1)))
+        params[name] = {"kernel": jnp.zeros((32, columns))}
+    return pairs, params
 
 
 @pytest.mark.parametrize("names", [("q", "k", "v"), ("qkv",)])
@@ -90,7 +94,8 @@ def test_residuals_and_moments_of_heads_that_are_packed_one_by_one(names):
     model = module.state_dict()
     checkpoint, errors, factors = random_run(model, [["qkv.weight"]])
     state = powersgd_from_torch(checkpoint, params, pairs=pairs)
-    by_part = errors["qkv.weight"].reshape(4, 3, 8, 32).swapaxes(0, 1).reshape(96, 32)
+    by_head = errors["qkv.weight"].reshape(4, 3, 8, 32)
+    by_part = by_head.swapaxes(0, 1).reshape(96, 32)
     residual = np.concatenate([state.residual[name]["kernel"].T for name in names])
     np.testing.assert_allclose(residual, by_part, rtol=1e-6)
     for name in names:
@@ -98,12 +103,12 @@ def test_residuals_and_moments_of_heads_that_are_packed_one_by_one(names):
         np.testing.assert_array_equal(state.q[name]["kernel"], q)
     back = back_of(state, params, checkpoint, pairs=pairs)
     same_q(back, checkpoint.powersgd[0])
-    np.testing.assert_allclose(
-        back.error_dict[0].numpy().reshape(96, 32), errors["qkv.weight"], rtol=1e-6
-    )
+    error = back.error_dict[0].numpy().reshape(96, 32)
+    np.testing.assert_allclose(error, errors["qkv.weight"], rtol=1e-6)
 
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
-    module["qkv"].weight.grad = torch.from_numpy(errors["qkv.weight"].astype(np.float32))
+    gradient = errors["qkv.weight"].astype(np.float32)
+    module["qkv"].weight.grad = torch.from_numpy(gradient)
     optimizer.step()
     before = optimizer.state_dict()
     _, state = optimizer_from_torch(before, model, params, pairs=pairs)
@@ -127,10 +132,11 @@ def test_states_without_factors_or_errors(off, option, empty, said):
     record = dataclasses.replace(checkpoint.powersgd[0], **{name: {} for name in empty})
     checkpoint = dataclasses.replace(checkpoint, powersgd=(record,))
     state = powersgd_from_torch(checkpoint, PARAMS)
-    fresh = jaxcomp.powersgd(2, axis_name="data", **{option: False}).init(PARAMS)
-    assert jax.tree.structure(state) == jax.tree.structure(fresh)
+    tx = jaxcomp.powersgd(2, axis_name="data", **{option: False})
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(PARAMS))
     back = back_of(state, PARAMS, checkpoint)
-    assert not any(getattr(back, name) for name in (*empty, off))
+    for name in (*empty, off):
+        assert not getattr(back, name)
     assert back.use_error_feedback != back.warm_start
     with pytest.raises(CheckpointMismatch, match=said):
         back_of(state, PARAMS, whole)
@@ -144,17 +150,29 @@ def test_saved_before_compression_began():
     assert state.q["a"]["kernel"].shape == (32, 2)
     assert not np.any(state.residual["a"]["kernel"])
     back = back_of(state, PARAMS, checkpoint)
-    assert (back.iter, back.start_powerSGD_iter, back.q_memory_dict) == (5, 100, {})
-    back = back_of(state._replace(count=jnp.int32(50)), PARAMS, checkpoint)
-    assert (back.iter, back.start_powerSGD_iter) == (50, 100)
+    assert back.iter == 5
+    assert back.start_powerSGD_iter == 100
+    assert back.q_memory_dict == {}
+    later = state._replace(count=jnp.int32(50))
+    back = back_of(later, PARAMS, checkpoint)
+    assert back.iter == 50
+    assert back.start_powerSGD_iter == 100
     assert back.q_memory_dict[0].shape == (64,)
 
 
+def state_after(steps, rank):
+    """Makes the initial state of `PARAMS`, with another count."""
+    state = jaxcomp.powersgd(rank, axis_name="data").init(PARAMS)
+    return state._replace(count=jnp.int32(steps))
+
+
 def test_a_state_born_in_jax():
-    state = jaxcomp.powersgd(3, axis_name="data").init(PARAMS)._replace(count=jnp.int32(7))
+    state = state_after(7, rank=3)
     back = powersgd_to_torch(state, PARAMS, layout=LAYOUT)
-    assert (back.matrix_approximation_rank, back.orthogonalization_epsilon) == (3, 0)
-    assert (back.iter, back.start_powerSGD_iter) == (7, 9)
+    assert back.matrix_approximation_rank == 3
+    assert back.orthogonalization_epsilon == 0
+    assert back.iter == 7
+    assert back.start_powerSGD_iter == 9
     np.testing.assert_array_equal(back.q_memory_dict[0].numpy(), state.q["a"]["kernel"].ravel())
 
 
@@ -163,20 +181,21 @@ def test_parts_of_a_packed_matrix_may_be_too_small_to_be_compressed_one_by_one()
     cell = torch.nn.LSTMCell(24, 8)
     model = {name: value.numpy() for name, value in cell.state_dict().items()}
     checkpoint, *_ = random_run(model, [[*model]])
-    params = nn.OptimizedLSTMCell(8).init(
-        jax.random.key(0), (jnp.zeros(8), jnp.zeros(8)), jnp.zeros(24)
-    )
+    carry = (jnp.zeros(8), jnp.zeros(8))
+    params = nn.OptimizedLSTMCell(8).init(jax.random.key(0), carry, jnp.zeros(24))
     with (
         pytest.warns(UserWarning, match="equivalent in kind"),
         pytest.warns(UserWarning, match=r"hf/kernel.*averages them exactly"),
     ):
         run = torch_bridge.to_flax(checkpoint, params)
-    gradients = jax.tree.map(jnp.ones_like, run.params["params"])
-    updates, state = jax.vmap(
-        lambda one: run.reducer.update(one, run.reducer_state), axis_name="data"
-    )(jax.tree.map(lambda leaf: leaf[None], gradients))
+
+    def update(gradients):
+        return run.reducer.update(gradients, run.reducer_state)
+
+    gradients = jax.tree.map(lambda leaf: jnp.ones((1, *leaf.shape)), run.params["params"])
+    updates, states = jax.vmap(update, axis_name="data")(gradients)
     np.testing.assert_array_equal(updates["hi"]["kernel"][0], 1)
-    state = jax.tree.map(lambda leaf: leaf[0], state)
+    state = first(states)
     pairs = torch_bridge.pair(model, run.params["params"])
     back = back_of(state, run.params["params"], checkpoint, pairs=pairs)
     assert np.all(back.q_memory_dict[0].numpy())
@@ -247,8 +266,9 @@ def test_matrices_that_one_side_does_not_have_are_named(model, params, options, 
 
 
 def test_a_state_of_another_shape_is_refused():
-    state = jaxcomp.powersgd(2, axis_name="data").init(PARAMS)._replace(count=jnp.int32(7))
-    replicas = state._replace(residual=jax.tree.map(lambda x: jnp.stack([x, x]), state.residual))
+    state = state_after(7, rank=2)
+    both = jax.tree.map(lambda x: jnp.stack([x, x]), state.residual)
+    replicas = state._replace(residual=both)
     with pytest.raises(CheckpointMismatch, match="consolidated"):
         powersgd_to_torch(replicas, PARAMS, layout=LAYOUT)
     like = Checkpoint({}, (PowerSGDRecord(1, 5, {}, {}, {}),))

@@ -45,7 +45,8 @@ def test_bad_files(tmp_path, monkeypatch, table):
     path.write_bytes(files.saved(files.documented()))
     load(path)  # whatever is imported lazily is imported now
     codecs.lookup("cp437")  # what zipfile takes names for
-    wrong, cases = {}, TABLES[table]()
+    wrong = {}
+    cases = TABLES[table]()
     for name, (raw, part) in cases.items():
         # Less than this their pickles take as they are.
         options = {"max_bytes": 1 << 20} if len(raw) < 50_000 and table == "packed" else {}
@@ -87,7 +88,8 @@ def test_a_large_file_that_is_no_archive_is_not_read(tmp_path):
 
 def test_a_file_that_is_cut_while_it_is_read(tmp_path, monkeypatch):
     # A file that was mapped into memory would end the process: SIGBUS.
-    path, empty = tmp_path / "f.pt", np.empty
+    path = tmp_path / "f.pt"
+    empty = np.empty
 
     def cut(*args):
         os.truncate(path, 5_000)
@@ -111,7 +113,8 @@ def test_too_little_memory_is_one_sentence(tmp_path, monkeypatch):
 
 
 def test_the_limit_can_be_raised(tmp_path):
-    path, zeros = tmp_path / "f.pt", bytes(80 << 20)
+    path = tmp_path / "f.pt"
+    zeros = bytes(80 << 20)
     source = files.storage(numel=len(zeros) // 4)
     document = files.pickle_of_tensor(source=source)
     path.write_bytes(files.archive(document, {"data/0": zeros}, bad_pickles.PACKED))
@@ -158,7 +161,8 @@ def test_wrappers_of_names_and_hooks_take_time_in_proportion():
 
 @pytest.mark.parametrize("shared", ["dictionaries", "buffers"])
 def test_errors_that_thousands_of_ranks_share(tmp_path, shared):
-    path, model = tmp_path / "f.pt", {"w": np.zeros((512, 512))}
+    path = tmp_path / "f.pt"
+    model = {"w": np.zeros((512, 512))}
     layout = BucketLayout.from_order([["w"]], model)
     error = {0: torch.full((512 * 512,), 0.1)}
     errors = [error if shared == "dictionaries" else dict(error) for _ in range(6_000)]

@@ -17,7 +17,8 @@ def test_the_samples_are_those_of_torchs_sampler(n, replicas, shuffle, drop_last
         sampler = DistributedSampler(range(n), replicas, k, **options)
         sampler.set_epoch(epoch)
         found = torch_bridge.sharded_indices(n, replicas, k, epoch=epoch, **options)
-        assert (found.tolist(), found.dtype) == (list(sampler), np.int64)
+        assert found.tolist() == list(sampler)
+        assert found.dtype == np.int64
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import jaxcomp
 import torch_bridge
 from tests.helpers.bridge import kernels, linears, norm, values
 from tests.helpers.hook_states import compressed_step, random_run
+from tests.helpers.leaves import all_zero, equal
 from tests.helpers.runners import first, simulate
 from torch_bridge import BucketLayout, Checkpoint, CheckpointMismatch, PowerSGDRecord
 
@@ -25,15 +27,19 @@ LINEARS = {"frozen": (32, 24), "unused": (24, 40), "head": (24, 10)}
 def network():
     """Has a frozen layer, BatchNorm and a layer that is never used."""
     torch.manual_seed(0)
-    module = torch.nn.ModuleDict({name: torch.nn.Linear(*n) for name, n in LINEARS.items()})
+    module = torch.nn.ModuleDict()
+    for name, (inputs, outputs) in LINEARS.items():
+        module[name] = torch.nn.Linear(inputs, outputs)
     module["norm"] = torch.nn.BatchNorm1d(24)
     module["frozen"].requires_grad_(False)
     return module
 
 
 def variables():
-    statistics = {"norm": {name: np.zeros(24, np.float32) for name in ("mean", "var")}}
-    return {"params": linears(**LINEARS) | {"norm": norm(24)}, "batch_stats": statistics}
+    """Makes the variables of the same network in Flax, all zero."""
+    params = linears(**LINEARS) | {"norm": norm(24)}
+    statistics = {"mean": np.zeros(24, np.float32), "var": np.zeros(24, np.float32)}
+    return {"params": params, "batch_stats": {"norm": statistics}}
 
 
 def arrays_of(module):
@@ -41,18 +47,23 @@ def arrays_of(module):
 
 
 def checkpoint(ranks=2):
-    """After some steps, with two buckets, and NaN where torch leaves it for an unused layer."""
+    """Saves after some steps, in two buckets; an unused layer has NaN, as torch leaves it."""
     module = network()
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    trained = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            trained[name] = parameter
     optimizer = torch.optim.SGD(trained.items(), lr=0.1, momentum=0.9)
     for _ in range(2):
-        x = module["norm"](module["frozen"](torch.randn(8, 32)))
-        module["head"](x).square().mean().backward()
+        frozen = module["frozen"](torch.randn(8, 32))
+        outputs = module["head"](module["norm"](frozen))
+        outputs.square().mean().backward()
         optimizer.step()
     names = [*trained]
+    buckets = [names[:2:-1], names[2::-1]]
     source, _, factors = random_run(
         arrays_of(module),
-        [names[:2:-1], names[2::-1]],
+        buckets,
         ranks=ranks,
         unused={"unused.weight"},
         start_powerSGD_iter=5,
@@ -68,7 +79,8 @@ def test_a_buffer_of_the_models_own_needs_no_more_than_ignore():
     arrays = arrays_of(module)
     layout = BucketLayout.from_order([["1.bias", "1.weight", "0.bias", "0.weight"]], arrays)
     optimizer = stepped(torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
-    source = dataclasses.replace(compressed_step(layout, arrays), optimizer=optimizer.state_dict())
+    source = compressed_step(layout, arrays)
+    source = dataclasses.replace(source, optimizer=optimizer.state_dict())
     like = linears(layers_0=(24, 32), layers_1=(32, 16))
     params, _, opt_state, _ = torch_bridge.to_flax(source, like, ignore="mask")
     momentum = optax.tree.get(opt_state, "trace")
@@ -100,10 +112,9 @@ def test_pairs_and_options_exclude_each_other_and_pairs_must_fit():
     pairs = torch_bridge.pair(source.model, variables())
     with pytest.raises(ValueError, match="`pairs` says already"):
         torch_bridge.params_from_torch(source.model, variables(), pairs=pairs, ignore="unused")
+    other = {"head": {"kernel": np.zeros((9, 9))}, "x": np.zeros(1)}
     with pytest.raises(CheckpointMismatch, match="not the one that `pairs`") as error:
-        torch_bridge.params_from_torch(
-            source.model, {"head": {"kernel": np.zeros((9, 9))}, "x": np.zeros(1)}, pairs=pairs
-        )
+        torch_bridge.params_from_torch(source.model, other, pairs=pairs)
     assert error.value.missing == ("x",)
     assert len(error.value.mis_shaped) == 1
 
@@ -142,17 +153,19 @@ def test_an_optimizer_of_the_trained_parameters_without_their_names():
     names = group.pop("param_names")
     optimizer = {**named.optimizer, "param_groups": [group]}
     source = dataclasses.replace(named, optimizer=optimizer)
-    run, other = (torch_bridge.to_flax(one, variables()) for one in (named, source))
-    jax.tree.map(np.testing.assert_array_equal, run.opt_state, other.opt_state)
+    run = torch_bridge.to_flax(named, variables())
+    other = torch_bridge.to_flax(source, variables())
+    equal(run.opt_state, other.opt_state)
     alone = dataclasses.replace(source, layout=None, powersgd=())
     with pytest.raises(ValueError, match="param_names"):
         torch_bridge.to_torch(run.params, run.optimizer_state, alone)
-    given = (run.opt_state, source, {}), (run.optimizer_state, alone, {"param_names": names})
-    for state, like, said in given:
-        back = torch_bridge.to_torch(run.params, state, like, **said)["optimizer"]
+    whole = torch_bridge.to_torch(run.params, run.opt_state, source)
+    part = torch_bridge.to_torch(run.params, run.optimizer_state, alone, param_names=names)
+    for document in (whole, part):
+        back = document["optimizer"]["state"]
         for index, entry in optimizer["state"].items():
-            found = back["state"][index]["momentum_buffer"]
-            np.testing.assert_allclose(found, entry["momentum_buffer"], rtol=1e-6)
+            momentum = back[index]["momentum_buffer"]
+            np.testing.assert_allclose(momentum, entry["momentum_buffer"], rtol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
@@ -222,18 +235,22 @@ def one_update(run):
 def test_what_is_in_no_bucket_is_frozen_whatever_the_optimizer_was_given(make):
     source, like = frozen_beside(make, weight_decay=0.1)
     updates, state = one_update(torch_bridge.to_flax(source, like))
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates["stem"]))
-    assert all(np.all(leaf) for leaf in jax.tree.leaves(updates["head"]))
+    assert all_zero(updates["stem"])
+    assert np.all(updates["head"]["kernel"])
+    assert np.all(updates["head"]["bias"])
     back = torch_bridge.to_torch(like, state, source)["optimizer"]
     assert not {0, 1} & back["state"].keys()
     assert back["param_groups"] == source.optimizer["param_groups"]
 
 
 def schedule_counts(state):
-    def is_one(node):
+    """Returns the steps that the schedules of a state have counted."""
+
+    def is_schedule(node):
         return isinstance(node, optax.ScaleByScheduleState)
 
-    return {int(node.count) for node in jax.tree.leaves(state, is_leaf=is_one) if is_one(node)}
+    nodes = jax.tree.leaves(state, is_leaf=is_schedule)
+    return {int(node.count) for node in nodes if is_schedule(node)}
 
 
 def test_a_schedule_goes_on_at_the_steps_of_the_optimizer():
@@ -242,14 +259,17 @@ def test_a_schedule_goes_on_at_the_steps_of_the_optimizer():
     source, like = frozen_beside(torch.optim.AdamW, 6, hook)
     with pytest.warns(UserWarning, match="Adam has counted 6 steps and the hook 12"):
         run = torch_bridge.to_flax(source, like, learning_rate=rate)
-    assert (schedule_counts(run.opt_state), run.step, int(run.opt_state[0].count)) == ({6}, 12, 12)
+    assert schedule_counts(run.opt_state) == {6}
+    assert run.step == int(run.opt_state[0].count) == 12
     run = torch_bridge.to_flax(source, like, learning_rate=rate, step=7)
-    assert (schedule_counts(run.opt_state), run.step) == ({7}, 7)
+    assert schedule_counts(run.opt_state) == {7}
+    assert run.step == 7
     equal = dataclasses.replace(source, powersgd=(PowerSGDRecord(1, 6, {}, {}, {}),))
     assert torch_bridge.to_flax(equal, like, learning_rate=rate).step == 6
     source, _ = frozen_beside(torch.optim.SGD, hook=hook)
     run = torch_bridge.to_flax(source, like, learning_rate=rate)
-    assert (schedule_counts(run.opt_state), run.step) == ({12}, 12)
+    assert schedule_counts(run.opt_state) == {12}
+    assert run.step == 12
 
 
 def test_what_was_frozen_late_keeps_its_state():
@@ -303,7 +323,7 @@ def test_without_powersgd_gradients_are_averaged_as_ddp_does():
     params = run.params["params"]
     grads = jax.tree.map(lambda p: jnp.stack([p, -p])[:, None], params)
     updates, _ = simulate("vmap", run.transformation, grads, params=params)
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+    assert all_zero(updates)
     lost = dataclasses.replace(source, hook="powerSGD_hook")
     with pytest.warns(UserWarning, match="so that run.reducer is an exact average; save"):
         torch_bridge.to_flax(lost, variables())
@@ -314,15 +334,15 @@ def test_without_powersgd_gradients_are_averaged_as_ddp_does():
 
 
 def test_the_wrapper_of_the_hook_sets_what_goes_on_the_wire(monkeypatch):
-    calls, real = [], jaxcomp.powersgd
-    monkeypatch.setattr(
-        jaxcomp, "powersgd", lambda **kwargs: calls.append(kwargs) or real(**kwargs)
-    )
+    powersgd = mock.Mock(wraps=jaxcomp.powersgd)
+    monkeypatch.setattr(jaxcomp, "powersgd", powersgd)
     source = dataclasses.replace(checkpoint(), hook="bf16_compress_wrapper(powerSGD_hook)")
     with pytest.warns(UserWarning, match="not finite"):
         torch_bridge.to_flax(source, variables(), axis_name="batch")
-    said = (calls[0]["comm_dtype"], calls[0]["axis_name"], calls[0]["rank"])
-    assert said == (jnp.bfloat16, "batch", 2)
+    options = powersgd.call_args_list[0].kwargs
+    assert options["comm_dtype"] == jnp.bfloat16
+    assert options["axis_name"] == "batch"
+    assert options["rank"] == 2
 
 
 def test_torchs_cut_is_used_where_jaxcomps_is_another():
@@ -355,9 +375,9 @@ def run(ranks=1, dtype=np.float32):
     """Makes a checkpoint at rank 2 with two buckets and momentum."""
     model = {"fc.weight": values(24, 32), "head.weight": values(48, 24)}
     source, _, _ = random_run(model, [["head.weight"], ["fc.weight"]], ranks=ranks, dtype=dtype)
-    state = {k: {"momentum_buffer": values(*w.shape)} for k, w in enumerate(model.values())}
-    group = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False}
-    optimizer = {"state": state, "param_groups": [{**group, "params": [0, 1]}]}
+    group = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False, "params": [0, 1]}
+    state = {0: {"momentum_buffer": values(24, 32)}, 1: {"momentum_buffer": values(48, 24)}}
+    optimizer = {"state": state, "param_groups": [group]}
     return dataclasses.replace(source, optimizer=optimizer)
 
 
@@ -394,7 +414,7 @@ def test_an_optimizer_elsewhere_in_the_file_is_named(name):
     found = run()
     extra = {name: found.optimizer if name == "opt" else [found.optimizer], "epoch": 3}
     checkpoint = dataclasses.replace(found, optimizer=None, extra=extra)
-    with pytest.warns(UserWarning, match=f"'{name}'. looks like one") as warned:
+    with pytest.warns(UserWarning, match=rf"one of checkpoint\.extra\['{name}'\]") as warned:
         there = torch_bridge.to_flax(checkpoint, LIKE)
     assert there.optimizer is None
     assert len(there.opt_state) == 1
@@ -435,11 +455,14 @@ def test_the_way_back_is_proved_by_the_torch_module():
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6))
     x = torch.randn(3, 6)
-    source = Checkpoint(arrays_of(module), example=((x.numpy(),), module(x).detach().numpy()))
+    example = ((x.numpy(),), module(x).detach().numpy())
+    source = Checkpoint(arrays_of(module), example=example)
 
     def apply(params, x):
-        one, two = params["one"], params["two"]
-        return jnp.tanh(x @ one["kernel"] + one["bias"]) @ two["kernel"] + two["bias"]
+        one = params["one"]
+        two = params["two"]
+        hidden = jnp.tanh(x @ one["kernel"] + one["bias"])
+        return hidden @ two["kernel"] + two["bias"]
 
     run = torch_bridge.to_flax(source, linears(one=(6, 6), two=(6, 6)), apply=apply)
     moved = jax.tree.map(lambda leaf: leaf + 0.1, run.params)

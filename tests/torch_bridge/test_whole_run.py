@@ -18,7 +18,9 @@ import jaxcomp
 import torch_bridge
 from tests.helpers import whole_run as job
 from tests.helpers.control import assert_no_further
+from tests.helpers.leaves import all_zero
 from tests.helpers.paths import ROOT
+from tests.helpers.runners import first
 from tests.helpers.script import wait_for
 from tests.helpers.two_frameworks import FlaxModel
 
@@ -43,9 +45,13 @@ def steps_in_jax(case, folder):
     The static graph comes from torch's own files, goes on on more replicas, and goes back in
     another order than DDP's: `resume_powersgd` has to notice, or the state is scrambled.
     """
-    checkpoint, copies, order = torch_bridge.load(folder / f"{case}.to_jax.pt"), 1, None
+    checkpoint = torch_bridge.load(folder / f"{case}.to_jax.pt")
+    copies = 1
+    order = None
     if case == "static":
-        recorded, checkpoint, copies = checkpoint.layout, torchs_own(folder, case), 3
+        copies = 3
+        recorded = checkpoint.layout
+        checkpoint = torchs_own(folder, case)
         inferred = torch_bridge.infer_layout(checkpoint, frozen=NOT_TRAINED)
         assert inferred == recorded
         checkpoint = dataclasses.replace(checkpoint, layout=inferred)
@@ -55,10 +61,10 @@ def steps_in_jax(case, folder):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         run = torch_bridge.to_flax(checkpoint, variables_of_flax(), flatten=FLATTEN)
-    variables, transformation, opt_state, first = run
+    variables, transformation, opt_state, step_number = run
     trained = "unused.weight" in checkpoint.layout.names
     assert [str(w.message).split()[3] for w in said] == ["unused/kernel"] * trained
-    assert first == job.MOVES[0]
+    assert step_number == job.MOVES[0]
     assert (len(checkpoint.layout.buckets) == 1) == (case == "static")
 
     def step(params, statistics, opt_state, x, y):
@@ -72,7 +78,8 @@ def steps_in_jax(case, folder):
         updates, opt_state = transformation.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), changed, opt_state, loss
 
-    params, statistics = variables["params"], variables["batch_stats"]
+    params = variables["params"]
+    statistics = variables["batch_stats"]
     opt_state = jaxcomp.stack_replicas(opt_state, job.WORLD * copies)
     axes = jaxcomp.state_axes(opt_state)
     update = jax.jit(
@@ -86,9 +93,10 @@ def steps_in_jax(case, folder):
     losses = []
     for k in range(*job.MOVES):
         batches = [job.batch(k, rank) for rank in range(job.WORLD)] * copies
-        x, y = (np.stack(part) for part in zip(*batches, strict=True))
+        x = np.stack([inputs for inputs, _ in batches])
+        y = np.stack([classes for _, classes in batches])
         params, changed, opt_state, loss = update(params, statistics, opt_state, x, y)
-        statistics = jax.tree.map(lambda leaf: leaf[0], changed)  # those of rank 0, as DDP has it
+        statistics = first(changed)  # those of rank 0, as DDP has it
         losses.append(np.asarray(loss)[: job.WORLD])
     variables = {"params": params, "batch_stats": statistics}
     partial = folder / f"{case}.partial"
@@ -134,9 +142,8 @@ def test_the_losses_are_those_of_the_run_that_stayed(runs, case):
     stayed = losses_of(ranks, "stayed")
     controls = losses_of(ranks, "controls").swapaxes(0, 1)
     assert stayed[:, -1].mean() < 0.7 * stayed[:, 0].mean()
-    first, last = job.MOVES
-    in_between = slice(first, last)
-    afterwards = slice(last, None)
+    in_between = slice(*job.MOVES)
+    afterwards = slice(job.MOVES[1], None)
     assert_no_further(in_jax[case], stayed[:, in_between], *controls[:, :, in_between])
     returned = losses_of(ranks, "returned")
     assert_no_further(returned, stayed[:, afterwards], *controls[:, :, afterwards])
@@ -154,17 +161,20 @@ def test_the_running_statistics_go_along(runs):
 @pytest.fixture(scope="module")
 def complete(runs):
     """Loads what `save_checkpoint` wrote; also the parameters in Flax with their pairs."""
-    checkpoint, params = torch_bridge.load(runs[0] / "static.to_jax.pt"), variables_of_flax()
+    checkpoint = torch_bridge.load(runs[0] / "static.to_jax.pt")
+    params = variables_of_flax()
     pairs = torch_bridge.pair(checkpoint.model, params, flatten=FLATTEN)
     return checkpoint, params["params"], {"pairs": pairs}
 
 
 def test_what_only_torch_uses_comes_back(complete):
     checkpoint, params, paired = complete
-    old, layout = checkpoint.powersgd[0], checkpoint.layout
+    old = checkpoint.powersgd[0]
+    layout = checkpoint.layout
     state = torch_bridge.powersgd_from_torch(checkpoint, params, **paired)
     new = torch_bridge.powersgd_to_torch(state, params, layout=layout, like=checkpoint, **paired)
-    mean = np.mean([r.error_dict[0].astype("f8") for r in checkpoint.powersgd], axis=0)
+    errors = [record.error_dict[0].astype(np.float64) for record in checkpoint.powersgd]
+    mean = np.mean(errors, axis=0)
     # Uncompressed segments are zero, which they are up to rounding in the mean as well.
     np.testing.assert_allclose(new.error_dict[0], mean, atol=3e-6 * np.abs(mean).max())
     for part in layout.parts(new).values():
@@ -177,8 +187,9 @@ def test_what_only_torch_uses_comes_back(complete):
 
 def test_the_complete_file_holds_what_all_ranks_have_and_torch_reads_it(runs, complete):
     document = torch.load(runs[0] / "static.to_jax.pt", weights_only=True)
-    assert (document["world_size"], len(document["errors"])) == (2, 2)
-    (checkpoint, _, _), single = complete, torchs_own(runs[0], "static")
+    assert document["world_size"] == len(document["errors"]) == 2
+    checkpoint, _, _ = complete
+    single = torchs_own(runs[0], "static")
     for one, other in zip(checkpoint.powersgd, single.powersgd, strict=True):
         np.testing.assert_array_equal(one.error_dict[0], other.error_dict[0])
         np.testing.assert_array_equal(one.rng.get_state()[1], other.rng.get_state()[1])
@@ -189,7 +200,8 @@ def test_the_complete_file_holds_what_all_ranks_have_and_torch_reads_it(runs, co
 
 
 def test_one_rank_alone_needs_a_choice(runs, complete):
-    (both, params, paired), alone = complete, torch_bridge.load(runs[0] / "static.0.pt")
+    both, params, paired = complete
+    alone = torch_bridge.load(runs[0] / "static.0.pt")
     state_of = functools.partial(
         torch_bridge.powersgd_from_torch, alone, params, layout=both.layout, **paired
     )
@@ -199,7 +211,9 @@ def test_one_rank_alone_needs_a_choice(runs, complete):
         assert part in str(error.value)
     with pytest.raises(ValueError, match="missing_ranks"):
         state_of(missing_ranks="guess")
-    zero, replicated = (state_of(missing_ranks=choice) for choice in ("zero", "replicate"))
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(zero.residual))
-    own = both.layout.parts(alone.powersgd[0])["fc.weight"].error
-    np.testing.assert_array_equal(replicated.residual["fc"]["kernel"], own.T)
+    zero = state_of(missing_ranks="zero")
+    assert all_zero(zero.residual)
+    replicated = state_of(missing_ranks="replicate")
+    parts = both.layout.parts(alone.powersgd[0])
+    error = parts["fc.weight"].error
+    np.testing.assert_array_equal(replicated.residual["fc"]["kernel"], error.T)

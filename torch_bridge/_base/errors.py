@@ -8,7 +8,8 @@ either.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from torch_bridge._base.terminal import printable
 
@@ -62,6 +63,68 @@ class CheckpointMismatch(ValueError):
                 lines.append(f"  {name.replace('_', '-')} ({len(entries)}):")
                 lines += [f"    {printable(entry)}" for entry in entries]
         super().__init__("\n".join(lines))
+
+    @classmethod
+    def joined(cls, errors: Sequence[tuple[str, ValueError]]) -> CheckpointMismatch:
+        """Makes one error of several, whose text numbers them; its lists are those of all.
+
+        Args:
+          errors: For each the part of the file that it is about, and the error.
+
+        Example:
+          >>> lacking = CheckpointMismatch("A name is missing.", missing=["fc"])
+          >>> errors = [("the model", lacking), ("the optimizer", ValueError("No rate."))]
+          >>> print(CheckpointMismatch.joined(errors))
+          There are 2 problems:
+          1. the model: A name is missing.
+               missing (1):
+                 fc
+          2. the optimizer: No rate.
+        """
+        lines = [f"There are {len(errors)} problems:"]
+        for number, (kind, error) in enumerate(errors, 1):
+            lines.append(f"{number}. {kind}: " + str(error).replace("\n", "\n   "))
+        whole = cls("\n".join(lines))
+        for name in (*_LISTS, "parameters"):
+            entries = []
+            for _, error in errors:
+                entries += getattr(error, name, ())
+            setattr(whole, name, tuple(dict.fromkeys(entries)))
+        return whole
+
+
+class Problems:
+    """Collects the errors of independent checks, to raise them as one.
+
+    Attributes:
+      errors: For each error the part of the file that it is about, and the error.
+
+    Example:
+      >>> problems = Problems()
+      >>> with problems.about("the model"):
+      ...     raise CheckpointMismatch("Names differ.")
+      >>> problems.errors
+      [('the model', CheckpointMismatch('Names differ.'))]
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[tuple[str, ValueError]] = []
+
+    @contextlib.contextmanager
+    def about(self, kind: str) -> Iterator[None]:
+        """Catches a ValueError of the block and keeps it; each text is kept once."""
+        try:
+            yield
+        except ValueError as error:
+            if str(error) not in [str(other) for _, other in self.errors]:
+                self.errors.append((kind, error))
+
+    def raise_all(self) -> None:
+        """Raises what was collected: nothing, the only error, or one `CheckpointMismatch`."""
+        if len(self.errors) == 1:
+            raise self.errors[0][1]
+        if self.errors:
+            raise CheckpointMismatch.joined(self.errors)
 
 
 class UnsafeCheckpoint(ValueError):

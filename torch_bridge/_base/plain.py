@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,56 @@ from torch_bridge._base.tensors import is_tensor, to_tensor
 
 _SCALARS = (str, bytes, bool, int, float, complex, type(None))
 _OF_TORCH = ("dtype", "device", "Size")
+_SEARCHED = 8  # levels of entries in `nested`
+_LARGEST_KEY = 1 << 31  # in `nested`
+_LONG = 40  # characters of a key in `expression`
 _DEEPEST = 100  # pickling goes as deep as a tree does
 _LEFT_OUT: Any = object()  # stands for a value that such a file cannot hold
+
+
+def nested(entries: Mapping[Any, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yields every entry of a dictionary and of the dictionaries and lists in it, with its keys.
+
+    It looks eight levels deep, and at keys that are text or small numbers: training scripts write
+    no others. Each container is entered once, even if it occurs in several places or holds itself.
+
+    Example:
+      >>> list(nested({"amp": {"scales": [2.0]}}))
+      [(('amp',), {'scales': [2.0]}), (('amp', 'scales'), [2.0]), (('amp', 'scales', 0), 2.0)]
+    """
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), entries)]
+    seen = set()
+    while waiting:
+        above, container = waiting.pop()
+        if id(container) in seen:
+            continue
+        seen.add(id(container))
+        pairs = enumerate(container)
+        if isinstance(container, Mapping):
+            pairs = container.items()
+        for key, value in pairs:
+            # The text of other keys, which a hostile file can choose, may be very long.
+            if not isinstance(key, str) and not (type(key) is int and abs(key) < _LARGEST_KEY):
+                continue
+            keys = (*above, key)
+            yield keys, value
+            if isinstance(value, Mapping | list | tuple) and len(keys) < _SEARCHED:
+                waiting.append((keys, value))
+
+
+def expression(keys: Sequence[Any]) -> str:
+    """Returns the Python text that reads an entry of `Checkpoint.extra`; long keys are cut.
+
+    Example:
+      >>> expression(("optimizers", 0))
+      "checkpoint.extra['optimizers'][0]"
+    """
+    text = "checkpoint.extra"
+    for key in keys:
+        if isinstance(key, str):
+            key = key[:_LONG]  # before repr, whose cost would be that of the whole key
+        text += f"[{key!r}]"
+    return text
 
 
 def plain_copy(entries: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

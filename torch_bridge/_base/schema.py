@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
+import jax
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
@@ -95,12 +96,16 @@ class PowerSGDRecord:
     @property
     def error_sizes(self) -> dict[int, int]:
         """Returns the number of values in each bucket's error, by bucket index."""
-        return {bucket: error.size for bucket, error in self.error_dict.items()}
+        return jax.tree.map(np.size, self.error_dict)
 
     @property
     def hyperparameters(self) -> dict[str, int | float | bool]:
         """Returns the hook's arguments that the user chose, by torch's names."""
-        return {name: getattr(self, name) for name in _NUMBERS if name not in COUNTERS}
+        chosen = {}
+        for name in _NUMBERS:
+            if name not in COUNTERS:
+                chosen[name] = getattr(self, name)
+        return chosen
 
 
 # From the annotations, so that a field of a later release is checked without another list.
@@ -121,7 +126,7 @@ _REQUIRED = ("matrix_approximation_rank", "iter", *BUFFERS)
 
 def is_slots(value: object) -> bool:
     """Returns True if the entries are those of ``PowerSGDState.__getstate__()``."""
-    return isinstance(value, Mapping) and all(name in value for name in _REQUIRED)
+    return isinstance(value, Mapping) and value.keys() >= set(_REQUIRED)
 
 
 def is_post_local(value: object) -> bool:
@@ -162,9 +167,9 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
     Raises:
       CheckpointMismatch: A required slot is missing, or a slot has the wrong kind of value.
     """
-    missing = [name for name in _REQUIRED if name not in slots]
+    missing = set(_REQUIRED) - slots.keys()
     if missing:
-        raise CheckpointMismatch(f"the hook state lacks {', '.join(missing)}")
+        raise CheckpointMismatch(f"the hook state lacks {', '.join(sorted(missing))}")
     values: dict[str, Any] = {"rng": slots.get("rng")}
     for name in _NUMBERS.keys() & slots.keys():
         values[name] = _number(name, slots[name])

@@ -33,6 +33,7 @@ _SAME_BITS = {1: "uint8", 2: "int16"}  # itemsize in bytes -> an integer dtype o
 # The words that DDP, FSDP and torch.compile add to the names of parameters.
 _WORDS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _HEADS = _WORDS | {"module"}
+_COUNT_OF_AVERAGES = "n_averaged"  # of AveragedModel, beside the parameters in its `module`
 # torch removes these words from the names of a state dict, but not from those of parameters.
 _NEVER_SAVED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 # The buffers of normalisation layers, which have no gradient. Only their names show that.
@@ -85,7 +86,7 @@ def to_tensor(array: np.ndarray, *, copy: bool = True) -> Any:
 
 def shape_of(value: Any) -> tuple[int, ...]:
     """Returns the shape of an array, a tensor, a shape struct or a Python number."""
-    return tuple(int(size) for size in getattr(value, "shape", ()))
+    return tuple(map(int, getattr(value, "shape", ())))
 
 
 def storage_key(value: Any) -> tuple[Any, ...] | None:
@@ -166,14 +167,19 @@ def unwrapped(names: Sequence[str]) -> list[str]:
       >>> unwrapped(["0._checkpoint_wrapped_module.weight", "1.weight"])
       ['0.weight', '1.weight']
     """
-    kept = [_without(name, _NEVER_SAVED) for name in names]
-    shared = os.path.commonprefix(kept).split(".")[:-1]  # noqa: RUF071 (of characters)
+    kept = []
+    wrapped = []
+    for name in names:
+        kept.append(_without(name, _NEVER_SAVED))
+        if name != _COUNT_OF_AVERAGES:
+            wrapped.append(kept[-1])
+    shared = os.path.commonprefix(wrapped).split(".")[:-1]  # noqa: RUF071 (of characters)
     cut = 0
     for word in shared:
         if word not in _HEADS:
             break
         cut += len(word) + 1
-    return [name[cut:] for name in kept]
+    return [name if name == _COUNT_OF_AVERAGES else name[cut:] for name in kept]
 
 
 def _without(name: str, words: Collection[str]) -> str:

@@ -216,7 +216,10 @@ def _parts(tree: Any) -> list[Any]:
             "The Flax checkpoint must have the entries params and opt_state, as a TrainState has. "
             "Convert another in Python with torch_bridge.to_torch."
         )
-    variables = {name: tree[name] for name in COLLECTIONS if name in tree}
+    variables = {}
+    for name in COLLECTIONS:
+        if name in tree:
+            variables[name] = tree[name]
     if isinstance(tree["params"], dict) and isinstance(tree["params"].get("params"), dict):
         variables = tree["params"]  # the script saved all that init returned as "params"
     # orbax writes an nnx.Variable as the dictionary {"value": ...}.
@@ -233,7 +236,9 @@ def _as_made(node: Any, of_nnx: bool, states: Mapping[Any, Any] = _STATES) -> An
         return node
     if of_nnx and node.keys() == {"value"}:
         return node["value"]
-    fields = {name: _as_made(part, of_nnx, states) for name, part in node.items()}
+    fields = {}
+    for name, part in node.items():
+        fields[name] = _as_made(part, of_nnx, states)
     state = states.get(frozenset(fields))
     return state(**fields) if state else fields
 

@@ -8,15 +8,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
-from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.errors import CheckpointMismatch, Problems
 from torch_bridge._base.schema import PowerSGDRecord, is_optimizer
 from torch_bridge._base.tensors import trainable
 from torch_bridge._base.terminal import printable, some
+from torch_bridge._convert.doubts import doubts_of_file
+from torch_bridge._convert.optimizer_groups import doubts_about
+from torch_bridge._convert.review import reviewed_layout
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of
-from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 
 _ROWS = 50  # the most parameters in the table
@@ -41,24 +44,24 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
 
     Returns:
       ``facts``: title -> value. ``parameters``: one dictionary for each, with None for an unknown
-      value. ``missing``: one line for each part that a complete conversion needs and the files do
-      not have.
+      value. ``missing``: one text for each part that a complete conversion needs and the files do
+      not have, with what to write. ``notes``: the warnings that a conversion will give.
     """
     record = next(iter(checkpoint.powersgd), None)
     facts = _facts(checkpoint, record)
+    problems = Problems()
+    known = reviewed_layout(checkpoint, layout, "error", None, problems)
     missing = _missing(checkpoint, record)
-    known = None
+    for kind, error in problems.errors:
+        missing.append(f"{kind}: {error}")
     parts = {}
     if record is not None:
-        try:
-            known = layout_of(checkpoint, layout, None)
-        except CheckpointMismatch as error:
-            missing.append(f"the bucket layout: {error.message}")
         facts["layout"] = "unknown"
         if known is not None:
             source = "in the file" if checkpoint.layout else "inferred"
             facts["layout"] = f"{'given' if layout else source}, {len(known.buckets)} bucket(s)"
-            parts = known.parts(checkpoint.mean)
+            if not known.misfits(record):
+                parts = known.parts(checkpoint.mean)
     parameters = []
     wild = {}
     # Without a layout the parameters' shapes show which ones torch compresses.
@@ -81,7 +84,10 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
     if wild:
         afresh = "(never used, or the run diverged); it starts afresh"
         missing.append(f"a finite state of {some(list(wild))} {afresh}")
-    return {"facts": facts, "parameters": parameters, "missing": missing}
+    notes = list(doubts_of_file(checkpoint, False))
+    if is_optimizer(checkpoint.optimizer):
+        notes += doubts_about(checkpoint.optimizer, {}, checkpoint.model, None, False)
+    return {"facts": facts, "parameters": parameters, "missing": missing, "notes": notes}
 
 
 def _norm(array: np.ndarray | None) -> float | None:
@@ -94,7 +100,7 @@ def _norm(array: np.ndarray | None) -> float | None:
 
 def _facts(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> dict[str, str]:
     """Returns the table's heading lines, title -> value."""
-    values = sum(array.size for array in checkpoint.model.values())
+    values = sum(map(np.size, checkpoint.model.values()))
     facts = {"model": f"{len(checkpoint.model)} tensors, {values:,} values"}
     if record is not None:
         world = checkpoint.world_size or "unknown"
@@ -102,7 +108,7 @@ def _facts(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> dict[str, s
         facts["iteration"] = f"{record.iter:,}"
         compressing = record.iter > record.start_powerSGD_iter
         facts["phase"] = "compressing" if compressing else "not compressing yet"
-        facts.update((name, str(value)) for name, value in record.hyperparameters.items())
+        facts.update(jax.tree.map(str, record.hyperparameters))
         try:
             scale = loss_scale_of(checkpoint)
             if scale != 1:
@@ -124,16 +130,31 @@ def _facts(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> dict[str, s
 
 
 def _missing(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> list[str]:
+    """Returns a line for each part that a conversion can do without, if the file lacks it."""
     missing = []
-    if not checkpoint.model:
-        missing.append("the model (state_dict)")
-    if checkpoint.optimizer is None:
-        missing.append("the optimizer")
     if record is None:
-        missing.append("the PowerSGD state (comm_hook_state)")
-    elif record.error_dict and checkpoint.missing_ranks:
-        missing.append("the errors of the other ranks (missing_ranks decides what to do about it)")
+        missing.append(
+            "the PowerSGD state: save it as 'comm_hook_state', or with save_checkpoint. Without it "
+            f"gradients are averaged exactly{_seen(checkpoint.unread_states)}"
+        )
+    if checkpoint.optimizer is None:
+        missing.append(
+            "the optimizer: save it as 'optimizer', or load its own file together with this one"
+            f"{_seen(checkpoint.unread_optimizers)}"
+        )
+    if checkpoint.example is None:
+        missing.append(
+            "an example: save_checkpoint(..., example=inputs), or pass apply= and "
+            "example=(inputs, outputs). Without it names and shapes decide, and the rest is asked"
+        )
     return missing
+
+
+def _seen(places: Sequence[str]) -> str:
+    """Returns the end of a sentence, about entries that look like the missing part."""
+    if not places:
+        return ""
+    return f". {some(places)} may be it"
 
 
 def _text(summary: Mapping[str, Any]) -> str:
@@ -153,7 +174,9 @@ def _text(summary: Mapping[str, Any]) -> str:
         lines.append(f"{len(parameters) - _ROWS:,} more parameters; --json has all.")
     if sent:
         lines.append(f"{dense:,} values, {sent:,} sent per step: {dense / sent:.1f} times fewer.")
-    lines += [f"missing: {printable(line)}" for line in summary["missing"]]
+    for title in ("missing", "notes"):
+        for line in summary[title]:
+            lines.append(f"{title}: {printable(line, keep=chr(10))}")
     return "\n".join(lines)
 
 

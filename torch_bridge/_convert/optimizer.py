@@ -165,7 +165,9 @@ class OptimizerPlan:
         if layout and layout.entries:
             known = layout.entries
         moving = names_in(pairs, known)
-        begun = any(entry.state for entry in entries.values())
+        begun = False
+        for entry in entries.values():
+            begun = begun or bool(entry.state)
         pairs = _of_optimizer(pairs, entries)
         parts = {}
         split = []
@@ -180,8 +182,11 @@ class OptimizerPlan:
                 "taken different numbers of steps, or only some of them are frozen.",
                 ambiguous=split,
             )
-        kept = {path: part for path, part in parts.items() if part}
-        return cls(entries, pairs, kept)
+        updated = {}
+        for path, part in parts.items():
+            if part:
+                updated[path] = part
+        return cls(entries, pairs, updated)
 
     @property
     def counted(self) -> int:
@@ -200,11 +205,15 @@ class OptimizerPlan:
           calls: The number of calls of the hook; None if the file has no hook state.
 
         Raises:
-          ValueError: `rates` has a schedule, and nothing has counted the updates.
+          ValueError: `rates` has a schedule, and nothing has counted the updates. Or it has
+            another number of rates than there are param groups.
         """
+        self._rates(rates)
         if step is not None:
             return step
-        counts = any(entry.hyper.algorithm != "sgd" for entry in self.entries.values())
+        counts = False
+        for entry in self.entries.values():
+            counts = counts or entry.hyper.algorithm != "sgd"
         if has_schedule(rates) and not counts and calls is None:
             raise ValueError(
                 "`learning_rate` is a schedule, and nothing in the file counts the steps from "
@@ -216,7 +225,11 @@ class OptimizerPlan:
 
     def paused(self, pause: str) -> list[str]:
         """Lists the leaves whose `pause` is this one, `HELD` or `UNUSED`."""
-        return ["/".join(path) for path, part in self.parts.items() if part.pause == pause]
+        paused = []
+        for path, part in self.parts.items():
+            if part.pause == pause:
+                paused.append("/".join(path))
+        return paused
 
     def transformation(self, params: Any, rates: Rates) -> optax.GradientTransformation:
         """Makes the Optax transformation.
@@ -229,16 +242,7 @@ class OptimizerPlan:
           ValueError: The number of rates is not the number of param groups.
         """
         hypers = {entry.group: entry.hyper for entry in self.entries.values()}
-        groups = max(hypers, default=-1) + 1
-        if isinstance(rates, Sequence):
-            several = list(rates)
-        else:
-            several = [rates] * groups
-        if len(several) != groups:
-            raise ValueError(
-                f"The optimizer has {groups} param groups, and `learning_rate` gives "
-                f"{len(several)} rates. Give one for all, or one for each group."
-            )
+        several = self._rates(rates)
         inner = {}
         for part in sorted(set(self.parts.values())):
             hyper = hypers[part.group]
@@ -252,6 +256,24 @@ class OptimizerPlan:
         for path, part in self.parts.items():
             labels[path] = part.label
         return optax.multi_transform(inner, tree.with_leaves(labels))
+
+    def _rates(self, rates: Rates) -> list[optax.ScalarOrSchedule | None]:
+        """Returns one learning rate for each param group; None means the rate in the file.
+
+        Raises:
+          ValueError: The number of rates is not the number of param groups.
+        """
+        groups = 0
+        for entry in self.entries.values():
+            groups = max(groups, entry.group + 1)
+        if not isinstance(rates, Sequence):
+            return [rates] * groups
+        if len(rates) != groups:
+            raise ValueError(
+                f"The optimizer has {groups} param groups, and `learning_rate` gives "
+                f"{len(rates)} rates. Give one for all, or one for each group."
+            )
+        return list(rates)
 
     def state(self, fresh: Any, taken: int) -> Any:
         """Fills a fresh state of the transformation with torch's moments and counts.
@@ -274,8 +296,10 @@ class OptimizerPlan:
             if isinstance(node, optax.ScaleByScheduleState):
                 return node._replace(count=jnp.asarray(taken, jnp.int32))
             if isinstance(node, optax.ScaleByAdamState):
-                steps = {self.parts[path].step for path in leaves_by_path(node.mu)}
-                node = node._replace(count=jnp.asarray(max(steps, default=0), jnp.int32))
+                count = 0
+                for path in leaves_by_path(node.mu):
+                    count = max(count, self.parts[path].step)
+                node = node._replace(count=jnp.asarray(count, jnp.int32))
             for field, key in MOMENTS.get(type(node), {}).items():
                 node = node._replace(**{field: with_values(getattr(node, field), kept[key])})
             return node
@@ -408,7 +432,10 @@ def optimizer_to_torch(
     tensors = {}  # torch's name of a moment -> parameter name -> array
     for key, leaves in kept_moments(state).items():
         # A packed tensor is converted only if all its leaves have the moment.
-        lacking = {pair.torch_name for pair in pairs if pair.path not in leaves}
+        lacking = set()
+        for pair in pairs:
+            if pair.path not in leaves:
+                lacking.add(pair.torch_name)
         whole = [pair for pair in pairs if pair.torch_name not in lacking]
         if key != "step":
             tensors[key] = tensors_from_flax(whole, leaves, mean=True)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import optax
 
-from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.errors import CheckpointMismatch, Problems
 from torch_bridge._base.schema import is_optimizer
-from torch_bridge._base.tensors import clean_names, shape_of, trainable
+from torch_bridge._base.tensors import clean_names, shape_of, to_numpy, trainable
 from torch_bridge._base.terminal import printable, some
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._pairing.pairs import Pair, unpaired
@@ -45,6 +45,20 @@ _KEPT = {
     "adam": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
 }
 
+# Entries that identify the other optimizers of torch, in a param group or a parameter's state.
+_OTHERS = {
+    "NAdam": {"momentum_decay"},
+    "Adafactor": {"beta2_decay"},
+    "Adamax": {"betas", "exp_inf"},
+    "Adagrad": {"initial_accumulator_value"},
+    "Adadelta": {"rho"},
+    "RMSprop": {"centered"},
+    "Rprop": {"etas"},
+    "ASGD": {"lambd"},
+    "LBFGS": {"history_size"},
+    "Muon": {"ns_steps"},
+}
+
 
 class Hyperparameters(NamedTuple):
     """The hyperparameters of one param group, for one of the three algorithms."""
@@ -69,15 +83,17 @@ class Hyperparameters(NamedTuple):
         Raises:
           ValueError: The algorithm is none of the three, or has no equal in optax.
         """
+        algorithm = _algorithm(group, kept)
         betas = group.get("betas", (0, 0))
         if not isinstance(betas, list | tuple) or len(betas) != 2:
             raise CheckpointMismatch("The optimizer's `betas` must be two numbers.")
-        values: dict[str, Any] = {"betas": tuple(_number("betas", beta) for beta in betas)}
+        first, second = betas
+        values: dict[str, Any] = {"betas": (_number("betas", first), _number("betas", second))}
         for name in ("maximize", "nesterov"):
             values[name] = bool(group.get(name))
         for name in ("lr", "weight_decay", "momentum", "eps"):
             values[name] = _number(name, group.get(name, 0))
-        return cls(_algorithm(group, kept), **values)
+        return cls(algorithm, **values)
 
     def transformation(
         self,
@@ -130,6 +146,8 @@ class Hyperparameters(NamedTuple):
 
 def _number(name: str, value: Any) -> float:
     try:
+        if shape_of(value) == (1,):  # torch accepts such a rate, too
+            return float(to_numpy(value)[0])
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointMismatch(
@@ -151,11 +169,17 @@ def _algorithm(group: Document, kept: Collection[str]) -> str:
     labels = {key for key, value in group.items() if isinstance(value, str)}
     others = {*group, *kept} - _MARKS[family] - _KEPT[family] - _OF_TORCH - labels
     if others or not family:
+        seems = "it is another"
+        if not family:
+            name = _other_algorithm(group, kept)
+            if name:
+                seems = f"it seems to be torch.optim.{name}"
         raise ValueError(
-            "Only torch.optim.SGD, Adam and AdamW have an equal in optax; this one is another, "
-            f"as its entries {printable(str(sorted(map(str, others))))} show. Convert the "
-            "parameters alone and start a new optimizer; entries of your own that change no update "
-            "can be deleted from `param_groups`."
+            f"Only torch.optim.SGD, Adam and AdamW have an equal in optax, and {seems}: its "
+            f"entries are {printable(str(sorted(map(str, others))))}. Convert the parameters with "
+            "the hook's state, dataclasses.replace(checkpoint, optimizer=None), and start a new "
+            "optimizer. Entries of your own that change no update can be deleted from "
+            "`param_groups`."
         )
     if group.get("amsgrad"):
         raise ValueError(
@@ -178,6 +202,18 @@ def _algorithm(group: Document, kept: Collection[str]) -> str:
     return family
 
 
+def _other_algorithm(group: Document, kept: Collection[str]) -> str | None:
+    """Returns the name of another optimizer of torch; None if it is none of torch's."""
+    for name, marks in _OTHERS.items():
+        if marks <= {*group, *kept}:
+            return name
+    if group.keys() - _OF_TORCH == {"betas", "eps"}:
+        if "decoupled_weight_decay" in group:
+            return "RAdam"
+        return "Adamax or SparseAdam"
+    return None
+
+
 class Entry(NamedTuple):
     """One parameter of the optimizer."""
 
@@ -192,7 +228,7 @@ def read_entries(
     optimizer: Document,
     model: Document,
     param_names: ParamNames,
-    pairs: Sequence[Pair],
+    pairs: Sequence[Pair] | None,
     layout: BucketLayout | None,
 ) -> dict[str, Entry]:
     """Reads the entries of an optimizer's state dict, and finds the name of each parameter.
@@ -203,7 +239,8 @@ def read_entries(
       param_names: The names in the optimizer's order, as for `optimizer_from_torch`. None means the
         names that the optimizer recorded, or else the order of `model`.
       pairs: The pairs of `model`. If `model` has more tensors than the optimizer, tensors without a
-        leaf count as buffers.
+        leaf count as buffers. None if they are not known; then parameters whose number differs are
+        no error, and there are no entries.
       layout: The bucket layout, or None. It names the parameters of an optimizer without names, if
         both have the same number of parameters.
 
@@ -215,21 +252,28 @@ def read_entries(
       CheckpointMismatch: A name is unknown, or a state has another shape; the error lists all.
     """
     if not is_optimizer(optimizer):
-        raise CheckpointMismatch(
-            "This is no optimizer state: {'state': {index: ...}, 'param_groups': [{'lr': ..., "
-            "'params': [index, ...]}, ...]} was expected. If there are several optimizers, pass "
-            "the state_dict() of one."
-        )
-    entries = _numbered(optimizer)
+        raise CheckpointMismatch(_no_optimizer(optimizer))
+    problems = Problems()
+    entries = _numbered(optimizer, problems)
+    count = 0
+    for group in optimizer["param_groups"]:
+        count += len(group["params"])
     names = recorded_names(optimizer, param_names)
-    if names is None:
-        names = _names_by_order(optimizer, model, len(entries), pairs, layout)
-    if len(names) != len(entries):
-        raise ValueError(
-            f"The optimizer has {len(entries)} parameters and there are {len(names)} names: it is "
-            "not known which were frozen or are buffers. Pass `param_names`: "
-            "[name for name, p in model.named_parameters()], of the optimizer's parameters only."
-        )
+    with problems.about("the names of the parameters"):
+        if names is None:
+            names = _names_by_order(optimizer, model, count, pairs, layout)
+            if pairs is None and len(names) != count:
+                names = []  # with pairs they may be clear
+        if names and len(names) != count:
+            raise ValueError(
+                f"The optimizer has {count} parameters and there are {len(names)} names: it is "
+                "not known which were frozen or are buffers. Pass `param_names`: "
+                "[name for name, p in model.named_parameters()], of the optimizer's parameters "
+                "only."
+            )
+    problems.raise_all()
+    if not names:
+        return {}
     originals = {}
     for name, clean in clean_names(list(model)).items():
         originals[clean] = name
@@ -243,35 +287,75 @@ def read_entries(
     return named
 
 
-def _numbered(optimizer: Document) -> list[Entry]:
+def _no_optimizer(value: Any) -> str:
+    """Returns a sentence about a value that should be the state of an optimizer."""
+    expected = (
+        "This is no optimizer state: {'state': {index: ...}, 'param_groups': [{'lr': ..., "
+        "'params': [index, ...]}, ...]} was expected."
+    )
+    if not isinstance(value, Mapping):
+        return expected
+    inner = [name for name, entry in value.items() if is_optimizer(entry)]
+    if inner:
+        sentence = (
+            f"{expected} Convert dataclasses.replace(checkpoint, "
+            f"optimizer=checkpoint.optimizer[{inner[0]!r:.40}])"
+        )
+        if len(inner) > 1:
+            sentence += f"; there are {some(list(map(str, inner)))}"
+        masters = [name for name in value if "fp32" in str(name)]
+        if masters:
+            sentence += (
+                f". The float32 copies in {some(list(map(str, masters)))} are the weights that it "
+                "updates: put them into `model` as well"
+            )
+        return f"{sentence}."
+    if any(isinstance(name, str) and name.startswith("param_groups.") for name in value):
+        return (
+            f"{expected} This one is flattened: save it without flatten_optimizer_state_dict=True."
+        )
+    return f"{expected} If there are several optimizers, pass the state_dict() of one."
+
+
+def _numbered(optimizer: Document, problems: Problems) -> list[Entry]:
     """Reads the parameters of an optimizer, group after group.
 
-    Raises:
-      CheckpointMismatch: A `step` is not a count. Or `state` has entries that no group lists.
+    It adds to `problems`: an algorithm that optax does not have, a `step` that is not a count, and
+    entries of `state` that no group lists.
     """
     entries = []
-    nobodys = set(optimizer["state"])
+    states_by_key = optimizer["state"]
+    indices = set()
+    for group in optimizer["param_groups"]:
+        indices.update(group["params"])
+    if not indices & states_by_key.keys():  # dcp_to_torch and JSON make text of the indices
+        of_text = dict(zip(map(str, indices), indices, strict=True))
+        keys = [of_text.get(key, key) for key in states_by_key]
+        states_by_key = dict(zip(keys, states_by_key.values(), strict=True))
+    nobodys = set(states_by_key)
     for number, group in enumerate(optimizer["param_groups"]):
         states = {}
         for index in group["params"]:
             states[index] = {}
-            for key, value in optimizer["state"].get(index, {}).items():
+            for key, value in states_by_key.get(index, {}).items():
                 if value is not None:
                     states[index][key] = value
         nobodys -= set(states)
-        hyper = Hyperparameters.read(group, set().union(*states.values()))
-        for index, state in states.items():
-            step = _number("step", state.get("step", 0))
-            if not 0 <= step < _MAX_STEPS:
-                raise CheckpointMismatch(f"The optimizer's `step` must be a count, got {step}.")
-            entries.append(Entry(index, number, hyper, state, int(step)))
+        with problems.about(f"group {number}"):
+            hyper = Hyperparameters.read(group, set().union(*states.values()))
+            for index, state in states.items():
+                step = _number("step", state.get("step", 0))
+                if not 0 <= step < _MAX_STEPS:
+                    raise CheckpointMismatch(f"The optimizer's `step` must be a count, got {step}.")
+                entries.append(Entry(index, number, hyper, state, int(step)))
     if nobodys:
-        raise CheckpointMismatch(
+        nobody = CheckpointMismatch(
             "The optimizer's `state` has entries that no param group lists in its `params`: their "
             "moments belong to nobody. Tools that write indices as text make such entries. Give "
             "`state` the same keys as `params`: integers, as in torch's state_dict().",
-            unexpected=sorted(printable(repr(key)) for key in nobodys),
+            unexpected=sorted(map(printable, map(repr, nobodys))),
         )
+        problems.errors.append(("the state", nobody))
     return entries
 
 
@@ -309,12 +393,23 @@ def _refuse_others(entries: Mapping[str, Entry], model: Document) -> None:
 
 
 def recorded_names(optimizer: Document, param_names: ParamNames) -> list[str] | None:
-    """Returns the user's names, or else those that the optimizer recorded; None without either."""
+    """Returns the user's names, or else those that the optimizer recorded; None without either.
+
+    A full state dict of FSDP has names in the place of the indices.
+    """
     if param_names is None:
-        param_names = [group.get("param_names") for group in optimizer["param_groups"]]
-        if None in param_names:
-            return None
-    return jax.tree.leaves(list(param_names))
+        param_names = []
+        for group in optimizer["param_groups"]:
+            names = group.get("param_names")
+            if names is None:
+                names = group["params"]
+                if not all(isinstance(name, str) for name in names):
+                    return None
+            param_names.append(names)
+    names = jax.tree.leaves(list(param_names))
+    if all(map(str.isdecimal, names)):  # indices as text
+        return None
+    return names
 
 
 def with_names(optimizer: Document, entries: Mapping[str, Entry]) -> dict[str, Any]:
@@ -335,7 +430,7 @@ def _names_by_order(
     optimizer: Document,
     model: Document,
     count: int,
-    pairs: Sequence[Pair],
+    pairs: Sequence[Pair] | None,
     layout: BucketLayout | None,
 ) -> list[str]:
     """Returns the parameters' names in the order of the model, which is usually the optimizer's.
@@ -346,17 +441,20 @@ def _names_by_order(
       ValueError: The optimizer has several groups. Or the names are sorted, so two parameters of
         one shape may be in the wrong order.
     """
-    if len(optimizer["param_groups"]) > 1:
+    sizes = [len(group["params"]) for group in optimizer["param_groups"]]
+    if max(sizes, default=0) < count:  # several groups have parameters
         raise ValueError(
             "An optimizer with several param groups numbers its parameters group by group. Pass "
             "`param_names`: one list of names for each group, in the order given to the optimizer."
         )
     every = trainable(model)
-    leftover = set(unpaired(model, pairs))
-    paired = [name for name in every if name not in leftover]
+    paired = every
+    if pairs is not None:
+        leftover = set(unpaired(model, pairs))
+        paired = [name for name in every if name not in leftover]
     bucketed = []
     if layout:
-        bucketed = [name for name in model if name in layout.entries]
+        bucketed = list(filter(layout.entries.__contains__, model))
     names = every
     for choice in (paired, every, bucketed):  # the last choice with `count` names is used
         if len(choice) == count:
@@ -443,12 +541,18 @@ def doubts_about(
                 f"with optax.inject_hyperparams and put the state into it."
             )
             break
-    if not scheduled and any("initial_lr" in group for group in groups):
-        rates = sorted({f"{float(group['lr']):g}" for group in groups})
+    rates = []
+    was_scheduled = False
+    for group in groups:
+        was_scheduled = was_scheduled or "initial_lr" in group
+        rate = f"{_number('lr', group['lr']):g}"
+        if rate not in rates:
+            rates.append(rate)
+    if was_scheduled and not scheduled:
         yield (
             f"A learning rate scheduler ran in torch (`initial_lr` stands beside `lr`), and no "
-            f"file holds its schedule: the rate stays at {', '.join(rates)}. Pass learning_rate=, "
-            f"the same schedule in Optax."
+            f"file holds its schedule: the rate stays at {', '.join(sorted(rates))}. Pass "
+            f"learning_rate=, the same schedule in Optax."
         )
 
 

@@ -109,8 +109,12 @@ def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> 
             "or untie them in the torch model and pass that model's state_dict.",
             ambiguous=apart,
         )
-    state = dict(like) | {name: arrays[name] for name in like if name in arrays}
-    of_torch = {name: state[name] for name, value in like.items() if is_tensor(value)}
+    state = {}
+    of_torch = {}
+    for name, value in like.items():
+        state[name] = arrays.get(name, value)
+        if is_tensor(value):
+            of_torch[name] = state[name]
     return state | as_tensors(of_torch)
 
 

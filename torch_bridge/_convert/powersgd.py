@@ -131,8 +131,7 @@ def filled_state(
     packed = []
     matrices, exact = _common_matrices(params, pairs, record, layout, matrix_dims)
     for pair, part, q_rows in matrices:
-        kept = [array for array in (part.error, part.q) if array is not None]
-        if not all(np.isfinite(array).all() for array in kept):
+        if not (_is_finite(part.error) and _is_finite(part.q)):
             afresh.append("/".join(pair.path))
             continue
         if part.error is not None:
@@ -179,6 +178,11 @@ def filled_state(
         with_values(fresh, factors),
         owner=jnp.zeros([], jnp.float32),
     )
+
+
+def _is_finite(array: np.ndarray | None) -> bool:
+    """Returns True if all values are finite, or if there is no array."""
+    return array is None or bool(np.isfinite(array).all())
 
 
 # --- both directions ----------------------------------------------------------------------------
@@ -363,8 +367,11 @@ def record_of_state(
 def _born_in_jax(state: PowerSGDState, count: int) -> PowerSGDRecord:
     """Makes the record of a run that began in JAX, with torch's defaults."""
     factors = jax.tree.leaves(state.q)
+    rank = 1
+    for q in factors:
+        rank = max(rank, q.shape[-1])
     return PowerSGDRecord(
-        max((q.shape[-1] for q in factors), default=1),
+        rank,
         0,
         error_dict={},
         p_memory_dict={},
@@ -450,9 +457,8 @@ def _check_state(
     common = {matrix.pair.path for matrix in matrices}  # a frozen leaf may have no state
     wrong = []
     for field in ("residual", "q"):
-        shapes, expected = (
-            jax.tree.map(np.shape, leaves_by_path(getattr(one, field))) for one in (state, fresh)
-        )
+        shapes = jax.tree.map(np.shape, leaves_by_path(getattr(state, field)))
+        expected = jax.tree.map(np.shape, leaves_by_path(getattr(fresh, field)))
         for path in shapes.keys() | common:
             shape = shapes.get(path)
             expected_shape = expected.get(path)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-import jaxcomp
-from torch_bridge._base.terminal import some
-from torch_bridge._convert.optimizer import HELD, UNUSED, OptimizerPlan, Rates, has_schedule
+from torch_bridge._base.errors import Problems
+from torch_bridge._convert.doubts import (
+    doubts_of_absence,
+    doubts_of_dtypes,
+    doubts_of_file,
+    doubts_of_scale,
+    doubts_of_steps,
+)
+from torch_bridge._convert.optimizer import OptimizerPlan, Rates
 from torch_bridge._convert.optimizer_groups import ParamNames, doubts_about, with_names
 from torch_bridge._convert.powersgd import filled_state
-from torch_bridge._hook.arguments import powersgd_kwargs_from_torch, reducer_from_torch
+from torch_bridge._convert.review import reducer_of, reviewed_layout
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
@@ -27,12 +31,6 @@ from torch_bridge._pairing.leaves import MatrixDimsFn, flatten, matrix_dims_of, 
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
 from torch_bridge._pairing.pairs import Pair, leaves_from_torch
-
-# Names of clipping arguments in training scripts. A model called CLIP and a logged norm must not
-# match.
-_CLIPPING = re.compile(
-    r"grad\w*clip|clip_?(grad|norm|val)|clipping|^clip$|max_(grad_)?norm", re.IGNORECASE
-)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -191,40 +189,58 @@ def to_flax(
     refuse_other_than_checkpoint(checkpoint, "checkpoint")
     if apply:
         example = example or checkpoint.example
-    paired = paired_for(checkpoint.model, like, pairs, options, apply, example)
+    problems = Problems()
+    paired = None
+    if checkpoint.model:
+        with problems.about("which tensor is which leaf"):
+            paired = paired_for(checkpoint.model, like, pairs, options, apply, example)
+    if paired is not None:
+        with problems.about("the bucket layout"):
+            layout = layout_of(checkpoint, layout, paired.pairs)
+    if paired is None or problems.errors:
+        reviewed_layout(checkpoint, layout, missing_ranks, param_names, problems)
+    problems.raise_all()
+    assert paired is not None
     params = flatten(like).with_leaves(leaves_from_torch(paired.pairs, checkpoint.model))
     trained_params = trained(params)
     trained_pairs = pairs_of(trained_params, paired.pairs)
-    layout = layout_of(checkpoint, layout, paired.pairs)
     matrix_dims = matrix_dims or matrix_dims_of(trained_pairs)
-    reducer = _reducer(checkpoint, axis_name, matrix_dims)
+    reducer = optax.identity()
+    with problems.about("the hook"):
+        reducer = reducer_of(checkpoint, axis_name, matrix_dims)
     plan = None
-    counted = 0
+    calls = 0
     if checkpoint.optimizer is not None:
-        plan = OptimizerPlan.of(
-            checkpoint.optimizer, checkpoint.model, trained_pairs, param_names, layout
-        )
-        counted = plan.counted
+        with problems.about("the optimizer"):
+            plan = OptimizerPlan.of(
+                checkpoint.optimizer, checkpoint.model, trained_pairs, param_names, layout
+            )
+            calls = plan.counted
+    mean = None
+    calls_of_hook = None
     if checkpoint.powersgd:
-        calls = checkpoint.powersgd[0].iter
-        mean = mean_of_ranks(checkpoint, missing_ranks)
-        state = filled_state(mean, trained_params, trained_pairs, layout, matrix_dims)
-        del mean  # frees the errors' memory before the optimizer state is allocated
+        calls = calls_of_hook = checkpoint.powersgd[0].iter
+        with problems.about("the hook's state"):
+            mean = mean_of_ranks(checkpoint, missing_ranks)
+            state = filled_state(mean, trained_params, trained_pairs, layout, matrix_dims)
     else:
-        calls = counted
         state = reducer.init(trained_params)
-    doubts = list(_doubts(checkpoint, params, like))
     taken = calls
+    if plan:
+        with problems.about("the learning rate"):
+            taken = plan.taken(learning_rate, step, calls_of_hook)
+    problems.raise_all()
+    scheduled = learning_rate is not None
+    doubts = [*doubts_of_absence(checkpoint), *doubts_of_file(checkpoint, scheduled)]
+    doubts += doubts_of_dtypes(params, like)
     if plan and checkpoint.optimizer:
-        calls_of_hook = None
-        if checkpoint.powersgd:
-            calls_of_hook = calls
-        taken = plan.taken(learning_rate, step, calls_of_hook)
-        doubts += _doubts_of_steps(plan, layout, calls, learning_rate, step)
-        scheduled = learning_rate is not None
+        doubts += doubts_of_steps(plan, layout, calls, learning_rate, step)
+        if mean is not None:
+            doubts += doubts_of_scale(mean, layout, plan)
         doubts += doubts_about(
             checkpoint.optimizer, plan.entries, checkpoint.model, param_names, scheduled
         )
+    mean = None  # frees the errors' memory before the optimizer state is allocated
     for doubt in doubts:
         warnings.warn(doubt, stacklevel=2)
     if consume:
@@ -276,110 +292,4 @@ def refuse_other_than_checkpoint(value: Any, name: str) -> None:
         raise TypeError(
             f"`{name}` must be a torch_bridge.Checkpoint, got a {type(value).__name__}. Pass what "
             "torch_bridge.load returned."
-        )
-
-
-def _reducer(
-    checkpoint: Checkpoint, axis_name: str | tuple[str, ...], matrix_dims: MatrixDimsFn
-) -> optax.GradientTransformation:
-    """Returns the reducer that averages gradients as the torch job did."""
-    hook = checkpoint.hook or ""
-    if checkpoint.powersgd:
-        kwargs = powersgd_kwargs_from_torch(checkpoint.powersgd[0], hook=hook or None)
-        return jaxcomp.powersgd(axis_name=axis_name, matrix_dims=matrix_dims, **kwargs)
-    if not hook or "powerSGD" in hook:  # no hook: DDP's mean. No state: `_doubts` warns.
-        return jaxcomp.allreduce(axis_name=axis_name)
-    return reducer_from_torch(hook, axis_name=axis_name)
-
-
-def _doubts(checkpoint: Checkpoint, params: Any, like: Any) -> Iterator[str]:
-    """Yields a warning for each part that the file lacks, or may have in an unusual place."""
-    of_like = flatten(like).leaves
-    narrow = []
-    for path, leaf in flatten(params).leaves.items():
-        if 0 < _bits(leaf) < 32 <= _bits(of_like[path]):
-            narrow.append("/".join(path))
-    if narrow:
-        yield (
-            f"{some(narrow)}: in 16 bits, as in the file, though `like` has more. To train in "
-            "float32 convert dataclasses.replace(checkpoint, model={name: value.astype('float32') "
-            "for name, value in checkpoint.model.items()})."
-        )
-    unread = checkpoint.unread_states
-    if not checkpoint.powersgd and (unread or "powerSGD" in (checkpoint.hook or "")):
-        seems = f"checkpoint.extra[{unread[0]!r}] looks like one: " if unread else ""
-        yield (
-            "The checkpoint has no PowerSGDState under the usual names, so that run.reducer is "
-            f"an exact average; {seems}save it with save_checkpoint, or as 'comm_hook_state'."
-        )
-    if checkpoint.optimizer is not None:
-        clipping = _clipping(checkpoint.extra)
-        if clipping:
-            yield (
-                f"{some(clipping)} in the file: if the torch loop called clip_grad_norm_, put "
-                "optax.clip_by_global_norm(max_norm) between run.reducer and run.optimizer."
-            )
-    elif checkpoint.unread_optimizers:
-        yield (
-            "The checkpoint has no optimizer under the usual names, so that the chain has none; "
-            f"checkpoint.extra[{checkpoint.unread_optimizers[0]!r}] looks like one, or a list of "
-            "them. Convert dataclasses.replace(checkpoint, optimizer=...) with its state_dict."
-        )
-    else:  # without an optimizer the run would add the plain gradient, which increases the loss
-        yield (
-            "The checkpoint has no optimizer, so that run.transformation only averages gradients: "
-            "if you add them to the parameters, the loss increases. Put an optimizer behind it: "
-            "optax.chain(run.reducer, optax.sgd(...)), with the state (run.reducer_state, "
-            "optimizer.init(params))."
-        )
-
-
-def _bits(leaf: Any) -> int:
-    """Returns the bits of one value of a floating-point leaf, and 0 for any other leaf."""
-    dtype = getattr(leaf, "dtype", bool)
-    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 0
-
-
-def _clipping(entries: Mapping[Any, Any]) -> list[str]:
-    """Lists the numbers in a file, such as the job's arguments, whose names are about clipping."""
-    names = []
-    for name, value in entries.items():
-        if isinstance(value, Mapping):
-            names += _clipping(value)
-        elif isinstance(value, int | float) and value and _CLIPPING.search(str(name)):
-            names.append(f"{name!s:.40}={value}")
-    return names
-
-
-def _doubts_of_steps(
-    plan: OptimizerPlan, layout: BucketLayout | None, calls: int, rates: Rates, step: int | None
-) -> Iterator[str]:
-    """Yields a warning for each difference between the optimizer's steps and the hook's calls.
-
-    Args:
-      plan: The plan of the optimizer.
-      layout: The bucket layout, or None if it is unknown.
-      calls: The number of calls of the hook.
-      rates: The learning rates, of which a schedule continues from a step.
-      step: The step that the user passed, or None.
-    """
-    if step is None and plan.counted not in (0, calls) and has_schedule(rates):
-        yield (
-            f"Adam has counted {plan.counted} steps and the hook {calls}, as with gradient "
-            "accumulation, skipped steps or a fresh hook state; the schedule continues from "
-            f"{plan.counted}. Pass step= to say where."
-        )
-    held = plan.paused(HELD)
-    if held:
-        yield (
-            f"{some(held)}: the optimizer has them and DDP's buckets do not, so that they get no "
-            "gradient. They are frozen here, too, and their state is kept."
-        )
-    unused = plan.paused(UNUSED)
-    if unused and not (layout and layout.names):
-        yield (
-            f"{some(unused)}: never used, or frozen; the file does not say which, and the "
-            "optimizer has no state for them. They are trained as soon as they get a gradient. To "
-            "freeze them pass layout=BucketLayout.from_order([names], checkpoint.model), with the "
-            "names of the trained parameters."
         )

@@ -121,7 +121,7 @@ def to_torch(
     layout = layout or layout_of(like, None, pairs)
     _warn_of_lost_states(like, layout, reducers, opt_state)
     model = params_to_torch(params, like.model, pairs=pairs)
-    model = as_tensors(model, {id(value) for value in like.model.values()})
+    model = as_tensors(model, set(map(id, like.model.values())))
     if module is not None:
         _refuse_other_outputs(module, model, params, apply, like.example)
     # Drops the parameters' values, which are not needed any more.
@@ -185,12 +185,16 @@ def _refuse_other_model(like: Checkpoint, pairs: Pairs) -> None:
     """
     missing = []
     wrong = []
-    shapes = {pair.torch_name: pair.torch_shape for pair in pairs}
-    for name, shape in shapes.items():
+    seen = set()
+    for pair in pairs:
+        name = pair.torch_name
+        if name in seen:
+            continue
+        seen.add(name)
         if name not in like.model:
             missing.append(name)
-        elif shape_of(like.model[name]) != tuple(shape):
-            wrong.append(f"{name} {shape_of(like.model[name])}, paired as {tuple(shape)}")
+        elif shape_of(like.model[name]) != pair.torch_shape:
+            wrong.append(f"{name} {shape_of(like.model[name])}, paired as {pair.torch_shape}")
     if missing or wrong:
         raise CheckpointMismatch(
             "`like` is not the checkpoint that `pairs` were made for. Pass the one that the run "
@@ -209,9 +213,10 @@ def _refuse_part_of_tree(params: Any, pairs: Pairs) -> None:
     """
     leaves = flatten(params).leaves
     missing = []
-    for path in dict.fromkeys(one.path for one in pairs):
-        if path not in leaves:
-            missing.append("/".join(path))
+    for one in pairs:
+        path = "/".join(one.path)
+        if one.path not in leaves and path not in missing:
+            missing.append(path)
     if missing:
         raise CheckpointMismatch(
             "`params` lacks leaves that `pairs` names, and torch would keep their old values. Pass "
@@ -240,7 +245,7 @@ def _refuse_other_outputs(
         )
     loaded = copy.deepcopy(module)
     loaded.load_state_dict(model)
-    outputs = run_example(loaded, [to_tensor(array) for array in example[0]])
+    outputs = run_example(loaded, list(map(to_tensor, example[0])))
     tree = flatten(params)
     evidence = Evidence(apply, outputs, tree, list(model.values()))
     compared = []

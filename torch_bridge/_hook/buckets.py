@@ -86,7 +86,7 @@ class BucketEntry:
 
     def from_memory(self, flat: np.ndarray) -> np.ndarray:
         """Returns a view of the parameter's elements, flat in memory order, with its `shape`."""
-        steps = [step * flat.itemsize for step in self.strides]
+        steps = tuple(np.multiply(self.strides, flat.itemsize).tolist())
         return np.lib.stride_tricks.as_strided(flat, self.shape, steps)
 
     def to_memory(self, array: np.ndarray) -> np.ndarray:
@@ -175,14 +175,20 @@ class BucketLayout:
     @property
     def names(self) -> tuple[str, ...]:
         """Returns the names of all parameters, bucket after bucket."""
-        return tuple(entry.name for entry in self)
+        names = []
+        for entry in self:
+            names.append(entry.name)
+        return tuple(names)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Returns the number of elements of each bucket."""
         sizes = []
         for bucket in self.buckets:
-            sizes.append(sum(entry.size for entry in bucket))
+            size = 0
+            for entry in bucket:
+                size += entry.size
+            sizes.append(size)
         return tuple(sizes)
 
     @functools.cached_property
@@ -202,11 +208,12 @@ class BucketLayout:
           CheckpointMismatch: Names are not in `model`; the error lists all. Or `order` holds a name
             where a list of names belongs.
         """
-        if any(isinstance(names, str) for names in order):
-            raise CheckpointMismatch(
-                "`order` must hold a list of names for each bucket, and has a name where a list "
-                "belongs. Write [[...]] if there is one bucket."
-            )
+        for names in order:
+            if isinstance(names, str):
+                raise CheckpointMismatch(
+                    "`order` must hold a list of names for each bucket, and has a name where a "
+                    "list belongs. Write [[...]] if there is one bucket."
+                )
         missing = set(itertools.chain(*order)) - model.keys()
         if missing:
             raise CheckpointMismatch(
@@ -287,7 +294,9 @@ class BucketLayout:
 
     def buffer_sizes(self, record: Any) -> dict[str, dict[int, int]]:
         """Returns the lengths of torch's buffers: name of the buffers -> bucket -> elements."""
-        sizes = {name: dict.fromkeys(range(len(self.buckets)), 0) for name in BUFFERS}
+        sizes = {}
+        for name in BUFFERS:
+            sizes[name] = dict.fromkeys(range(len(self.buckets)), 0)
         for index, bucket in enumerate(self.buckets):
             for entry in bucket:
                 rank = entry.factor_rank(record)

@@ -18,12 +18,18 @@ import jax
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.plain import expression, nested
 from torch_bridge._base.schema import PowerSGDRecord, is_slots
 from torch_bridge._base.tensors import storage_key
 from torch_bridge._hook.buckets import BucketLayout
 
-# The entries of ``GradScaler.state_dict()``, which is empty if the scaler is not enabled.
-_SCALER_KEYS = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval"})
+# The entries of the states of loss scalers, and which of them is the scale: torch's (whose state is
+# empty if it is not enabled), Megatron's and apex's.
+_SCALERS = (
+    ({"scale", "growth_factor", "backoff_factor", "growth_interval"}, "scale"),
+    ({"scale", "growth_tracker"}, "scale"),
+    ({"loss_scale", "unskipped"}, "loss_scale"),
+)
 _MISSING_RANKS = ("error", "zero", "replicate")
 
 
@@ -72,18 +78,21 @@ class Checkpoint:
 
     @property
     def unread_optimizers(self) -> tuple[str, ...]:
-        """Returns the names in `extra` of entries that look like one optimizer state or several."""
-        names = []
-        for name, entry in self.extra.items():
-            values = entry if isinstance(entry, list | tuple) else [entry]
-            if any(isinstance(value, dict) and "param_groups" in value for value in values):
-                names.append(name)
-        return tuple(names)
+        """Returns where in `extra` states of optimizers seem to be, as Python expressions."""
+        places = []
+        for keys, value in nested(self.extra):
+            if isinstance(value, dict) and "param_groups" in value:
+                places.append(expression(keys))
+        return tuple(places)
 
     @property
     def unread_states(self) -> tuple[str, ...]:
-        """Returns the names in `extra` whose entries look like a ``PowerSGDState``."""
-        return tuple(name for name, value in self.extra.items() if is_slots(value))
+        """Returns where in `extra` a ``PowerSGDState`` seems to be, as Python expressions."""
+        places = []
+        for keys, value in nested(self.extra):
+            if is_slots(value):
+                places.append(expression(keys))
+        return tuple(places)
 
     def record(self, rank: int, world_size: int | None = None) -> PowerSGDRecord:
         """Returns the record from which one rank continues, in a job of any number of ranks.
@@ -126,6 +135,33 @@ def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
       CheckpointMismatch: Ranks are missing and `missing_ranks` is ``"error"``. Or the file has
         several scalers with different scales.
     """
+    missing = refuse_missing_ranks(checkpoint, missing_ranks)
+    first = checkpoint.powersgd[0]
+    record = checkpoint.mean
+    if missing and missing_ranks == "zero":
+        record = dataclasses.replace(first, error_dict={})
+    scale = loss_scale_of(checkpoint)
+    if scale == 1:
+        return record
+    # torch's next step adds the errors to gradients of the current scale, so that scale counts.
+    unit = np.float32(scale)
+    errors, factors = jax.tree.map(
+        lambda array: array.astype(np.float32) / unit, (record.error_dict, record.q_memory_dict)
+    )
+    return dataclasses.replace(record, error_dict=errors, q_memory_dict=factors)
+
+
+def refuse_missing_ranks(checkpoint: Checkpoint, missing_ranks: str) -> bool:
+    """Returns True if errors of some ranks are missing, and refuses them unless the user chose.
+
+    Args:
+      checkpoint: A checkpoint with hook state.
+      missing_ranks: As for `powersgd_from_torch`.
+
+    Raises:
+      ValueError: `missing_ranks` is none of the three words.
+      CheckpointMismatch: Ranks are missing and `missing_ranks` is ``"error"``.
+    """
     if missing_ranks not in _MISSING_RANKS:
         raise ValueError(f"`missing_ranks` must be one of {_MISSING_RANKS}, got {missing_ranks!r}.")
     first = checkpoint.powersgd[0]
@@ -141,25 +177,13 @@ def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
             f"gradient.",
             parameters=("missing_ranks",),
         )
-    record = checkpoint.mean
-    if missing and missing_ranks == "zero":
-        record = dataclasses.replace(first, error_dict={})
-    scale = loss_scale_of(checkpoint)
-    if scale == 1:
-        return record
-    # torch's next step adds the errors to gradients of the current scale, so that scale counts.
-    unit = np.float32(scale)
-    errors, factors = jax.tree.map(
-        lambda array: array.astype(np.float32) / unit, (record.error_dict, record.q_memory_dict)
-    )
-    return dataclasses.replace(record, error_dict=errors, q_memory_dict=factors)
+    return missing
 
 
 def loss_scale_of(checkpoint: Checkpoint) -> float:
     """Returns the loss scale, by which the hook's errors and factors are multiplied.
 
-    The scale is `Checkpoint.loss_scale`, or that of a GradScaler's state in `extra` or one level
-    below it, or 1.
+    The scale is `Checkpoint.loss_scale`, or that of a GradScaler's state anywhere in `extra`, or 1.
 
     Raises:
       CheckpointMismatch: The file has several scalers with different scales.
@@ -167,14 +191,10 @@ def loss_scale_of(checkpoint: Checkpoint) -> float:
     if checkpoint.loss_scale is not None:
         return checkpoint.loss_scale
     scales = {}
-    for above, entries in [("", checkpoint.extra), *checkpoint.extra.items()]:
-        for name, value in entries.items() if isinstance(entries, Mapping) else ():
-            if not isinstance(value, Mapping) or not value.keys() >= _SCALER_KEYS:
-                continue
-            scale = value["scale"]
-            is_number = isinstance(scale, int | float | np.ndarray) and np.ndim(scale) == 0
-            if is_number and 0 < scale < math.inf:
-                scales[f"{above}.{name}".removeprefix(".")] = float(scale)
+    for keys, value in nested(checkpoint.extra):
+        scale = _scale_in(value)
+        if scale is not None:
+            scales[expression(keys)] = scale
     if len(set(scales.values())) > 1:
         raise CheckpointMismatch(
             "The file has several GradScalers, and does not say which one the hook ran under. "
@@ -182,6 +202,20 @@ def loss_scale_of(checkpoint: Checkpoint) -> float:
             ambiguous=[f"{name}: {scale:g}" for name, scale in scales.items()],
         )
     return next(iter(scales.values()), 1.0)
+
+
+def _scale_in(value: Any) -> float | None:
+    """Returns the scale in the state of a loss scaler; None for any other value."""
+    if not isinstance(value, Mapping):
+        return None
+    for marks, key in _SCALERS:
+        if marks <= value.keys():
+            scale = value[key]
+            if isinstance(scale, np.ndarray) and scale.size == 1:
+                scale = scale.item()
+            if isinstance(scale, int | float) and 0 < scale < math.inf:
+                return float(scale)
+    return None
 
 
 def _mean(*errors: np.ndarray) -> np.ndarray:

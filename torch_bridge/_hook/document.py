@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
@@ -70,7 +71,7 @@ def _plain(record: PowerSGDRecord) -> dict[str, Any]:
     slots = dict(vars(record))
     del slots["error_dict"]  # each rank has another error
     for name in ("p_memory_dict", "q_memory_dict"):
-        slots[name] = {bucket: to_tensor(flat) for bucket, flat in slots[name].items()}
+        slots[name] = jax.tree.map(to_tensor, slots[name])
     if record.rng is not None:
         state: Any = record.rng.get_state()
         # int64, because torch.load(weights_only=True) of older releases has no uint32.
@@ -103,8 +104,8 @@ def read_document(value: Mapping[str, Any]) -> dict[str, Any]:
     example = fields["example"]
     if example is not None:
         inputs = example.get("inputs")
-        are_arrays = isinstance(inputs, list) and all(isinstance(a, np.ndarray) for a in inputs)
-        if not inputs or not are_arrays or "outputs" not in example:
+        kinds = set(map(type, inputs)) if isinstance(inputs, list) else set()
+        if kinds != {np.ndarray} or "outputs" not in example:
             raise CheckpointMismatch("`example` must have tensors as `inputs`, and `outputs`")
         fields["example"] = (tuple(inputs), example["outputs"])
     slots = fields["powersgd"]
@@ -123,9 +124,9 @@ def _records(slots: Mapping[str, Any], errors: Any) -> tuple[PowerSGDRecord, ...
         rng = slots["rng"]
         if not isinstance(rng, Mapping) or not rng.keys() >= set(_RNG_FIELDS):
             raise CheckpointMismatch(f"`rng` must hold {', '.join(_RNG_FIELDS)}")
-        slots["rng"] = random_state(*[rng[name] for name in _RNG_FIELDS])
+        slots["rng"] = random_state(*map(rng.__getitem__, _RNG_FIELDS))
     ranks = len(errors) if isinstance(errors, list) else 0
-    if not 1 <= ranks <= MAX_RANKS or not all(isinstance(error, dict) for error in errors):
+    if not 1 <= ranks <= MAX_RANKS or set(map(type, errors)) != {dict}:
         raise CheckpointMismatch(f"`errors` must have a dictionary for each of 1 to {MAX_RANKS}")
     if sum(map(len, errors)) > _MAX_BUFFERS:
         raise CheckpointMismatch(f"`errors` hold more than {_MAX_BUFFERS} tensors")
@@ -134,6 +135,9 @@ def _records(slots: Mapping[str, Any], errors: Any) -> tuple[PowerSGDRecord, ...
         if id(error) not in records:
             records[id(error)] = record_from_slots(dict(slots, error_dict=error))
     first = records[id(errors[0])].error_sizes
-    if any(record.error_sizes != first for record in records.values()):
-        raise CheckpointMismatch("`errors` of the ranks have different buckets or different sizes")
+    for record in records.values():
+        if record.error_sizes != first:
+            raise CheckpointMismatch(
+                "`errors` of the ranks have different buckets or different sizes"
+            )
     return tuple(records[id(error)] for error in errors)

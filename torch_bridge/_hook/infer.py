@@ -1,8 +1,9 @@
 """Infers the bucket layout of a checkpoint that does not record it.
 
 torch uses few orders of parameters: the order of definition (before the first rebuild, or always
-with ``find_unused_parameters``), and the order in which gradients became ready. Each candidate is
-tested against the hook state. A layout is accepted only if no other candidate fits:
+with ``find_unused_parameters``), and the order in which gradients became ready. If none fits,
+modules may use their parts in another order than they define them (`ready_orders`). Each candidate
+is tested against the hook state. A layout is accepted only if no other candidate fits:
 
 - The buffers of errors and factors have exactly the lengths of the candidate.
 - Every P factor is orthonormal, because the hook stores it so.
@@ -13,7 +14,6 @@ tested against the hook state. A layout is accepted only if no other candidate f
 
 from __future__ import annotations
 
-import collections
 import itertools
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,8 +25,9 @@ import numpy as np
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._base.tensors import trainable
-from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._hook.buckets import BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint
+from torch_bridge._hook.ready_orders import reversed_modules, used_orders
 from torch_bridge._pairing.pairs import Pair, unpaired
 
 _COLUMNS = 128  # the most columns of P that are tested
@@ -64,19 +65,30 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     """
     if not checkpoint.powersgd or not checkpoint.model:
         raise CheckpointMismatch(f"The layout cannot be inferred without a model. {_HOW_TO}")
-    record = checkpoint.powersgd[0]
     evidence = _evidence_of(checkpoint)
-    candidates = _candidates(checkpoint.model, frozen, record.error_sizes)
-    fitting, reasons = _fitting(candidates, checkpoint, evidence)
+    fitting: dict[Any, tuple[str, BucketLayout]] = {}
+    reasons = []
+    for names in _trained(checkpoint.model, frozen):
+        test = _Test(names, checkpoint.model, evidence)
+        for label, order in _orders(names, checkpoint.model, test).items():
+            buckets = _cut(order, test.lengths, checkpoint.model)
+            if buckets is None:
+                continue
+            flaw = test.flaw(order)
+            if flaw:
+                reasons.append(f"{label}: {flaw}")
+                continue
+            layout = BucketLayout.from_order(buckets, checkpoint.model)
+            fitting.setdefault(_what_counts(layout, checkpoint), (label, layout))
     if not fitting:
-        candidates = _candidates(checkpoint.model, frozen, record.error_sizes, root_moved=True)
-        fitting, _ = _fitting(candidates, checkpoint, evidence)
+        for label, layout in _used_layouts(checkpoint, frozen, evidence):
+            fitting.setdefault(_what_counts(layout, checkpoint), (label, layout))
     if len(fitting) == 1:
         _, layout = next(iter(fitting.values()))
         return layout
     if fitting:
         more = ""
-        if checkpoint.missing_ranks and record.error_dict:
+        if checkpoint.missing_ranks and evidence.record.error_dict:
             ranks = ", and nothing says that these are all"
             if checkpoint.world_size:
                 ranks = f" of {checkpoint.world_size}"
@@ -121,29 +133,6 @@ def _evidence_of(checkpoint: Checkpoint) -> _Evidence:
     # If the ranks had equal gradients, their errors are rounding only, and need not cancel.
     rounding = 1e-6 * _root_mean_square(record.error_dict.values())
     return _Evidence(record, mean, len(checkpoint.powersgd) > 1, rounding)
-
-
-def _fitting(
-    candidates: Iterator[tuple[str, list[Sequence[str]]]],
-    checkpoint: Checkpoint,
-    evidence: _Evidence,
-) -> tuple[dict[Any, tuple[str, BucketLayout]], list[str]]:
-    """Tests the candidates against the hook state.
-
-    Returns:
-      The layouts that fit, one for each different assignment of the state: key -> (label, layout).
-      And a line of text for each layout that does not fit.
-    """
-    fitting: dict[Any, tuple[str, BucketLayout]] = {}
-    reasons = []
-    for label, order in candidates:
-        layout = BucketLayout.from_order(order, checkpoint.model)
-        flaw = _flaw_of(layout, evidence)
-        if flaw:
-            reasons.append(f"{label}: {flaw}")
-            continue
-        fitting.setdefault(_what_counts(layout, checkpoint), (label, layout))
-    return fitting, reasons
 
 
 def _what_counts(layout: BucketLayout, checkpoint: Checkpoint) -> Any:
@@ -201,25 +190,146 @@ def _flaw_of(layout: BucketLayout, evidence: _Evidence) -> str | None:
         mean = None
         if means:
             mean = means[name].error
-        if part.rank and part.p is not None:
-            # A few columns are enough, and all columns of a full rank would take gigabytes.
-            p = part.p[:, :_COLUMNS].astype(np.float64)
-            if not np.isfinite(p).all():
-                continue
-            tolerance = max(64 * np.sqrt(len(p)) * float(jnp.finfo(part.p.dtype).eps), 1e-3)
-            if np.abs(p.T @ p - np.eye(p.shape[1])).max() > tolerance:
-                return f"the factors of {name} would not be orthonormal"
-            if mean is None:
-                continue
-            left_over = p.T @ part.entry.to_memory(mean).reshape(len(p), -1)
-            if np.linalg.norm(left_over) > 1e-2 * np.linalg.norm(mean) + 1e-12:
-                return f"the error of {name} would not be what its factors left over"
-        elif evidence.several and not part.rank and mean is not None:
-            assert part.error is not None
-            size = np.linalg.norm(part.error.astype(np.float64))
-            if np.linalg.norm(mean) > 1e-2 * size + evidence.rounding * np.sqrt(mean.size):
-                return f"the errors of {name} would not cancel over the ranks"
+        flaw = _flaw_of_part(part, mean, evidence)
+        if flaw:
+            return flaw
     return None
+
+
+def _flaw_of_part(part: BucketPart, mean: np.ndarray | None, evidence: _Evidence) -> str | None:
+    """Returns the reason why a parameter cannot have this error and these factors.
+
+    Args:
+      part: The parameter with its error and factors.
+      mean: The mean error of all ranks, with the parameter's shape; None if ranks are missing.
+      evidence: The hook state.
+    """
+    name = part.entry.name
+    if part.rank and part.p is not None:
+        # A few columns are enough, and all columns of a full rank would take gigabytes.
+        p = part.p[:, :_COLUMNS].astype(np.float64)
+        if not np.isfinite(p).all():
+            return None
+        tolerance = max(64 * np.sqrt(len(p)) * float(jnp.finfo(part.p.dtype).eps), 1e-3)
+        if np.abs(p.T @ p - np.eye(p.shape[1])).max() > tolerance:
+            return f"the factors of {name} would not be orthonormal"
+        if mean is None:
+            return None
+        left_over = p.T @ part.entry.to_memory(mean).reshape(len(p), -1)
+        if np.linalg.norm(left_over) > 1e-2 * np.linalg.norm(mean) + 1e-12:
+            return f"the error of {name} would not be what its factors left over"
+    elif evidence.several and not part.rank and mean is not None:
+        assert part.error is not None
+        size = np.linalg.norm(part.error.astype(np.float64))
+        if np.linalg.norm(mean) > 1e-2 * size + evidence.rounding * np.sqrt(mean.size):
+            return f"the errors of {name} would not cancel over the ranks"
+    return None
+
+
+class _Test:
+    """Tests many orders of parameters against the hook state, each place of a parameter once."""
+
+    def __init__(
+        self, names: Sequence[str], model: Mapping[str, np.ndarray], evidence: _Evidence
+    ) -> None:
+        self._model = model
+        self._evidence = evidence
+        self._flaws = {}  # name, bucket, places of error and factor -> flaw or None
+        self._entries = BucketLayout.from_order([names], model).entries
+        self._sizes = {}
+        self._matrices = {}  # shape of the matrix, and the rank of its factors
+        for name, entry in self._entries.items():
+            self._sizes[name] = entry.size
+            self._matrices[name] = (*entry.matrix, entry.factor_rank(evidence.record))
+        sizes = evidence.record.error_sizes
+        self.lengths = [sizes[bucket] for bucket in sorted(sizes)]
+
+    def flaw(self, order: Sequence[str]) -> str | None:
+        """Returns the reason why the hook state cannot have this order, or this beginning of it.
+
+        Returns:
+          The reason; None if there is none.
+        """
+        rest = dict.fromkeys(self._entries)
+        buckets = self._buckets(order)
+        for bucket, places in enumerate(buckets):
+            total = sum(map(self._sizes.__getitem__, places))
+            for name in places:
+                del rest[name]
+            is_last = bucket == len(buckets) - 1
+            is_whole = not self.lengths or total == self.lengths[bucket]
+            if not is_whole and (not is_last or not rest):
+                return f"no parameter ends where bucket {bucket} does"
+            factors = {}
+            if is_whole:
+                factors = self._factors(places, ())
+            elif bucket == len(self.lengths) - 1:
+                factors = self._factors(places, rest)
+            for name, place in places.items():
+                flaw = self._flaw_at(name, bucket, place, factors.get(name))
+                if flaw:
+                    return flaw
+        if not rest and self.lengths and len(buckets) < len(self.lengths):
+            return f"no parameter is in bucket {len(buckets)}"
+        return None
+
+    def _buckets(self, order: Sequence[str]) -> list[dict[str, int]]:
+        """Fills buckets in order: for each, the parameters and the places of their errors.
+
+        A parameter that does not fit into a bucket goes to the next one, and into the last bucket
+        go all others. A parameter without values stays in the bucket of the one before it.
+        """
+        buckets: list[dict[str, int]] = [{}]
+        total = 0
+        for name in order:
+            size = self._sizes[name]
+            bucket = len(buckets) - 1
+            if bucket < len(self.lengths) - 1 and total + size > self.lengths[bucket]:
+                buckets.append({})
+                total = 0
+            buckets[-1][name] = total
+            total += size
+        return buckets
+
+    def _factors(self, names: Collection[str], rest: Collection[str]) -> dict[str, int]:
+        """Returns the place of each P in its bucket, where matrices of one shape stand together.
+
+        Args:
+          names: The first parameters of the bucket, in their order.
+          rest: The other parameters of the bucket, in any order.
+        """
+        groups = {}
+        for name in itertools.chain(names, rest):
+            groups.setdefault(self._matrices[name], []).append(name)
+        places = {}
+        total = 0
+        for (rows, _, rank), alike in groups.items():
+            for name in alike:
+                places[name] = total
+                total += rows * rank
+        return places
+
+    def _flaw_at(self, name: str, bucket: int, place: int, factor: int | None) -> str | None:
+        """Returns the reason why a parameter cannot have its error and factor at these places."""
+        key = (name, bucket, place, factor)
+        if key in self._flaws:
+            return self._flaws[key]
+        entry = self._entries[name]
+        rows, _, rank = self._matrices[name]
+        record = self._evidence.record
+        p = None
+        if factor is not None and bucket in record.p_memory_dict:
+            p = record.p_memory_dict[bucket][factor : factor + rows * rank].reshape(rows, rank)
+        errors = []
+        for source in (record, self._evidence.mean):
+            error = None
+            if source is not None and bucket in source.error_dict:
+                flat = source.error_dict[bucket][place : place + entry.size]
+                error = entry.from_memory(flat)
+            errors.append(error)
+        part = BucketPart(entry, bucket, rank, errors[0], p, None)
+        self._flaws[key] = _flaw_of_part(part, errors[1], self._evidence)
+        return self._flaws[key]
 
 
 def _root_mean_square(arrays: Iterable[np.ndarray]) -> float:
@@ -282,89 +392,52 @@ def layout_of(
     return layout
 
 
-def _candidates(
-    model: Mapping[str, np.ndarray],
-    frozen: Collection[str],
-    sizes: Mapping[int, int],
-    *,
-    root_moved: bool = False,
-) -> Iterator[tuple[str, list[Sequence[str]]]]:
-    """Yields each order that can be cut into buckets of `sizes`: a label, and names per bucket.
+def _orders(
+    names: Sequence[str], model: Mapping[str, np.ndarray], test: _Test
+) -> dict[str, Sequence[str]]:
+    """Returns the usual orders of a model's parameters, by label.
 
     Args:
+      names: The names of the trained parameters, in the order of definition.
       model: The model's tensors by name.
-      frozen: Names of parameters that may be frozen.
-      sizes: The number of values of each bucket.
-      root_moved: Whether to yield instead the orders in which the root module's own parameters are
-        at other places. They are defined first, but a model such as a ViT uses its position
-        embedding after its first layers.
+      test: The test, which knows the lengths of the buckets.
     """
-    lengths = [sizes[bucket] for bucket in sorted(sizes)]
-    every = trainable(model)
-    choices = [every]
-    if frozen:
-        choices.insert(0, [name for name in every if name not in frozen])
-    for names in choices:
-        if root_moved:
-            orders = _with_root_moved(names, model)
-        else:
-            ready, whole = _reversed_modules(names, model)
-            orders = {
-                "gradient-ready order": _joined(ready),
-                "reversed definition order": names[::-1],
-                "reversed modules": _joined(whole),
-            }
-        for label, order in orders.items():
-            buckets = _cut(order, lengths, model)
-            if buckets:
-                yield label, buckets
-        # In the order of definition DDP makes the last bucket first.
-        buckets = _cut(names, lengths[::-1], model)
-        if buckets and not root_moved:
-            yield "definition order", buckets[::-1]
-
-
-def _reversed_modules(
-    names: Sequence[str], model: Mapping[str, np.ndarray]
-) -> tuple[list[list[str]], list[list[str]]]:
-    """Groups parameters by module, the last module first.
-
-    Returns:
-      The groups twice: with the parameters in the order in which gradients become ready, and in
-      the order of definition.
-    """
-    modules = collections.defaultdict(list)
-    for name in names:
-        modules[name.rpartition(".")[0]].append(name)
-    ready = []
-    whole = []
-    for members in reversed(modules.values()):
-        whole.append(members)
-        # autograd computes the gradient of a Linear's bias before that of its weight, but of a
-        # convolution or a normalisation the weight's gradient first.
-        if any(name.endswith("weight") and model[name].ndim == 2 for name in members):
-            members = members[::-1]
-        ready.append(members)
-    return ready, whole
-
-
-def _with_root_moved(names: Sequence[str], model: Mapping[str, np.ndarray]) -> dict[str, list[str]]:
-    """Returns the orders in which the root module's own parameters come earlier, by label."""
-    orders = {}
-    labels = ("gradient-ready order", "reversed modules")
-    for label, groups in zip(labels, _reversed_modules(names, model), strict=True):
-        *modules, root = groups
-        if "." in root[0]:  # the root has no parameters of its own
-            continue
-        for place in range(len(modules) + 1):
-            for members in (root, root[::-1]):
-                order = _joined([*modules[:place], members, *modules[place:]])
-                orders[f"{label}, {', '.join(members)} behind {place} modules"] = order
+    ready, whole = reversed_modules(names, model)
+    orders = {
+        "gradient-ready order": list(itertools.chain(*ready.values())),
+        "reversed definition order": names[::-1],
+        "reversed modules": list(itertools.chain(*whole.values())),
+    }
+    # In the order of definition DDP makes the last bucket first.
+    buckets = _cut(names, test.lengths[::-1], model)
+    if buckets:
+        orders["definition order"] = list(itertools.chain(*buckets[::-1]))
     return orders
 
 
-def _joined(groups: Iterable[Sequence[str]]) -> list[str]:
-    return list(itertools.chain.from_iterable(groups))
+def _used_layouts(
+    checkpoint: Checkpoint, frozen: Collection[str], evidence: _Evidence
+) -> Iterator[tuple[str, BucketLayout]]:
+    """Yields the layouts that fit if modules use their parts in any order, with labels."""
+    model = checkpoint.model
+    for names in _trained(model, frozen):
+        test = _Test(names, model, evidence)
+        labels = ("gradient-ready order", "reversed modules")
+        for label, groups in zip(labels, reversed_modules(names, model), strict=True):
+            orders = used_orders(groups, model, lambda order, test=test: not test.flaw(order))
+            for place, order in enumerate(orders):
+                buckets = _cut(order, test.lengths, model)
+                if buckets:
+                    label_of_order = f"{label}, modules used in another order ({place})"
+                    yield label_of_order, BucketLayout.from_order(buckets, model)
+
+
+def _trained(model: Mapping[str, np.ndarray], frozen: Collection[str]) -> list[list[str]]:
+    """Returns the names of the trained parameters: without those that may be frozen, and all."""
+    every = trainable(model)
+    if not frozen:
+        return [every]
+    return [[name for name in every if name not in frozen], every]
 
 
 def _cut(

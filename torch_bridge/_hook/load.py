@@ -22,6 +22,7 @@ from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
 from torch_bridge._base.files import no_file
 from torch_bridge._base.schema import is_optimizer, is_post_local, is_slots, record_from_slots
 from torch_bridge._base.tensors import unwrapped
+from torch_bridge._base.terminal import some
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import FORMAT, MAX_RANKS, read_document
@@ -29,9 +30,9 @@ from torch_bridge._read.archive import read_archive
 from torch_bridge._read.globals import way_out
 from torch_bridge._read.values import Forbidden, Global, Malformed, expect
 
-_MODEL_KEYS = ("state_dict", "model_state_dict", "model")
+MODEL_KEYS = ("state_dict", "model_state_dict", "model")
 _HOOK_KEYS = ("comm_hook_state", "powersgd_state", "hook_state")
-_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
 # Errors of Python or NumPy for a value that no check has refused; the file is wrong.
 _UNFORESEEN = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 _EXPECTED = (
@@ -39,8 +40,25 @@ _EXPECTED = (
     "__getstate__() dictionary, a state_dict, or a file of torch_bridge.save_checkpoint"
 )
 _DISTRIBUTED = (
-    "a distributed checkpoint (torch.distributed.checkpoint); convert it first with python -m "
-    "torch.distributed.checkpoint.format_utils dcp_to_torch"
+    "a distributed checkpoint (torch.distributed.checkpoint); convert its directory first with "
+    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
+)
+_PAIR_OF_FILES = (
+    "a directory of accelerate or of a Trainer; load two of its files together: "
+    'load(["pytorch_model.bin", "optimizer.bin"]). Save the model without safetensors, or read '
+    "model.safetensors with the package safetensors and save the dictionary by torch.save"
+)
+_OF_A_JOB = {"model.safetensors", "pytorch_model.bin", "optimizer.bin", "optimizer.pt"}
+# Files without a model that stand beside one: some of their entries, and what they are.
+_BESIDE_A_MODEL = (
+    ({"python", "numpy", "cpu"}, "the states of random number generators"),
+    ({"torch_manual_seed"}, "the states of random number generators"),
+    ({"last_epoch", "_step_count"}, "the state of a learning rate scheduler"),
+    ({"last_epoch", "num_bad_epochs"}, "the state of a learning rate scheduler"),
+    (
+        {"ds_version"},
+        "a part of a checkpoint of DeepSpeed; make one file of it first, with its zero_to_fp32.py",
+    ),
 )
 
 
@@ -59,7 +77,8 @@ def load(
 
     Args:
       paths: One file, or one file per rank. Several files must be equal except for their errors,
-        and count as all ranks of the run.
+        and count as all ranks of the run. A file with nothing but the optimizer may stand beside
+        them (``optimizer.bin`` of accelerate, ``optimizer.pt`` of a Trainer).
       max_bytes: The most bytes that reading one file may take. None means three times the size of
         the file and 64 MiB more. torch does not compress its files, so only a decompression bomb
         (or an archive that was compressed again) needs more.
@@ -110,9 +129,14 @@ def load(
         if kind is not None:
             if (file / ".metadata").exists():
                 kind = _DISTRIBUTED
+            elif file.is_dir() and _OF_A_JOB.intersection(os.listdir(file)):
+                kind = _PAIR_OF_FILES
+        elif file.name == ".metadata" or file.suffix == ".distcp":
+            kind = f"a part of {_DISTRIBUTED}"
+        if kind is not None:
             raise CheckpointMismatch(f"{file} is {kind}. Expected {_EXPECTED}.")
     parts = [_read(file, max_bytes) for file in files]
-    return parts[0] if len(parts) == 1 else _merge(files, parts)
+    return _merge(list(zip(files, parts, strict=True)))
 
 
 def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
@@ -165,9 +189,11 @@ def _fields(value: dict[Any, Any]) -> dict[str, Any]:
         rest = {"comm_hook_state": value}
     hook = _take(rest, ("comm_hook",), Global)
     # Tensors are not taken, because a flat state_dict may have parameters with these names.
-    model = _take(rest, _MODEL_KEYS, dict)
+    model = _take(rest, MODEL_KEYS, dict)
     state = _take(rest, _HOOK_KEYS, dict | list | tuple)
-    fields["optimizer"] = _take(rest, _OPTIMIZER_KEYS, dict)  # a list of them stays in `extra`
+    fields["optimizer"] = _take(rest, _OPTIMIZER_KEYS, dict)
+    if fields["optimizer"] is None:
+        fields["optimizer"] = _only_optimizer(rest)
     fields["layout"] = _take(rest, ("layout",), str)
     if hook is not None:
         fields["hook"] = hook.name.rpartition(".")[2]
@@ -179,7 +205,10 @@ def _fields(value: dict[Any, Any]) -> dict[str, Any]:
     elif state is not None:
         raise Malformed("a `comm_hook_state` that is no PowerSGDState")
     elif model is None:  # a flat state_dict, to which some loops add numbers such as the epoch
-        _, others = _divided(rest)
+        tensors, others = _divided(rest)
+        if fields["optimizer"] and not tensors:
+            return fields | {"model": {}, "extra": others}
+        _refuse_files_beside_a_model(tensors, others)
         return fields | {"model": rest, "extra": others}
     return fields | {"model": model or {}, "extra": rest, "world_size": rest.get("world_size")}
 
@@ -190,6 +219,47 @@ def _take(mapping: dict[Any, Any], names: Sequence[str], kind: Any) -> Any:
         if isinstance(mapping.get(name), kind):
             return mapping.pop(name)
     return None
+
+
+def _only_optimizer(rest: dict[Any, Any]) -> dict[Any, Any] | None:
+    """Takes an optimizer that stands alone in a list, as Lightning writes it; else returns None.
+
+    A list of several stays, because the user must choose one.
+    """
+    for name in _OPTIMIZER_KEYS:
+        entry = rest.get(name)
+        if isinstance(entry, list | tuple) and len(entry) == 1 and is_optimizer(entry[0]):
+            del rest[name]
+            return entry[0]
+    return None
+
+
+def _refuse_files_beside_a_model(tensors: Mapping[Any, Any], others: Mapping[Any, Any]) -> None:
+    """Refuses files that hold no model, and says what they hold.
+
+    Args:
+      tensors: The tensors at the root of the file.
+      others: All other entries at the root of the file.
+
+    Raises:
+      Malformed: The file is of a known other kind. Or its model has an unknown name.
+    """
+    names = {*tensors, *others}
+    for marks, kind in _BESIDE_A_MODEL:
+        if marks <= names:
+            raise Malformed(f"{kind}, and no model")
+    if tensors:
+        return
+    like_models = []
+    for name, entry in others.items():
+        if isinstance(name, str) and isinstance(entry, dict) and _divided(entry)[0]:
+            like_models.append(name)
+    if like_models:
+        raise Malformed(
+            f"no model under its usual names ({', '.join(MODEL_KEYS)}). Tensors are in "
+            f"{some(like_models)}: save the right entry again as 'state_dict', and an optimizer as "
+            "'optimizer'"
+        )
 
 
 def _model(model: Any) -> dict[str, np.ndarray]:
@@ -226,15 +296,56 @@ def _text_keys(mapping: Mapping[Any, Any], what: str) -> dict[str, Any]:
     return plain
 
 
-def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkpoint:
+def _merge(parts: Sequence[tuple[pathlib.Path, Checkpoint]]) -> Checkpoint:
+    """Merges the checkpoints of several files: one per rank, and perhaps an optimizer alone.
+
+    Raises:
+      CheckpointMismatch: The files do not belong together.
+    """
+    optimizers = []
+    ranks = []
+    for file, part in parts:
+        if part.optimizer is not None and not part.model and not part.powersgd:
+            optimizers.append(part)
+        else:
+            ranks.append((file, part))
+    if not ranks:
+        whole = optimizers.pop()
+    elif len(ranks) == 1:
+        whole = ranks[0][1]
+    else:
+        whole = _merge_ranks(ranks)
+    held = optimizers
+    if whole.optimizer is not None:
+        held = [*optimizers, whole]
+    if len(held) > 1:
+        raise CheckpointMismatch(
+            f"The files hold {len(held)} optimizers. Pass the file of one, or convert "
+            "dataclasses.replace(checkpoint, optimizer=...)."
+        )
+    for part in optimizers:
+        whole = dataclasses.replace(whole, optimizer=part.optimizer)
+    return whole
+
+
+def _merge_ranks(parts: Sequence[tuple[pathlib.Path, Checkpoint]]) -> Checkpoint:
     """Merges one checkpoint per rank into one; refuses files that do not belong together."""
-    first = next((part for part in parts if part.model), parts[0])
+    first = parts[0][1]
+    records = []
+    layout = None
     wrong = []
-    for file, count in collections.Counter(file.resolve() for file in files).items():
+    files = collections.Counter()
+    for file, part in parts:
+        files[file.resolve()] += 1
+        records += part.powersgd
+        layout = layout or part.layout
+        if part.model and not first.model:
+            first = part
+    for file, count in files.items():
         if count > 1:
             wrong.append(f"{file}: given {count} times")
-    known = _shared(first) | _shared(parts[0])
-    for file, part in zip(files, parts, strict=True):
+    known = _shared(first) | _shared(parts[0][1])
+    for file, part in parts:
         for name, value in _shared(part).items():
             if value != known.get(name):
                 line = f"other {name}"
@@ -243,10 +354,10 @@ def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkp
                 wrong.append(f"{file}: {line}")
         if len(part.powersgd) != 1:
             wrong.append(f"{file}: {len(part.powersgd)} hook states where one was expected")
-            for name in part.unread_states:
-                wrong.append(f"extra[{name!r}] looks like one: save it as 'comm_hook_state'")
-    if first.world_size is not None and len(files) > first.world_size:
-        wrong.append(f"{len(files)} files of a run of {first.world_size} ranks")
+            for place in part.unread_states:
+                wrong.append(f"{place} looks like one: save it as 'comm_hook_state'")
+    if first.world_size is not None and len(parts) > first.world_size:
+        wrong.append(f"{len(parts)} files of a run of {first.world_size} ranks")
     if wrong:
         raise CheckpointMismatch(
             "The files are not the ranks of one run at one step. Pass the files that all ranks "
@@ -255,8 +366,8 @@ def _merge(files: Sequence[pathlib.Path], parts: Sequence[Checkpoint]) -> Checkp
         )
     return dataclasses.replace(
         first,
-        powersgd=tuple(part.powersgd[0] for part in parts),
-        layout=next((part.layout for part in parts if part.layout), None),
+        powersgd=tuple(records),
+        layout=layout,
         world_size=first.world_size or len(parts),
     )
 

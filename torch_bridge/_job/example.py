@@ -36,7 +36,7 @@ def example_inputs(example: Any) -> tuple[torch.Tensor, ...]:
       TypeError: `example` holds something else than tensors.
     """
     inputs = tuple(example) if isinstance(example, tuple | list) else (example,)
-    if inputs and all(is_tensor(value) for value in inputs):
+    if inputs and all(map(is_tensor, inputs)):
         return inputs
     raise TypeError(
         f"`example` must be an input of the model: one tensor, or a tuple of tensors, got a "
@@ -70,7 +70,7 @@ def run_example(
     with _evaluation(module, device):
         try:
             # The inputs are cloned, because a module may write into its arguments.
-            outputs = _plain(module(*[value.clone() for value in placed]))
+            outputs = _plain(module(*map(torch.clone, placed)))
         except Exception as error:  # it is the user's code, so it may raise anything
             raise ValueError(
                 f"the model does not run on `example` in evaluation mode "
@@ -78,15 +78,16 @@ def run_example(
             ) from error
     if not any(map(is_tensor, jax.tree.leaves(outputs))):
         raise ValueError("the model gives no tensor for `example`")
-    return tuple(value.cpu() for value in placed), outputs
+    return tuple(map(torch.Tensor.cpu, placed)), outputs
 
 
 @contextlib.contextmanager
 def _evaluation(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Puts a module into evaluation mode, and afterwards restores its modes and buffers."""
     torch = import_torch()
-    modes = [(part, part.training) for part in module.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    modes = {part: part.training for part in module.modules()}
+    buffers = list(module.buffers())
+    saved = [buffer.detach().clone() for buffer in buffers]
     on_cpu = device.type == "cpu"
     with contextlib.ExitStack() as undisturbed:
         undisturbed.enter_context(torch.no_grad())
@@ -102,10 +103,10 @@ def _evaluation(module: torch.nn.Module, device: torch.device) -> Iterator[None]
         try:
             yield
         finally:
-            for part, training in modes:
+            for part, training in modes.items():
                 part.training = training
-            for buffer, saved in buffers:
-                buffer.copy_(saved)
+            for buffer, values in zip(buffers, saved, strict=True):
+                buffer.copy_(values)
 
 
 def _plain(value: Any) -> Any:
@@ -113,7 +114,8 @@ def _plain(value: Any) -> Any:
     if is_tensor(value):
         return value.detach().cpu().clone()
     if isinstance(value, dict):
-        return {str(name): _plain(part) for name, part in value.items()}
+        names = map(str, value)
+        return dict(zip(names, map(_plain, value.values()), strict=True))
     if isinstance(value, tuple | list):
-        return tuple(_plain(part) for part in value)
+        return tuple(map(_plain, value))
     return value if isinstance(value, _PLAIN) else None

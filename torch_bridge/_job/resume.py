@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import HOOKS, import_torch
 from torch_bridge._base.schema import BUFFERS, COUNTERS, PowerSGDRecord
@@ -57,7 +59,7 @@ def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> Powe
         setattr(state, name, getattr(record, name))
     for name in BUFFERS:
         arrays = getattr(record, name)
-        setattr(state, name, {bucket: to_tensor(array) for bucket, array in arrays.items()})
+        setattr(state, name, jax.tree.map(to_tensor, dict(arrays)))
     if record.rng is not None:
         state.rng = copy.deepcopy(record.rng)
     return state

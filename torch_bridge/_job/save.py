@@ -91,10 +91,12 @@ def _bucketed(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Paramete
     """
     ignored = getattr(ddp_model, "parameters_to_ignore", ())
     parameters = {}
+    complex_ones = []
     for name, parameter in ddp_model.module.named_parameters():
         if parameter.requires_grad and name not in ignored:
             parameters[name] = parameter
-    complex_ones = [name for name, parameter in parameters.items() if parameter.is_complex()]
+            if parameter.is_complex():
+                complex_ones.append(name)
     if complex_ones:
         raise CheckpointMismatch(
             "DDP stores a complex parameter in its buckets as twice as many real numbers, and the "
@@ -114,13 +116,14 @@ def _present_order(
     if rebuilt:
         names = list(parameters)
         for bucket in rebuilt.split(","):
-            order.append([names[int(index)] for index in bucket.split()])
+            indices = map(int, bucket.split())
+            order.append(list(map(names.__getitem__, indices)))
         return order
     # The buckets are not rebuilt, or DDP did not log them. For a moment this call takes as much
     # memory as all gradients.
-    known = {id(parameter): name for name, parameter in parameters.items()}
+    known = {parameter: name for name, parameter in parameters.items()}  # by identity
     for bucket in ddp_model.reducer._get_zeros_like_grad_buckets():
-        order.append([known[id(parameter)] for parameter in bucket.parameters()])
+        order.append([known[parameter] for parameter in bucket.parameters()])
     return order
 
 
@@ -278,11 +281,11 @@ def save_checkpoint(
 
 def _named_groups(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[str, Any]:
     """Returns the optimizer's ``state_dict()``, with the names of each group's parameters."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {parameter: name for name, parameter in module.named_parameters()}  # by identity
     document = dict(optimizer.state_dict())
     groups = []
     for group, live in zip(document["param_groups"], optimizer.param_groups, strict=True):
-        held = [names.get(id(parameter)) for parameter in live["params"]]
+        held = list(map(names.get, live["params"]))
         if None in held:  # the optimizer has parameters of another module
             return document
         groups.append(dict(group, param_names=held))
@@ -304,7 +307,9 @@ def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Ten
     """Returns the errors of all ranks, in rank order, on rank 0; an empty list on other ranks."""
     torch = import_torch()
     dist = import_torch("torch.distributed")
-    errors = {bucket: error.detach() for bucket, error in sorted(state.error_dict.items())}
+    errors = {}
+    for bucket in sorted(state.error_dict):
+        errors[bucket] = state.error_dict[bucket].detach()
     if dist.get_rank(group) != 0:
         root = dist.get_global_rank(group, 0)
         for error in errors.values():
@@ -336,7 +341,10 @@ def _records(
         slots[name] = jax.tree.map(to_numpy, slots[name])
     record = record_from_slots(slots)
     # The errors stay tensors, because `write_document` needs tensors.
-    return tuple(dataclasses.replace(record, error_dict=error) for error in errors)
+    records = []
+    for error in errors:
+        records.append(dataclasses.replace(record, error_dict=error))
+    return tuple(records)
 
 
 def write_document(path: pathlib.Path, document: Any) -> None:

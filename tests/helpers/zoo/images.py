@@ -28,7 +28,8 @@ def resnet(n, x, bottleneck):
     for k, mid in enumerate((8, 16), 1):
         out = 4 * mid if bottleneck else mid
         for j in range(2):
-            s, name = 2 if k > 1 and not j else 1, f"layer{k}.{j}"
+            s = 2 if k > 1 and not j else 1
+            name = f"layer{k}.{j}"
             shapes = [(out, 3, s, 1), (out, 3, 1, 1)]
             if bottleneck:
                 shapes = [(mid, 1, 1, 0), (mid, 3, s, 1), (out, 1, 1, 0)]
@@ -62,7 +63,8 @@ def densenet(n, x, growth, config, first, bn_size):
 
 
 def mobilenet(n, x):
-    at, x = 3, n.relu6(n.bn(n.conv(x, "features.0", 8, 3, 2, 1, bias=False), "features.1"))
+    at = 3
+    x = n.relu6(n.bn(n.conv(x, "features.0", 8, 3, 2, 1, bias=False), "features.1"))
     for ins, out in ((8, 16), (16, 24)):
         x = n.conv(x, f"features.{at}", ins, 3, 1, 1, ins, False)
         x = n.relu6(n.bn(x, f"features.{at + 1}"))
@@ -124,7 +126,8 @@ def generator(n, x):
 def two_heads(n, x):
     """Computes AlphaZero's two heads, whose convolutions are declared before their Linears."""
     x = n.relu(n.conv(x, "stem", 16, 3, 1, 1))
-    policy, value = n.conv(x, "policy_conv", 2, 1), n.conv(x, "value_conv", 1, 1)
+    policy = n.conv(x, "policy_conv", 2, 1)
+    value = n.conv(x, "value_conv", 1, 1)
     return n.dense(n.flatten(policy), "policy_fc", 7) + n.dense(n.flatten(value), "value_fc", 7)
 
 

@@ -84,7 +84,8 @@ def t5(n, source, target):
     def stack(x, name, mask, of=None):
         bias = mask
         for k in range(2):
-            block, at = f"{name}.block.{k}.layer", 1
+            block = f"{name}.block.{k}.layer"
+            at = 1
             y = n.rms(x, f"{block}.0.layer_norm")
             if not k:
                 apart = n.asarray(POSITIONS[:, None] - POSITIONS + 5)
@@ -92,7 +93,8 @@ def t5(n, source, target):
                 bias = n.einsum("qkh->hqk", n.embed(apart, table, 11, 2)) + n.asarray(mask)
             x = x + projected(n, y, y, f"{block}.0.SelfAttention", words, False, bias=bias)
             if of is not None:
-                y, at = n.rms(x, f"{block}.1.layer_norm"), 2
+                y = n.rms(x, f"{block}.1.layer_norm")
+                at = 2
                 x = x + projected(n, y, of, f"{block}.1.EncDecAttention", words, False)
             y = n.rms(x, f"{block}.{at}.layer_norm")
             y = n.relu(n.dense(y, f"{block}.{at}.DenseReluDense.wi", 32, False))
@@ -193,7 +195,8 @@ def mamba(n, u):
     x = n.silu(n.conv(y[..., :8], "conv1d", 8, 3, p=2, groups=8)[:, :LENGTH])
     parts = n.dense(x, "x_proj", 10, False)
     step = n.softplus(n.dense(parts[..., :2], "dt_proj", 8))[..., None]
-    b, c = parts[..., None, 2:6], parts[..., None, 6:]
+    b = parts[..., None, 2:6]
+    c = parts[..., None, 6:]
     a = -n.exp(n.param("A_log", 8, 4))
     state = n.zeros((len(u), 8, 4))
     outs = []
@@ -211,7 +214,8 @@ def wavenet(n, x, normed):
         past = n.conv(x, name, out, k, p=dilation, dilation=max(dilation, 1), normed=normed)
         return past[:, : x.shape[1]]
 
-    x, skips = conv(x, "start"), 0
+    x = conv(x, "start")
+    skips = 0
     for k, dilation in enumerate((1, 2, 4)):
         y = n.tanh(conv(x, f"filter_convs.{k}", 6, 2, dilation))
         y = y * n.sigmoid(conv(x, f"gate_convs.{k}", 6, 2, dilation))
@@ -245,7 +249,8 @@ def lora(n, x):
 
 def biaffine(n, x):
     """Computes two projections of one shape, and a Bilinear."""
-    head, dependent = n.tanh(n.dense(x, "mlp_head", 6)), n.tanh(n.dense(x, "mlp_dep", 6))
+    head = n.tanh(n.dense(x, "mlp_head", 6))
+    dependent = n.tanh(n.dense(x, "mlp_dep", 6))
     return n.bilinear(head, dependent, "bilinear", 6)
 
 

@@ -59,6 +59,7 @@ def test_the_tail_is_the_energy_of_a_step_beyond_the_rank():
         assert found.tail == pytest.approx(by_hand(state, rank), rel=1e-6)
         assert found.gap > 0
         assert found.half_width >= 0.002
+        assert str(found).endswith(f"tail {100 * found.tail:.1f}%")
 
 
 def parted(name):

@@ -100,7 +100,8 @@ def test_the_start_of_a_reducer_counts_averages_of_its_level():
     tx = local_sgd(optax.sgd(0.1), axis_name=both, sync_every=levels, reducer=reducer)
     params = {"w": jnp.zeros((32, 16))}
     sent = [tx.bytes(params, step=step).bytes_after for step in range(1, 12, 2)]
-    dense, factors = 4 * 32 * 16, 4 * (32 + 16)
+    dense = 4 * 32 * 16
+    factors = 4 * (32 + 16)
     assert sent == [dense, dense, dense, factors, dense, factors]
     assert tx.bytes(params).bytes_after == (dense + factors) // 4
 
@@ -312,3 +313,14 @@ def test_bad_input_is_refused_when_used():
         tx.update(PARAMS, optax.EmptyState(), PARAMS)
     with pytest.raises(ValueError, match="is not bound here"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_numbers_among_the_parameters_are_taken_as_arrays():
+    tx = jaxcomp.local_sgd(optax.sgd(0.5), sync_every=1, axis_name=AXIS)
+    params = {"w": jnp.zeros(2), "x": 0.5}
+
+    def step(x):
+        grads = {"w": jnp.zeros(2), "x": x}
+        return tx.update(grads, tx.init(params), params)[0]["x"]
+
+    assert_allclose(jax.vmap(step, axis_name=AXIS)(jnp.array([1.0, 3.0])), [-1, -1])

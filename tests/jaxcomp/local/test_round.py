@@ -38,7 +38,8 @@ def test_parameters_are_equal_bit_for_bit_and_as_local_sgd_has_them(mapping, opt
 def test_rounds_of_several_lengths_share_a_state():
     targets = random_grads({"w": (4, 3)}, 4, 6)["w"]
     make = functools.partial(jaxcomp.local_sgd_round, step_of(MOMENTUM), axis_name=AXIS)
-    long, short = make(sync_every=4), make(sync_every=2)
+    long = make(sync_every=4)
+    short = make(sync_every=2)
     start = jnp.zeros((4, 3))
 
     def train(targets):

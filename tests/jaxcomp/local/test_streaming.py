@@ -57,7 +57,8 @@ def test_torchfts_recorded_runs(recording):
         fragment_sync_delay=recording["fragment_sync_delay"],
         fragment_update_alpha=recording["fragment_update_alpha"],
     )
-    params, steps = [jnp.ones(()), jnp.ones(())], jnp.zeros((2, 6))
+    params = [jnp.ones(()), jnp.ones(())]
+    steps = jnp.zeros((2, 6))
 
     def train(_):
         state = round_.init(params, ())
@@ -92,7 +93,8 @@ CASES = [
 def test_equals_numpy(case):
     options = streaming(**case)
     every = options["sync_every"]
-    delay, alpha = options["fragment_sync_delay"], options["fragment_update_alpha"]
+    delay = options["fragment_sync_delay"]
+    alpha = options["fragment_update_alpha"]
     turns = {"a": 3, "b": every, "c": every}
     if "fragments" in case:
         turns = dict.fromkeys("abc", 6)
@@ -124,7 +126,8 @@ def test_a_list_of_outer_optimizers_has_one_for_each_fragment(mapping):
         params, state, _ = rounds(round_, PARAMS, targets, mapping=mapping)
         return params, state
 
-    first, second = optax.sgd(0.5), NESTEROV
+    first = optax.sgd(0.5)
+    second = NESTEROV
     one, _ = train(first)
     other, _ = train(second)
     both, state = train([first, second])

@@ -50,7 +50,8 @@ def test_columns_are_orthonormal_and_span_the_same_space(form, shape):
 
 
 RNG = np.random.default_rng(0)
-ONE, SQUARE = np.ones((64, 4)), RNG.normal(size=(64, 64))
+ONE = np.ones((64, 4))
+SQUARE = RNG.normal(size=(64, 64))
 HARD = {
     **{f"zeros of rank {rank}": np.zeros((12, rank)) for rank in (1, 2, 3, 8)},
     **{f"{n} equal": np.tile(np.arange(1.0, 13.0)[:, None], n) for n in (2, 3, 8)},

@@ -36,7 +36,8 @@ def of_kernels(path, leaf):
     ("box", "tx"), [(PARTITIONED, powersgd(of_kernels)), (LOGICAL, feedback(quantized()))]
 )
 def test_a_state_has_no_boxes_and_averages_have_those_of_the_gradients(box, tx):
-    boxed, plain = dense(box), dense(INIT)
+    boxed = dense(box)
+    plain = dense(INIT)
     state = tx.init(boxed)
     assert jax.tree.structure(state) == jax.tree.structure(tx.init(plain))
     grads = jax.tree.map(lambda p: jnp.stack([p, -3 * p]), boxed)

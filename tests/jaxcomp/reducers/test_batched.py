@@ -27,7 +27,8 @@ def test_equals_the_nine_steps(mapping, rank):
 
     The residual is the replica's own, as everywhere in this package; outputs do not depend on it.
     """
-    n, steps = 3, 4
+    n = 3
+    steps = 4
     grads = random_grads(SHAPES, n, steps)
     tx = batched(rank)
     state = tx.init(zeros_of_one(grads))

@@ -13,22 +13,25 @@ from numpy.testing import assert_allclose
 import jaxcomp
 from tests.helpers.leaves import SMALL, equal, random_grads, zeros
 from tests.helpers.reducers import BARE, REDUCERS, allreduce, batched, feedback, powersgd, reducer
-from tests.helpers.runners import AXIS, sharded, simulate, updated
+from tests.helpers.runners import AXIS, sharded, simulate, types_of, updated
 
 GRADS = random_grads(SMALL, 2, 4)
 # A value within rounding of the middle of two levels goes to the other side, now and then.
 LEVEL = 2 * max(np.abs(x).max() for x in GRADS.values()) / 127
 # Of each kind of arithmetic and of each way through the door one.
 KINDS = ["allreduce-fp16", "powersgd-int8", "batched", "feedback-int8", "own"]
-# Of `batched` and `feedback-late` the residual is no leaf's, or decays; what they are made of has
-# others. Beside the reducers of the battery, further pairs of what rounds and what is left out.
-KEEP = {name: REDUCERS[name] for name in REDUCERS if name not in ("batched", "feedback-late")} | {
-    "powersgd-int8-late": lambda _: powersgd(2, start_step=1, comm_dtype="int8"),
-    "powersgd-int8-cold": lambda _: powersgd(2, comm_dtype="int8", warm_start=False),
-    "powersgd-int8-full": lambda _: powersgd(40, comm_dtype="int8", min_compression_rate=0.0),
-    "feedback-bf16": lambda _: feedback(allreduce(comm_dtype=jnp.bfloat16)),
-    "feedback-batched": lambda _: feedback(batched(2, start_step=1, error_feedback=False)),
+# Besides the reducers of the battery, further pairs of what rounds and what is left out.
+KEEP = {
+    "powersgd-int8-late": powersgd(2, start_step=1, comm_dtype="int8"),
+    "powersgd-int8-cold": powersgd(2, comm_dtype="int8", warm_start=False),
+    "powersgd-int8-full": powersgd(40, comm_dtype="int8", min_compression_rate=0.0),
+    "feedback-bf16": feedback(allreduce(comm_dtype=jnp.bfloat16)),
+    "feedback-batched": feedback(batched(2, start_step=1, error_feedback=False)),
 }
+for name in REDUCERS:
+    # The residual of `batched` is no leaf's, and that of `feedback-late` decays.
+    if name not in ("batched", "feedback-late"):
+        KEEP[name] = reducer(name)
 
 
 @pytest.fixture(autouse=True)
@@ -88,8 +91,7 @@ def test_a_bad_step_leaves_no_trace_and_apply_if_finite_skips_it(name):
 @pytest.mark.parametrize("name", KEEP)
 def test_what_is_not_sent_is_kept(name):
     """Outputs and the mean residual add up to what went in; without a residual nothing is kept."""
-    tx = reducer(name) if name in REDUCERS else KEEP[name](0)
-    outputs, state = simulate("shard_map", tx, GRADS)
+    outputs, state = simulate("shard_map", KEEP[name], GRADS)
     kept = getattr(state, "residual", {})
     if not jax.tree.leaves(kept):
         assert name.startswith(("allreduce", "int8", "powersgd-no", "own"))
@@ -104,7 +106,8 @@ def test_what_is_not_sent_is_kept(name):
 
 
 def test_what_was_sent_of_float16_in_bfloat16_is_what_was_averaged():
-    tx, grads = reducer("allreduce-bf16"), np.float16(np.arange(64.0).reshape(2, 32) / 7)
+    tx = reducer("allreduce-bf16")
+    grads = np.float16(np.arange(64.0).reshape(2, 32) / 7)
     sent = jax.vmap(lambda g: tx.reduce(g, tx.init(g)).sent, axis_name=AXIS)(grads)
     equal(sent, grads.astype(jnp.bfloat16).astype(np.float16))
 
@@ -142,6 +145,14 @@ def test_float0_none_scalar_and_empty_leaves_pass(name):
     assert updates["empty"].shape == (3, 0, 4)
 
 
+@pytest.mark.parametrize("name", REDUCERS)
+def test_numbers_and_numpy_arrays_among_the_parameters_are_taken_as_arrays(name):
+    tx = reducer(name)
+    params = {"w": np.ones((8, 8)), "x": 0.5, "y": np.float64(0.5), "z": np.float16(0.5)}
+    state = tx.init(params)
+    assert types_of(state) == types_of(tx.init(jax.tree.map(jnp.asarray, params)))
+
+
 @pytest.mark.parametrize("name", ["powersgd", *BARE])
 def test_gradients_that_are_not_floating_are_all_named(name):
     tx = reducer(name)
@@ -155,7 +166,8 @@ def test_gradients_that_are_not_floating_are_all_named(name):
 
 @pytest.mark.parametrize("name", REDUCERS)
 def test_an_unbound_axis_is_named_with_the_fix(name):
-    tx, grads = reducer(name), {"w": jnp.ones((8, 8))}
+    tx = reducer(name)
+    grads = {"w": jnp.ones((8, 8))}
     with pytest.raises(ValueError, match=r"axis 'data' is not bound here. Call update\(\) inside"):
         tx.update(grads, tx.init(grads))
 
@@ -175,7 +187,8 @@ def test_a_gradient_that_is_already_reduced_is_refused_with_the_fix(name):
 
 @pytest.mark.parametrize("name", [name for name in REDUCERS if name != "own"])  # which looks itself
 def test_the_state_of_another_reducer_is_refused_with_the_fix(name):
-    tx, other = reducer(name), reducer("powersgd" if "feedback-" in name else "feedback-int8")
+    tx = reducer(name)
+    other = reducer("powersgd" if "feedback-" in name else "feedback-int8")
     update = jax.vmap(lambda g: tx.update(g, other.init(zeros(SMALL)))[0], axis_name=AXIS)
     with pytest.raises(ValueError, match=r"update needs its own .*, got .*adapt_state"):
         jax.eval_shape(update, jax.tree.map(lambda g: g[:, 0], GRADS))

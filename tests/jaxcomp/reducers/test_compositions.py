@@ -14,7 +14,8 @@ from tests.helpers.leaves import SMALL, random_grads, zeros
 from tests.helpers.reducers import powersgd
 from tests.helpers.runners import AXIS, mesh_of, sharded, simulate
 
-MESH_SIZE, STEPS = 4, 12
+MESH_SIZE = 4
+STEPS = 12
 TOKENS = np.random.default_rng(0).integers(0, 20, (8, 6))
 
 
@@ -55,7 +56,8 @@ def test_nnx_optimizer_under_shard_map_as_a_module():
     specs = jaxcomp.state_specs(optimizer, AXIS)
 
     def loss(model, tokens):
-        logits, labels = model(tokens[:, :-1]), tokens[:, 1:]
+        logits = model(tokens[:, :-1])
+        labels = tokens[:, 1:]
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     def step(model, optimizer, tokens):

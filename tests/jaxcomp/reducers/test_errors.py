@@ -57,6 +57,9 @@ OVERFLOWS = ": a sum of 8-bit integers overflows. Use jaxcomp.quantized_allreduc
         (lambda: batched(comm_dtype="int8"), OVERFLOWS),
         (lambda: quantized(block_size=0), "`block_size` must be a positive integer"),
         (lambda: powersgd(2).init({"name": "resnet"}), "['name'] is a str and no array"),
+        (lambda: feedback(allreduce()).init({"name": "resnet"}), "['name'] is a str and no array"),
+        (lambda: batched().init(["resnet"]), "[0] is a str and no array"),
+        (lambda: allreduce().init({"layers": [jnp.sin]}), "['layers'][0] is a PjitFunction and no"),
     ],
 )
 def test_the_others_refuse(build, words):
@@ -119,7 +122,8 @@ def test_torchs_names_are_answered_with_ours(make):
 
 TX = powersgd(2)
 TWO = {"a": (16, 16), "b": (20, 20)}
-STATE, OTHER = TX.init(zeros(TWO)), TX.init(zeros({"c": (16, 16)}))
+STATE = TX.init(zeros(TWO))
+OTHER = TX.init(zeros({"c": (16, 16)}))
 FED_BACK = feedback(allreduce())
 RESIDUAL = FED_BACK.init(zeros({"w": (4, 3)}))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from tests.helpers.leaves import SMALL, all_finite, random_grads
+from tests.helpers.leaves import SMALL, all_finite, all_zero, random_grads
 from tests.helpers.reducers import (
     REDUCERS,
     allreduce,
@@ -165,8 +165,33 @@ def test_finite_steps_near_the_end_of_float16_are_taken(name):
         assert_allclose(came_out + kept, went_in, rtol=0, atol=20 * unit * 2.0**17)
 
 
+IN_FACTORS = ["powersgd", "powersgd int8", "powersgd bf16", "batched", "feedback"]
+
+
+@pytest.mark.parametrize("name", IN_FACTORS)
+def test_a_huge_value_that_the_factors_miss_does_not_stop_the_steps_after_it(name):
+    """The first step leaves factors that see nothing of the second one's only value."""
+    grads = np.zeros((2, 6, 24, 16), np.float32)
+    grads[:, 0, 0, 0] = 1
+    grads[0, 1, 5, 5] = 2e37
+    grads[:, 2:] = np.random.default_rng(0).normal(size=(2, 4, 24, 16))
+    outputs, state = simulate("vmap", NEAR_THE_END[name], {"w": grads})
+    assert all_finite((outputs, state))
+
+
+def test_a_residual_that_carries_a_bfloat16_output_beyond_its_range_keeps_the_rest():
+    end = float(jnp.finfo(jnp.bfloat16).max)
+    grads = np.zeros((3, 8), jnp.bfloat16)
+    grads[0, :2] = end, 0.3 * end / 127  # the second one is sent as 0
+    grads[1, 1] = end
+    outputs, state = simulate("vmap", feedback(quantized()), {"w": np.stack([grads, grads])})
+    assert all_finite((outputs, state))
+    came_out = np.float64(outputs["w"]).sum(0) + np.float64(state.residual["w"][0])
+    assert_allclose(came_out, np.float64(grads).sum(0), rtol=2.0**-8)
+
+
 @pytest.mark.parametrize("name", REDUCERS)
 def test_zeros_give_zeros(name):
     outputs, state = simulate("vmap", reducer(name), jax.tree.map(np.zeros_like, GRADS))
-    assert not any(np.any(x) for x in outputs.values())
+    assert all_zero(outputs)
     assert all_finite(state)

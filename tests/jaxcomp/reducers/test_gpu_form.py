@@ -85,7 +85,8 @@ def test_an_update_is_that_of_the_cpu(rank, dtype, wire, atol, on_gpus):
     on_gpus()
 
     def compare(one, other):
-        one, other = np.float32(one), np.float32(other)
+        one = np.float32(one)
+        other = np.float32(other)
         assert np.abs(one - other).max() < atol * np.abs(other).max()
 
     jax.tree.map(compare, run(), expected)

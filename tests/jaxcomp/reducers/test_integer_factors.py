@@ -26,13 +26,21 @@ from tests.helpers.runners import AXIS, first, simulate, updated
 def test_several_axes_are_one_axis_of_as_many_replicas(make):
     """Also where one of them has a single replica, whose gradients are no mapped operand."""
     grads = jax.tree.map(lambda x: x[:, 0], random_grads(SMALL, 6, 1))
-    expected = jax.tree.map(first, updated(make(axis_name=AXIS), grads))
+    outputs = updated(make(axis_name=AXIS), grads)
+    expected = jax.tree.map(first, outputs)
     tx = make(axis_name=("a", "b"))
-    inner = jax.vmap(lambda grads: tx.update(grads, tx.init(zeros(SMALL)))[0], axis_name="b")
+
+    def update(grads):
+        updates, _ = tx.update(grads, tx.init(zeros(SMALL)))
+        return updates
+
+    over_b = jax.vmap(update, axis_name="b")
+    over_both = jax.jit(jax.vmap(over_b, axis_name="a"))
     folded = jax.tree.map(lambda x: x.reshape(2, 3, *x.shape[1:]), grads)
-    nested = jax.jit(jax.vmap(inner, axis_name="a"))(folded)
-    single = jax.jit(jax.vmap(inner, in_axes=None, axis_name="a", axis_size=1))(grads)
+    nested = over_both(folded)
     close(jax.tree.map(lambda x: x[1, 2], nested), expected, atol=1e-5)
+    over_one = jax.jit(jax.vmap(over_b, in_axes=None, axis_name="a", axis_size=1))
+    single = over_one(grads)
     close(jax.tree.map(lambda x: x[0, 0], single), expected, atol=1e-5)
 
 

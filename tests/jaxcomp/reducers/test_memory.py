@@ -112,7 +112,8 @@ LARGE = {"kernel": (1001, 640), "stack": (5, 400, 310), "mixed": (6, 30, 5)}
     ("mapping", "dtype"), [*((m, None) for m in MAPPINGS), ("shard_map", jnp.bfloat16)]
 )
 def test_residuals_in_blocks_are_those_of_the_reference(mapping, dtype):
-    n, rank = 2, 9
+    n = 2
+    rank = 9
     grads = random_grads(LARGE, n, 4)
     broken = grads | {"kernel": with_value(grads["kernel"], (1, 2, 0, 0), np.nan)}
     given = {"min_compression_rate": 0.5, "residual_dtype": dtype or jnp.float32}

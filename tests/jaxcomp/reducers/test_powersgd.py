@@ -18,11 +18,13 @@ from tests.helpers.reference import Reference, assert_steps
 from tests.helpers.runners import AXIS, MAPPINGS, first, simulate, types_of
 
 
+# A rank has its own arithmetic, and a mapping its own collectives: each pair would prove no more.
 @pytest.mark.parametrize(
-    ("mapping", "rank"), [("vmap", 1), *((mapping, r) for mapping in MAPPINGS for r in (2, 4))]
+    ("mapping", "rank"), [("vmap", 1), ("vmap", 2), *((mapping, 4) for mapping in MAPPINGS)]
 )
 def test_equals_the_numpy_reference(mapping, rank):
-    n, steps = 3, 6
+    n = 3
+    steps = 6
     grads = random_grads(SHAPES, n, steps)
     tx = powersgd(rank)
     state = tx.init(zeros())
@@ -140,7 +142,9 @@ def test_many_columns_on_a_bfloat16_wire_lose_nothing():
 )
 def test_the_residual_stays_bounded(tx):
     """torch's rule lets it grow like sqrt(steps): 3.2 times from 400 to 4 000."""
-    n, shape, steps = 4, (24, 16), 2_000
+    n = 4
+    shape = (24, 16)
+    steps = 2_000
     signal = jax.random.normal(jax.random.key(1), shape)
 
     def run(key):

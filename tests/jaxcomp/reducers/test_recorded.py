@@ -10,7 +10,8 @@ from tests.helpers.reducers import allreduce, batched, feedback, powersgd, quant
 from tests.helpers.runners import simulate
 
 RECORDED = np.load(ROOT / "tests/jaxcomp/reducers/data/recorded.npz")
-REPLICAS, STEPS = 4, 10
+REPLICAS = 4
+STEPS = 10
 SHOWN, EVERY = [0, 4, 9], 8  # which of the steps, and which values of their outputs
 SHAPES = {
     "bias": (16,),
@@ -80,6 +81,7 @@ def allowed(name):
 def test_outputs_are_those_that_were_recorded(name, gradients):
     outputs, _ = simulate("vmap", CASES[name], gradients)
     values = np.concatenate([outputs[k].reshape(STEPS, -1) for k in SHAPES], axis=1)
-    expected, found = RECORDED[name], values[SHOWN, ::EVERY]
+    expected = RECORDED[name]
+    found = values[SHOWN, ::EVERY]
     off = np.abs(found - expected).max(axis=1) / np.abs(expected).max()
     assert np.all(off <= allowed(name)), (off, allowed(name))

@@ -47,7 +47,8 @@ def recorded(tmp_path_factory):
         for name, shape in TORCH_SHAPES.items()
     }
     folder = tmp_path_factory.mktemp("torch")
-    source, target = folder / "gradients.npz", folder / "outputs.npz"
+    source = folder / "gradients.npz"
+    target = folder / "outputs.npz"
     np.savez(source, **grads)
     python("-m", "tests.helpers.torch_hook", source, target, START, *SETTINGS, cwd=ROOT)
     return grads, dict(np.load(target))

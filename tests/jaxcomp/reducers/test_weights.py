@@ -48,7 +48,8 @@ def start(tx):
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_is_that_of_gradients_in_proportion_to_their_weights(name):
     """Repeats gradients by their weight; every other test says what comes out then."""
-    tx, copied = reducer(name), copy.copy(reducer(name))
+    tx = reducer(name)
+    copied = copy.copy(reducer(name))
     weighed = plain = start(tx)
     # A value within rounding of the middle of two levels may go to the other side.
     level = 1 / 127 if "int8" in name else 1e-6
@@ -70,7 +71,8 @@ WITHOUT_A_MEAN += [(2e38, 2e38, 1, 1), (3e38, 1, 0, 0), (1e-38, 1e-38, 1e-38, 1e
 
 @pytest.mark.parametrize("name", KINDS)
 def test_weights_without_a_mean_leave_no_trace(name):
-    tx, grads = reducer(name), gradients()
+    tx = reducer(name)
+    grads = gradients()
     _, state = step_of(tx)(grads, WEIGHTS[0], start(tx))
     for weights in WITHOUT_A_MEAN:
         outputs, after = step_of(tx)(grads, np.array(weights, np.float32), state)

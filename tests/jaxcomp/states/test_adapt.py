@@ -78,7 +78,8 @@ def test_every_reducer_takes_over_from_every_other(old, new):
         expected = np.broadcast_to(whole.get(path, 0), x.shape)
         assert_allclose(x.astype(np.float32), expected, rtol=rtol)
     if hasattr(before, "inner") == hasattr(after, "inner"):
-        factors, more = kept(before, "q"), kept(after, "q")
+        factors = kept(before, "q")
+        more = kept(after, "q")
         for path in factors.keys() & more.keys():
             check_factor(factors[path], more[path])
 

@@ -37,7 +37,8 @@ def expected(residual, q):
     """Computes share, norms and singular values in float64, from one residual a replica."""
     mean = np.asarray(residual, np.float64).mean(0)
     q = np.asarray(q, np.float64)
-    output, rest = np.linalg.norm(q), np.linalg.norm(mean)
+    output = np.linalg.norm(q)
+    rest = np.linalg.norm(mean)
     share = output**2 / (output**2 + rest**2)
     return share, output, rest, np.linalg.svd(q, compute_uv=False)
 

@@ -246,7 +246,8 @@ def test_an_exact_average_within_hosts_and_a_compressed_one_between_them(kind, c
         run = on_two_levels(None if context else mesh, EXACT, slow_powersgd(2))
         found, state = three_steps(run)
         restored = run.restore(jax.device_get(jaxcomp.consolidate(state)), WEIGHTS)
-    here, there = state[1].residual["w"], restored[1].residual["w"]
+    here = state[1].residual["w"]
+    there = restored[1].residual["w"]
     assert here.shape == (2, 24, 16)
     assert there.sharding.is_equivalent_to(here.sharding, here.ndim)
     hosts = jaxcomp.value_and_grad(squares, slow_powersgd(2, "data"), mesh=grid(2))

@@ -54,7 +54,8 @@ def test_keywords_of_value_and_grad_are_passed_on_and_the_axes_may_be_two():
 
     axes = ("x", "y")
     step = jaxcomp.local_value_and_grad(fun, axes, argnums=(0, -1), has_aux=True)
-    a, rows = jnp.arange(3.0), jnp.arange(12.0).reshape(2, 2, 3)
+    a = jnp.arange(3.0)
+    rows = jnp.arange(12.0).reshape(2, 2, 3)
     within = jax.vmap(step, (None, 0, None), axis_name="y")
     found = jax.vmap(within, (None, 0, None), axis_name="x")(a, rows, a)
     close(found, ((rows @ (3 * a), {"mean": rows.mean(-1)}), (rows, 2 * rows)))

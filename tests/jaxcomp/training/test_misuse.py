@@ -68,6 +68,10 @@ CASES = {
         ).init(PARAMS),
         r"the gradient \['down'\] different on every replica along 'data'",
     ),
+    "outputs of a state": (
+        lambda: make().outputs(state(), PARAMS, X),
+        r"outputs takes the parameters first, .* got a PowerSGDState",
+    ),
     "parameters first": (
         lambda: make()(PARAMS, state(), X),
         r"first argument must be the reducer's state.*'down'",
@@ -158,6 +162,28 @@ SPECS = {
     "a string": ("data", "such as jax.P.'data'.*got a str: 'data'"),
     "a sharding": (NamedSharding(jax.make_mesh((1,), ("data",)), P("data")), "a NamedSharding"),
 }
+
+
+OTHER_NAMES = [
+    (jaxcomp.data_parallel, "has_aux", r"jax\.value_and_grad, .* `aux` says here how"),
+    (jaxcomp.data_parallel, "donate_argnums", r"pass it to the jax\.jit around the step"),
+    (jaxcomp.value_and_grad, "in_specs", "it is `batch_specs` here"),
+    (jaxcomp.value_and_grad, "allow_int", "its result to jaxcomp.data_parallel"),
+    (jaxcomp.powersgd, "average", "all reducers average"),
+    (jaxcomp.accumulate, "every_k_schedule", "it is `every_k` here"),
+    (jaxcomp.local_sgd, "outer_optimizer", "it is `outer` here"),
+    (jaxcomp.local_sgd_round, "period", "it is `sync_every` here"),
+    (jaxcomp.advise, "replicas", "it is `workers` here"),
+    (jaxcomp.shard_state, "axis", "it is `axis_name` here"),
+    (jaxcomp.check, "colour", "it has compiled, reducer, params, mesh, allow, steps"),
+]
+
+
+@pytest.mark.parametrize(("function", "name", "message"), OTHER_NAMES)
+def test_names_of_other_libraries_are_answered_with_ours(function, name, message):
+    message = f"^{function.__name__} has no argument {name}: .*{message}"
+    with pytest.raises(TypeError, match=message):
+        function(**{name: 1})
 
 
 @pytest.mark.parametrize(("attempt", "message"), CASES.values(), ids=CASES)

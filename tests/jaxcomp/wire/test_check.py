@@ -64,12 +64,17 @@ def test_every_collective_with_its_axes():
     (gathered,) = [collective for collective in listed if collective.kind == "all-gather"]
     assert gathered.as_all_reduce == 400
     assert str(gathered).startswith("all-gather of 800 bytes of f32 over ('fast',), for jit(")
+    lines = str(listed).splitlines()
+    assert lines[: len(listed)] == list(map(str, listed))
+    assert "in all 1,000 bytes over ('fast',)" in lines[len(listed) :]
     with pytest.raises(ValueError, match=r"jax.jit\(step\).lower"):
         jaxcomp.collectives(jax.jit(step))
 
 
 def test_a_program_without_a_mesh():
-    assert jaxcomp.collectives(compiled(jnp.sin, 1.0)) == ()
+    nothing = jaxcomp.collectives(compiled(jnp.sin, 1.0))
+    assert nothing == ()
+    assert str(nothing) == "no collectives"
     with pytest.raises(ValueError, match="`mesh` is missing"):
         jaxcomp.check(compiled(jnp.sin, 1.0), NOW, new_params(256))
 

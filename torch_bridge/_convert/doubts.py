@@ -1,0 +1,237 @@
+"""Warnings of a conversion to Flax: what a file may mean that it does not say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from torch_bridge._base.plain import expression, nested
+from torch_bridge._base.schema import PowerSGDRecord
+from torch_bridge._base.terminal import some
+from torch_bridge._convert.optimizer import HELD, UNUSED, OptimizerPlan, Rates, has_schedule
+from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._hook.checkpoint import Checkpoint
+from torch_bridge._hook.load import MODEL_KEYS
+from torch_bridge._pairing.leaves import flatten
+
+# Names of clipping arguments in training scripts. A model called CLIP and a logged norm must not
+# match.
+_CLIPPING = re.compile(
+    r"grad\w*clip|clip_?(grad|norm|val)|clipping|^clip$|max_(grad_)?norm", re.IGNORECASE
+)
+# Q has the size of a gradient, and a moment has it too, or at most some ten times more or less. A
+# GradScaler's scale is usually 65,536.
+_SCALED = 500
+_LARGEST = 1e9  # of a norm to which somebody clips
+
+
+def doubts_of_absence(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yields a warning if the file has no hook state, or no optimizer, under the usual names."""
+    states = checkpoint.unread_states
+    if not checkpoint.powersgd and (states or "powerSGD" in (checkpoint.hook or "")):
+        seems = f"{states[0]} looks like one: " if states else ""
+        yield (
+            "The checkpoint has no PowerSGDState under the usual names, so that run.reducer is "
+            f"an exact average; {seems}save it with save_checkpoint, or as 'comm_hook_state'."
+        )
+    if checkpoint.optimizer is not None:
+        return
+    others = checkpoint.unread_optimizers
+    if others:
+        yield (
+            "The checkpoint has no optimizer under the usual names, so that the chain has none. "
+            f"Convert dataclasses.replace(checkpoint, optimizer=...) with one of {some(others)}."
+        )
+        return
+    # Without an optimizer the run would add the plain gradient, which increases the loss.
+    yield (
+        "The checkpoint has no optimizer, so that run.transformation only averages gradients: "
+        "if you add them to the parameters, the loss increases. Put an optimizer behind it: "
+        "optax.chain(run.reducer, optax.sgd(...)), with the state (run.reducer_state, "
+        "optimizer.init(params))."
+    )
+
+
+def doubts_of_file(checkpoint: Checkpoint, scheduled: bool) -> Iterator[str]:
+    """Yields a warning for each entry of the file that may change what the other entries mean.
+
+    Args:
+      checkpoint: The checkpoint.
+      scheduled: Whether the user passed a learning rate.
+    """
+    averaged = _averaged(checkpoint)
+    if averaged:
+        yield averaged
+    for name in MODEL_KEYS:
+        place = expression((name,))
+        if isinstance(checkpoint.extra.get(name), Mapping):
+            yield (
+                f"The file has a second model, {place}, and the first one is converted. For the "
+                f"other convert dataclasses.replace(checkpoint, model={place})."
+            )
+    if checkpoint.optimizer is None:
+        return
+    others = checkpoint.unread_optimizers
+    if others:
+        yield (
+            f"The file has further optimizers, which are left out: {some(others)}. Convert each "
+            "with optimizer_from_torch, and the parameters that it updates."
+        )
+    schedulers = _schedulers(checkpoint)
+    if schedulers and not scheduled:
+        yield (
+            f"The file has a learning rate scheduler, {schedulers[0]}, and optax does not read it: "
+            "the rate stays as it is. Pass learning_rate=, the same schedule in Optax."
+        )
+    clipping = _clipping(checkpoint.extra)
+    if clipping:
+        yield (
+            f"{some(clipping)} in the file: if the torch loop called clip_grad_norm_, put "
+            "optax.clip_by_global_norm(max_norm) between run.reducer and run.optimizer."
+        )
+    if "step" in checkpoint.optimizer:
+        yield (
+            "The optimizer has an entry `step`, as torch's PostLocalSGDOptimizer writes it. It "
+            "averages the parameters from time to time, and run.reducer averages the gradients in "
+            "each step. Wrap run.optimizer in jaxcomp.local_sgd instead."
+        )
+
+
+def _averaged(checkpoint: Checkpoint) -> str | None:
+    """Returns a warning if the model is an average of the weights that the optimizer updates."""
+    sentence = "The model in the file is an average (EMA or SWA) of the trained weights"
+    if isinstance(checkpoint.extra.get("current_model_state"), Mapping):
+        return (
+            f"{sentence}, as Lightning's WeightAveraging saves it. To continue the run convert "
+            "dataclasses.replace(checkpoint, model=checkpoint.extra['current_model_state'])."
+        )
+    if "n_averaged" in checkpoint.model:
+        return f"{sentence}: torch's AveragedModel. To continue the run, save the model itself."
+    return None
+
+
+def doubts_of_dtypes(params: Any, like: Any) -> Iterator[str]:
+    """Yields a warning if parameters have 16 bits, and more in the user's Flax tree."""
+    of_like = flatten(like).leaves
+    narrow = []
+    for path, leaf in flatten(params).leaves.items():
+        if 0 < _bits(leaf) < 32 <= _bits(of_like[path]):
+            narrow.append("/".join(path))
+    if narrow:
+        yield (
+            f"{some(narrow)}: in 16 bits, as in the file, though `like` has more. To train in "
+            "float32 convert dataclasses.replace(checkpoint, model={name: value.astype('float32') "
+            "for name, value in checkpoint.model.items()})."
+        )
+
+
+def _bits(leaf: Any) -> int:
+    """Returns the bits of one value of a floating-point leaf, and 0 for any other leaf."""
+    dtype = getattr(leaf, "dtype", bool)
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 0
+
+
+def _schedulers(checkpoint: Checkpoint) -> list[str]:
+    """Lists the schedulers in a file whose optimizer does not show that it had one.
+
+    `doubts_about` warns of the others, which have written `initial_lr` beside `lr`.
+    """
+    groups = (checkpoint.optimizer or {}).get("param_groups", ())
+    if any("initial_lr" in group for group in groups):
+        return []
+    places = []
+    for keys, value in nested(checkpoint.extra):
+        if isinstance(value, Mapping) and "last_epoch" in value and "_last_lr" in value:
+            places.append(expression(keys))
+    return places
+
+
+def _clipping(entries: Mapping[Any, Any]) -> list[str]:
+    """Lists the numbers in a file, such as the job's arguments, whose names are about clipping."""
+    names = []
+    for keys, value in nested(entries):
+        name = keys[-1]
+        is_number = isinstance(value, int | float) and 0 < abs(value) < _LARGEST
+        if is_number and _CLIPPING.search(str(name)):
+            names.append(f"{name!s:.40}={value}")
+    return names
+
+
+def doubts_of_steps(
+    plan: OptimizerPlan, layout: BucketLayout | None, calls: int, rates: Rates, step: int | None
+) -> Iterator[str]:
+    """Yields a warning for each difference between the optimizer's steps and the hook's calls.
+
+    Args:
+      plan: The plan of the optimizer.
+      layout: The bucket layout, or None if it is unknown.
+      calls: The number of calls of the hook.
+      rates: The learning rates, of which a schedule continues from a step.
+      step: The step that the user passed, or None.
+    """
+    if step is None and plan.counted not in (0, calls) and has_schedule(rates):
+        yield (
+            f"Adam has counted {plan.counted} steps and the hook {calls}, as with gradient "
+            "accumulation, skipped steps or a fresh hook state; the schedule continues from "
+            f"{plan.counted}. Pass step= to say where."
+        )
+    held = plan.paused(HELD)
+    if held:
+        yield (
+            f"{some(held)}: the optimizer has them and DDP's buckets do not, so that they get no "
+            "gradient. They are frozen here, too, and their state is kept."
+        )
+    unused = plan.paused(UNUSED)
+    if unused and not (layout and layout.names):
+        yield (
+            f"{some(unused)}: never used, or frozen; the file does not say which, and the "
+            "optimizer has no state for them. They are trained as soon as they get a gradient. To "
+            "freeze them pass layout=BucketLayout.from_order([names], checkpoint.model), with the "
+            "names of the trained parameters."
+        )
+    behind = []
+    for path, part in plan.parts.items():
+        if not part.pause and part.step < plan.counted:
+            behind.append("/".join(path))
+    if behind and not (layout and layout.names):
+        yield (
+            f"{some(behind)}: updated in fewer steps than other parameters, because they got no "
+            "gradient in the others. They are trained here. If they are frozen by now, pass "
+            "layout=BucketLayout.from_order([names], checkpoint.model), with the names of the "
+            "trained parameters."
+        )
+
+
+def doubts_of_scale(
+    record: PowerSGDRecord, layout: BucketLayout | None, plan: OptimizerPlan
+) -> Iterator[str]:
+    """Yields a warning if the hook's factors are in units of a loss scale that is not in the file.
+
+    Args:
+      record: The hook's state, from which a known scale has been taken out.
+      layout: The layout of its buffers; None if it has none.
+      plan: The plan of the optimizer, whose moments have no loss scale.
+    """
+    ratios = []
+    for name, part in (layout.parts(record) if layout else {}).items():
+        entry = plan.entries.get(name)
+        if entry is None or part.q is None or not part.rank:
+            continue
+        moment = entry.state.get("exp_avg", entry.state.get("momentum_buffer"))
+        if moment is not None:
+            size = float(np.linalg.norm(np.asarray(moment, np.float32)))
+            factor = float(np.linalg.norm(part.q.astype(np.float32)))
+            if size > 0 and np.isfinite([size, factor]).all():
+                ratios.append(factor / size)
+    if ratios and np.median(ratios) > _SCALED:
+        yield (
+            f"The hook's factors are {np.median(ratios):,.0f} times as large as the optimizer's "
+            "moments. If the loss was scaled (GradScaler, amp), the hook's state is in units of "
+            "the scale, which the file does not have; training would diverge. Convert "
+            "dataclasses.replace(checkpoint, loss_scale=...). If the loop clipped gradients that "
+            "much, all is well."
+        )
