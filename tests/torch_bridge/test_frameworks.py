@@ -324,3 +324,21 @@ def test_one_error_lists_all_problems_of_a_file(alone, tmp_path, call):
     saved["param_groups"][1]["eps"] = "small"
     with pytest.raises(CheckpointMismatch, match=r"(?s)group 0: `amsgrad`.*group 1: The.*names"):
         to_flax(Checkpoint(load_of(module.state_dict()), optimizer=saved), like, plain=True)
+
+
+GROUP = {"momentum": 0, "dampening": 0, "nesterov": False, "params": [0]}
+STRANGE = [
+    {"param_groups": 5, "state": {}},
+    {"param_groups": [5], "state": 5},
+    {"param_groups": [GROUP | {"lr": torch.ones(3)}], "state": {}},
+    {"param_groups": [GROUP | {"lr": "fast", "initial_lr": []}], "state": {0: {"step": None}}},
+    {"step": 5},
+]
+
+
+@pytest.mark.parametrize("number", range(len(STRANGE)))
+def test_inspect_shows_files_whose_optimizer_is_none(tmp_path, call, number):
+    torch.save({"state_dict": {"w": torch.ones(3, 2)}, "optimizer": STRANGE[number]}, "x.pt")
+    code, out, _ = call("inspect", "x.pt", "--json")
+    assert code == 0
+    assert any(line.startswith("the optimizer: ") for line in json.loads(out)["missing"])

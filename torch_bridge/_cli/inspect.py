@@ -85,7 +85,8 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
         afresh = "(never used, or the run diverged); it starts afresh"
         missing.append(f"a finite state of {some(list(wild))} {afresh}")
     notes = list(doubts_of_file(checkpoint, False))
-    if is_optimizer(checkpoint.optimizer):
+    readable = "the optimizer" not in [kind for kind, _ in problems.errors]
+    if checkpoint.optimizer is not None and checkpoint.model and readable:
         notes += doubts_about(checkpoint.optimizer, {}, checkpoint.model, None, False)
     return {"facts": facts, "parameters": parameters, "missing": missing, "notes": notes}
 

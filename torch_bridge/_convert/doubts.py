@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge._base.plain import expression, nested
-from torch_bridge._base.schema import PowerSGDRecord
+from torch_bridge._base.schema import PowerSGDRecord, is_optimizer
 from torch_bridge._base.terminal import some
 from torch_bridge._convert.optimizer import HELD, UNUSED, OptimizerPlan, Rates, has_schedule
 from torch_bridge._hook.buckets import BucketLayout
@@ -73,7 +73,7 @@ def doubts_of_file(checkpoint: Checkpoint, scheduled: bool) -> Iterator[str]:
                 f"The file has a second model, {place}, and the first one is converted. For the "
                 f"other convert dataclasses.replace(checkpoint, model={place})."
             )
-    if checkpoint.optimizer is None:
+    if checkpoint.optimizer is None or not is_optimizer(checkpoint.optimizer):
         return
     others = checkpoint.unread_optimizers
     if others:
