@@ -116,6 +116,34 @@ def test_a_model_and_its_optimizer_in_two_files(tmp_path, call):
     assert load(paths[1]).optimizer["param_groups"]
 
 
+def test_a_model_in_several_files(tmp_path):
+    job = Job()
+    paths = [tmp_path / f"pytorch_model-{number}-of-2.bin" for number in (1, 2)]
+    for path, start in zip(paths, "01", strict=True):
+        part = {name: value for name, value in job.model.items() if name.startswith(start)}
+        torch.save(part, path)
+    torch.save(job.by_name(), tmp_path / "optimizer.bin")
+    run, said = converted([*paths, tmp_path / "optimizer.bin"])
+    assert not said
+    assert_has_moments_of(job, run)
+    with pytest.raises(CheckpointMismatch, match="not the ranks of one run"):
+        load([paths[0], paths[0]])
+
+
+def test_names_may_be_numbers(tmp_path):
+    torch.manual_seed(0)
+    module = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(3)) for _ in range(2)])
+    module[0].grad, module[1].grad = torch.zeros(3), torch.ones(3)
+    optimizer = AdamW([("1", module[1]), ("0", module[0])])
+    optimizer.step()
+    document = {"state_dict": module.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(document, tmp_path / "x.pt")
+    like = {"0": np.zeros(3, np.float32), "1": np.zeros(3, np.float32)}
+    run = to_flax(load(tmp_path / "x.pt"), like, plain=True)
+    assert not np.any(run.optimizer_state[0].mu["0"])
+    assert np.all(run.optimizer_state[0].mu["1"])
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_distributed_checkpoint_made_one_file(tmp_path):
     job = Job()
@@ -201,6 +229,7 @@ def with_a_scheduler(job):
 WARNED = {
     "torch's AveragedModel": averaged,
     "model=checkpoint.extra['current_model_state']": of_lightnings_callback,
+    "mmengine's EMAHook exchanges them": lambda job: {"ema_state_dict": {}, "message_hub": {}},
     "a second model, checkpoint.extra['model']": lambda job: {
         "state_dict": job.model,
         "model": {name: 0 * value for name, value in job.model.items()},

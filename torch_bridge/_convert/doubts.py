@@ -109,6 +109,11 @@ def _averaged(checkpoint: Checkpoint) -> str | None:
             f"{sentence}, as Lightning's WeightAveraging saves it. To continue the run convert "
             "dataclasses.replace(checkpoint, model=checkpoint.extra['current_model_state'])."
         )
+    if "message_hub" in checkpoint.extra and "ema_state_dict" in checkpoint.extra:
+        return (
+            f"{sentence}: mmengine's EMAHook exchanges them. The trained weights are in "
+            "checkpoint.extra['ema_state_dict'], with `module.` before their names."
+        )
     if "n_averaged" in checkpoint.model:
         return f"{sentence}: torch's AveragedModel. To continue the run, save the model itself."
     return None

@@ -403,13 +403,15 @@ def recorded_names(optimizer: Document, param_names: ParamNames) -> list[str] | 
             names = group.get("param_names")
             if names is None:
                 names = group["params"]
-                if not all(isinstance(name, str) for name in names):
+                if not all(map(_is_name, names)):
                     return None
             param_names.append(names)
-    names = jax.tree.leaves(list(param_names))
-    if all(map(str.isdecimal, names)):  # indices as text
-        return None
-    return names
+    return jax.tree.leaves(list(param_names))
+
+
+def _is_name(key: Any) -> bool:
+    """Returns True for a name in the place of an index; an index may have become text."""
+    return isinstance(key, str) and not key.isdecimal()
 
 
 def with_names(optimizer: Document, entries: Mapping[str, Entry]) -> dict[str, Any]:

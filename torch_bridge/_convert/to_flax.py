@@ -257,7 +257,7 @@ def to_flax(
         (checkpoint.optimizer or {}).clear()
     else:
         named_groups = checkpoint.optimizer
-        if plan:
+        if plan and named_groups:
             named_groups = with_names(named_groups, plan.entries)
         completed = dataclasses.replace(checkpoint, layout=layout, optimizer=named_groups)
     if step is None:

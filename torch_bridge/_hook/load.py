@@ -78,7 +78,8 @@ def load(
     Args:
       paths: One file, or one file per rank. Several files must be equal except for their errors,
         and count as all ranks of the run. A file with nothing but the optimizer may stand beside
-        them (``optimizer.bin`` of accelerate, ``optimizer.pt`` of a Trainer).
+        them (``optimizer.bin`` of accelerate, ``optimizer.pt`` of a Trainer). Or each has other
+        tensors of one model (``pytorch_model-00001-of-00002.bin``).
       max_bytes: The most bytes that reading one file may take. None means three times the size of
         the file and 64 MiB more. torch does not compress its files, so only a decompression bomb
         (or an archive that was compressed again) needs more.
@@ -314,7 +315,7 @@ def _merge(parts: Sequence[tuple[pathlib.Path, Checkpoint]]) -> Checkpoint:
     elif len(ranks) == 1:
         whole = ranks[0][1]
     else:
-        whole = _merge_ranks(ranks)
+        whole = _of_shards([part for _, part in ranks]) or _merge_ranks(ranks)
     held = optimizers
     if whole.optimizer is not None:
         held = [*optimizers, whole]
@@ -326,6 +327,21 @@ def _merge(parts: Sequence[tuple[pathlib.Path, Checkpoint]]) -> Checkpoint:
     for part in optimizers:
         whole = dataclasses.replace(whole, optimizer=part.optimizer)
     return whole
+
+
+def _of_shards(parts: Sequence[Checkpoint]) -> Checkpoint | None:
+    """Merges files that hold nothing but different tensors of one model, as large models have.
+
+    Returns:
+      The whole model; None if the files are something else.
+    """
+    model = {}
+    for part in parts:
+        alone = part.powersgd == () and part.optimizer is None and not part.extra
+        if not part.model or not alone or model.keys() & part.model.keys():
+            return None
+        model |= part.model
+    return dataclasses.replace(parts[0], model=model)
 
 
 def _merge_ranks(parts: Sequence[tuple[pathlib.Path, Checkpoint]]) -> Checkpoint:
