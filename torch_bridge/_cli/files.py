@@ -106,7 +106,7 @@ class FlaxFile:
             raise CheckpointMismatch(f"{path} holds no orbax checkpoint.")
         folder = path.absolute() / str(step)
         _refuse_changes(folder)
-        self._item = folder
+        self._item: Any = folder
         for name in (_STATE, "default"):  # "default" is orbax's own name
             if (folder / name).exists():
                 self._item = folder / name

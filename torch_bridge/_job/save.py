@@ -121,7 +121,7 @@ def _present_order(
         return order
     # The buckets are not rebuilt, or DDP did not log them. For a moment this call takes as much
     # memory as all gradients.
-    known = {parameter: name for name, parameter in parameters.items()}  # by identity
+    known: dict[Any, str] = {p: name for name, p in parameters.items()}  # by identity
     for bucket in ddp_model.reducer._get_zeros_like_grad_buckets():
         order.append([known[parameter] for parameter in bucket.parameters()])
     return order
