@@ -327,6 +327,7 @@ def load_of(model):
 # --- everything at once -------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Assumed, because")
 def test_one_error_lists_all_problems_of_a_file(alone, tmp_path, call):
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(24, 24), torch.nn.Linear(24, 24))
