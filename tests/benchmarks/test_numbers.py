@@ -175,6 +175,10 @@ def convergence():
     muon = TAIL_LAWS["muon"]
     yield f"{adamw.c} and {adamw.power} for AdamW, to {adamw.settings} ranks"
     yield f"{muon.c} and {muon.power} for Muon"
+    narrow, _ = settings.FIRST_STEPS
+    yield f"steps ended {ended_lower(narrow, (5, 48, 0), (5, 0, 0))} lower than rank 5"
+    yield f"rank 11 ended {ended_lower(narrow, (11, 0, 0), (5, 48, 0))} lower still"
+    yield f"ended {ended_lower(narrow, (11, 0, 0), (8, 48, 21))} above rank 11"
     fits = in_sample(runs, tails)
     exponents = [f"{fits[name][0].power:.2f}" for name in ("sgd", "lion", "adafactor")]
     yield f"its exponents are {exponents[0]}, {exponents[1]} and {exponents[2]}, where AdamW's is"
@@ -213,6 +217,23 @@ def convergence_runs(name):
     """Returns the gaps of a strategy of `benchmarks.convergence`, in per cent."""
     several = results_of_strategies()
     return several[STRATEGIES[name]].gaps(several[EXACT])
+
+
+def ended_lower(study, low, high):
+    """Writes how many points lower the first of two settings with first steps ended, by seed.
+
+    Each setting is (rank, first steps, their rank; 0 if they are exact).
+    """
+    by_setting = made(study, read_runs(RESULTS / "optimizers.jsonl"))
+    exact = next(iter(by_setting.values()))
+    gaps = {}
+    for setting, result in by_setting.items():
+        if setting.rank:
+            key = (setting.rank, setting.exact_steps, setting.first_rank)
+            gaps[key] = dict(zip(sorted(result.losses), result.gaps(exact), strict=True))
+    shared = gaps[low].keys() & gaps[high].keys()
+    differences = [gaps[high][seed] - gaps[low][seed] for seed in sorted(shared)]
+    return f"{mean(differences):.1f} ± {half_width(differences):.1f} points"
 
 
 def choosing():
