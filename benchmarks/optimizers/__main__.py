@@ -9,10 +9,11 @@
 
 For each optimizer it searches the best learning rate and momentum of an exact average, on seed 0.
 With these it runs PowerSGD with fewer and fewer bytes. It runs AdamW also with more steps and
-larger batches, and AdamW and Muon at four times the width, where a run takes four to forty minutes.
-It compares exact first steps at equal bytes, reads the tail of the momentum's spectrum in the first
-half of exact runs, and tests predictions. The model, the data and the simulated replicas are those
-of `benchmarks.convergence`.
+larger batches, and AdamW and Muon at four times the width, where a run takes four to forty minutes;
+SGD, Lion and Adafactor run at half the width. It compares exact first steps at equal bytes, reads
+the tail of the momentum's spectrum in the first half of exact runs, and tests predictions, also for
+convolutions and an encoder. The data and the simulated replicas are those of
+`benchmarks.convergence`.
 
 Every finished run is appended to benchmarks/results/optimizers.jsonl, and tails to tails.jsonl.
 None is repeated: you can stop the command and start it again at any time.
