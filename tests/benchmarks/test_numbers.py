@@ -51,7 +51,7 @@ STATED = (
 
 def study(name, optimizer="adamw"):
     (found,) = [s for s in settings.STUDIES if (s.optimizer, s.name) == (optimizer, name)]
-    return made(found, read_runs(RESULTS / "optimizers.jsonl"))
+    return made(found, optimizers_runs())
 
 
 def rank_in(results, rank, wire="int6"):
@@ -144,7 +144,7 @@ def performance():
 def rank_of_rates():
     """Returns how far above the best rate twice that ends, at width 512, in per cent."""
     losses = {}
-    for run in read_runs(RESULTS / "optimizers.jsonl"):
+    for run in optimizers_runs():
         setting = run["setting"]
         wide = training.Config(**run["config"]) == settings.WIDE_ONCE and run["seed"] == 0
         if wide and setting["optimizer"] == "adamw" and not setting["rank"]:
@@ -169,12 +169,13 @@ def lower(first, second):
 
 
 def convergence():
-    runs = read_runs(RESULTS / "optimizers.jsonl")
+    runs = optimizers_runs()
     tails = read_runs(tail.OUT)
     adamw = TAIL_LAWS["adamw"]
     muon = TAIL_LAWS["muon"]
     yield f"{adamw.c} and {adamw.power} for AdamW, to {adamw.settings} ranks"
     yield f"{muon.c} and {muon.power} for Muon"
+    yield from apart_on_two_processors()
     narrow, _ = settings.FIRST_STEPS
     yield f"steps ended {ended_lower(narrow, (5, 48, 0), (5, 0, 0))} lower than rank 5"
     yield f"rank 11 ended {ended_lower(narrow, (11, 0, 0), (5, 48, 0))} lower still"
@@ -189,8 +190,8 @@ def convergence():
     yield f"{NUMBERS[by_tail].capitalize()} of the {NUMBERS[len(settings.PREDICTED)]} mean gaps"
     yield f"{NUMBERS[by_width].capitalize()} are within a quarter of the law in width and tokens"
     ratios = []
-    for study in settings.PREDICTED[-2:]:
-        low, high = points([study], runs, tails)
+    for two_ranks in settings.PREDICTED[-2:]:
+        low, high = points([two_ranks], runs, tails)
         ratios.append((high.gap / low.gap, (high.tail / low.tail) ** adamw.power))
     (convolutions, in_their_tails), (encoder, in_its_tails) = ratios
     yield f"the encoder's gap grew to {encoder:.1f} times"
@@ -224,7 +225,7 @@ def ended_lower(study, low, high):
 
     Each setting is (rank, first steps, their rank; 0 if they are exact).
     """
-    by_setting = made(study, read_runs(RESULTS / "optimizers.jsonl"))
+    by_setting = made(study, optimizers_runs())
     exact = next(iter(by_setting.values()))
     gaps = {}
     for setting, result in by_setting.items():
@@ -236,6 +237,20 @@ def ended_lower(study, low, high):
     return f"{mean(differences):.1f} ± {half_width(differences):.1f} points"
 
 
+def apart_on_two_processors():
+    """Yields how far runs at width 64 that differ only in their processor ended from each other."""
+    elsewhere, here = study("width 64"), made(settings.FIRST_STEPS[0], optimizers_runs())
+    apart = []
+    for setting in elsewhere.keys() & here.keys():
+        for seed, loss in elsewhere[setting].losses.items():
+            apart.append(100 * abs(loss / here[setting].losses[seed] - 1))
+    yield f"ended {mean(apart):.2f}% apart on average on two processors, over {len(apart)} pairs"
+
+
+def optimizers_runs():
+    return read_runs(RESULTS / "optimizers.jsonl")
+
+
 def choosing():
     for name, words in (
         ("adamw", "behind Adam and AdamW"),
@@ -244,7 +259,7 @@ def choosing():
         law = TAIL_LAWS[name]
         yield f"{law.c} * tail {law.power} per cent"
         yield words
-    _, error = in_sample(read_runs(RESULTS / "optimizers.jsonl"), read_runs(tail.OUT))["adamw"]
+    _, error = in_sample(optimizers_runs(), read_runs(tail.OUT))["adamw"]
     yield f"The error of the fit behind AdamW is {100 * error:.0f}% of the gap"
     float32, int8 = by_spectrum()
     yield f"by {float32} points with the bytes of rank 4 and by {int8} with those of rank 16"
@@ -257,7 +272,7 @@ def choosing():
     yield f"ended {above} (95%) above their exact runs at rank 48"
     yield f"{ratio:.0f} times fewer bytes than float32"
     yield f"{ratio / 2:.0f} times fewer than bfloat16"
-    first = made(settings.FIRST_STEPS[0], read_runs(RESULTS / "optimizers.jsonl"))
+    first = made(settings.FIRST_STEPS[0], optimizers_runs())
     exact = next(iter(first.values()))
     for (rank, steps), words in (
         ((11, 0), "rank 11 from the first step on ended {} above exact with {} times fewer bytes"),
