@@ -189,7 +189,6 @@ STUDIES = (
     Study("adamw", "width 512", WIDE_ONCE, _WIDE_RATES, _int6(48, 32), 8),
     Study("muon", "", Config(), (*_with(None, 2e-3), *_with(0.9, 2e-3), *_RATES), _ALL, 3),
     Study("muon", "width 512", _WIDE, _RATES, _MUON_WIDE, 8),
-    Study("adafactor", "width 64", _64, _with(None, 3e-2, 1e-1), _int6(11, 5), 4),
 )
 # Behind optimizers for which `jaxcomp.predict_gap` has no law; their states have a momentum.
 _LOW = _int6(11, 5, 3)

@@ -40,8 +40,7 @@ def measure(runs: Runs, study: Study, exact: Setting, path: Path = OUT) -> None:
       exact: The study's exact average.
       path: The file of JSON lines.
     """
-    without = study.optimizer == "adafactor" and exact.momentum is None
-    if without or find(study, read_runs(path)):
+    if find(study, read_runs(path)):
         return
     trainer = runs.trainer(exact)
     carry = trainer.start(0)
