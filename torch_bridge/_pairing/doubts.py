@@ -1,0 +1,103 @@
+"""Finds the layers about which the outputs of a reading leave doubts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._pairing.evidence import Apart
+from torch_bridge._pairing.exchanges import exchanged
+from torch_bridge._pairing.maps import Reading
+from torch_bridge._pairing.match import grouped
+from torch_bridge._pairing.pairs import Path
+from torch_bridge._pairing.proposals import (
+    Change,
+    FlattenedMaps,
+    Forms,
+    PackedRows,
+    Problem,
+    changed,
+)
+
+_CHECKS = 64  # further runs, which check that other readings do not give torch's outputs, too
+_SLIGHT = 1e-2  # relative to the largest output; another eps or activation differs by less
+_SHOWN = 12  # the most layers in an error
+
+
+def refuse_doubtful(
+    problem: Problem, proved: Reading, leaves_of: Callable[[Reading], Mapping[Path, np.ndarray]]
+) -> None:
+    """Runs the neighbours of a reading, and refuses it if one gives torch's outputs, too.
+
+    Args:
+      problem: The two models and the example.
+      proved: The reading, which gives torch's outputs.
+      leaves_of: Makes the leaves of a reading.
+
+    Raises:
+      CheckpointMismatch: The example does not tell some layers apart; the error lists all.
+    """
+    leaves = leaves_of(proved)
+    doubtful = []
+    for text, reading in itertools.islice(_neighbours(problem, proved), _CHECKS):
+        others = leaves_of(reading)
+        if all(np.array_equal(leaves[path], others[path]) for path in leaves):
+            continue  # the exchanged leaves have equal values
+        if problem.evidence.apart(others).is_rounding:
+            doubtful.append(text)
+    if doubtful:
+        raise CheckpointMismatch(
+            "The Flax model gives torch's outputs, but also with some layers exchanged, so the "
+            "example does not tell which is which. Use other inputs, or answer with these "
+            "arguments.",
+            ambiguous=doubtful,
+            parameters=("rules", "conv1d", "conv_transpose", "flatten"),
+        )
+
+
+def refusal(problem: Problem, apart: Apart, reading: Reading) -> CheckpointMismatch:
+    """Returns the error if no reading gives torch's outputs, with the layers in doubt."""
+    doubtful = [text for text, _ in itertools.islice(_neighbours(problem, reading), _SHOWN)]
+    hint = "No layer is in doubt, so the two models seem to compute different functions"
+    if apart.largest < _SLIGHT:
+        hint = "So small a difference is rarely a wrong layer, and often another formula"
+    elif doubtful:
+        hint = (
+            "The layers in doubt are listed; answer for those that you know (rules, flatten, "
+            "conv1d, conv_transpose). If all are right, the models compute different functions"
+        )
+    return CheckpointMismatch(
+        f"The Flax model does not give torch's outputs: after {problem.evidence.runs} tries the "
+        f"nearest are {apart.largest:.1e} of the largest output off, where "
+        f"{apart.allowed:.1e} is rounding. {hint}: look at the eps and momentum of "
+        "norms, the form of an activation (GELU with tanh or without), padding, evaluation "
+        "mode, and what `apply` does with the inputs.",
+        ambiguous=doubtful,
+        parameters=("apply", "rules", "flatten", "conv1d", "conv_transpose"),
+    )
+
+
+def _neighbours(problem: Problem, reading: Reading) -> Iterator[Change]:
+    """Yields one changed reading for each choice that names do not decide."""
+    yield from changed(reading, Forms(problem, reading).choices)
+    for choice in FlattenedMaps(problem, reading).choices:
+        if choice.layers[0] in reading.answers:
+            yield from changed(reading, [choice])
+    for choice in PackedRows(problem, reading).choices:
+        packing = reading.answer(choice.layers[0]).packing
+        if packing is None:
+            continue
+        others = []
+        for value in choice.values:
+            # Parts in torch's order need no proof that another order is wrong.
+            if value is None or not packing.is_in_order or value.is_in_order:
+                others.append(value)
+        yield from changed(reading, [choice._replace(values=others)])
+    named = problem.match.by_name | problem.match.by_rule
+    for alike in grouped(reading.partners, lambda layer: layer.signature).values():
+        for one, other in itertools.pairwise(alike):
+            if not {one, other} <= named:
+                yield from exchanged(problem.match, reading, [([one], [other])])
