@@ -155,7 +155,10 @@ def refuse_lost_statistics(tensors: Mapping[str, Any], tree: Tree, options: Opti
     Raises:
       CheckpointMismatch: The Flax tree has no statistics; the error lists torch's.
     """
-    lost = [name for name in options.kept(tensors) if name.endswith(STATISTICS)]
+    lost = []
+    for name in options.kept(tensors):
+        if name.endswith(STATISTICS):
+            lost.append(name)
     if lost and not tree.has_statistics:
         raise CheckpointMismatch(
             "The Flax tree has no place for running statistics. Pass linen variables with "
@@ -288,7 +291,10 @@ def _without_problems(match: Match) -> Reading:
             )
     text = "\n".join(itertools.chain(*problems.values()))
     names = sorted(PairOptions.__optional_keys__ - {"ignore", "rules"})
-    asked = [name for name in names if re.search(rf"\b{name}=", text)]
+    asked = []
+    for name in names:
+        if re.search(rf"\b{name}=", text):
+            asked.append(name)
     raise CheckpointMismatch(message, parameters=("rules", *asked, "ignore", "apply"), **problems)
 
 

@@ -106,7 +106,9 @@ class Evidence:
             dtypes.append(jax.dtypes.canonicalize_dtype(array.dtype))
         dtypes = dtypes or [np.dtype(np.float32)]
         self._unit = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
-        self._leaves = {path: _filled(leaf) for path, leaf in tree.leaves.items()}
+        self._leaves = {}
+        for path, leaf in tree.leaves.items():
+            self._leaves[path] = _filled(leaf)
         for path, shape in tree.shapes.items():
             self._leaves[path] = np.zeros(shape, dtypes[0])
         self.layouts = self._running_layouts(apply, inputs)
@@ -132,7 +134,9 @@ class Evidence:
         if apart.largest > most:
             return apart._replace(allowed=most)
         random = np.random.default_rng(0)
-        moved_leaves = {path: _moved(leaf, random) for path, leaf in leaves.items()}
+        moved_leaves = {}
+        for path, leaf in leaves.items():
+            moved_leaves[path] = _moved(leaf, random)
         moved_inputs = [_moved(array, random) for array in self._inputs]
         moved = self._outputs(moved_leaves, moved_inputs)
         control = _furthest(moved, _numbers(outputs)).largest
@@ -370,10 +374,13 @@ def _read(example: Example) -> tuple[list[np.ndarray], list[np.ndarray]]:
     if not isinstance(inputs, list | tuple):
         inputs = (inputs,)
     # jnp.asarray converts int64 to int32, unless x64 is enabled.
-    arrays = [np.asarray(jnp.asarray(to_numpy(value))) for value in inputs]
+    arrays = []
+    for value in inputs:
+        arrays.append(np.asarray(jnp.asarray(to_numpy(value))))
     theirs = _numbers(outputs)
-    if not all(np.isfinite(array).all() for array in theirs):
-        raise ValueError("torch's outputs in `example` are not finite. Take other inputs.")
+    for array in theirs:
+        if not np.isfinite(array).all():
+            raise ValueError("torch's outputs in `example` are not finite. Take other inputs.")
     if not theirs:
         raise ValueError("`example` has no floating-point outputs to compare with.")
     return arrays, theirs
@@ -381,8 +388,10 @@ def _read(example: Example) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 def _numbers(outputs: Any) -> list[np.ndarray]:
     """Returns the floating-point outputs as a list of float64 arrays."""
-    arrays = filter(_is_real, map(to_numpy, jax.tree.leaves(outputs)))
-    return [np.asarray(array).astype(np.float64) for array in arrays]
+    arrays = []
+    for array in filter(_is_real, map(to_numpy, jax.tree.leaves(outputs))):
+        arrays.append(np.asarray(array).astype(np.float64))
+    return arrays
 
 
 def _is_real(leaf: Any) -> bool:
@@ -410,7 +419,11 @@ def _merged(wide: Sequence[int], narrow: Sequence[int]) -> list[tuple[int, int]]
 def _split_by_shape(narrow: Sequence[int], wide: Sequence[int]) -> list[tuple[int, Shape]]:
     """Returns (length, ratio) for each new axis that divides the last axis into a few parts."""
     sizes = _divided(wide, narrow)
-    return [(math.prod(sizes), (1,) * size) for size in sizes if size in _PARTS]
+    splits = []
+    for size in sizes:
+        if size in _PARTS:
+            splits.append((math.prod(sizes), (1,) * size))
+    return splits
 
 
 def _matched(ours: Any, theirs: Iterable[np.ndarray]) -> list[tuple[Any, list[np.ndarray]]]:
@@ -432,10 +445,12 @@ def _matched(ours: Any, theirs: Iterable[np.ndarray]) -> list[tuple[Any, list[np
             other = next(rest, None)
             if other is None:
                 return []
-            views = [other]
+            candidates = [other]
             if other.ndim >= _MAP_AXES:
-                views.append(np.moveaxis(other, 1, -1))
-            views = [view for view in views if without_ones(view.shape) == shape]
+                candidates.append(np.moveaxis(other, 1, -1))
+            for view in candidates:
+                if without_ones(view.shape) == shape:
+                    views.append(view)
         matched.append((mine, views))
     return matched
 

@@ -110,7 +110,10 @@ class Layer:
         """Divides the rows of the layer in the ratio of `sizes`; a single share is the layer."""
         if len(sizes) == 1:
             return [self]
-        return [dataclasses.replace(self, share=(place, sizes)) for place in range(len(sizes))]
+        shares = []
+        for place in range(len(sizes)):
+            shares.append(dataclasses.replace(self, share=(place, sizes)))
+        return shares
 
     def is_packed_by_torch(self) -> bool:
         """Returns True for a packed tensor of torch's own modules, whose order is known."""
@@ -142,12 +145,13 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
     children = {}  # path of a module -> names of the modules in it
     for path in tree.shapes:
         names = children.setdefault(path[:-2], set())
-        names.update(name.rstrip("_") for name in path[-2:-1])
+        for name in path[-2:-1]:
+            names.add(name.rstrip("_"))
     cleaned = clean_names(list(shapes))
     heads = set()  # modules that pack the projections of attention, if Flax has them, too
     if any(map(_ATTENTION.issubset, children.values())):
-        packed = filter(_PACKED.search, cleaned.values())
-        heads.update(name.rpartition(".")[0] for name in packed)
+        for name in filter(_PACKED.search, cleaned.values()):
+            heads.add(name.rpartition(".")[0])
 
     modules = {}
     for name, clean in cleaned.items():
@@ -170,7 +174,9 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
     for module, parts in groups.items():
         sort, known = _flax_sort(parts)
         if sort in ("embedding", "norm"):  # if torch has bare parameters of these names, Flax, too
-            alone = {(*words_of((*module, key)), shape) for key, (_, shape) in parts.items()}
+            alone = set()
+            for key, (_, shape) in parts.items():
+                alone.add((*words_of((*module, key)), shape))
             if alone <= bare:
                 known = ()
         flax += _divided(module, sort, known, parts, "/")

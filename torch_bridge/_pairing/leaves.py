@@ -42,7 +42,10 @@ def plain_path(path: tuple[Any, ...]) -> Path:
         last = path[-1]
         if isinstance(last, jax.tree_util.GetAttrKey) and last.name in ("value", "raw_value"):
             path = path[:-1]
-    return without_collection(tuple(jax.tree_util.keystr((key,), simple=True) for key in path))
+    names = []
+    for key in path:
+        names.append(jax.tree_util.keystr((key,), simple=True))
+    return without_collection(tuple(names))
 
 
 def without_collection(path: Path) -> Path:
@@ -68,7 +71,10 @@ def words_of(segments: Path) -> tuple[Path, Shape]:
 
 def leaves_by_path(tree: Any) -> dict[Path, Any]:
     """Returns all leaves of a tree, by path."""
-    return {plain_path(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    leaves = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        leaves[plain_path(path)] = leaf
+    return leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +97,7 @@ class Tree:
     @property
     def has_statistics(self) -> bool:
         """Returns True if the tree has a place for running statistics."""
-        names = {path[-1] for path in self.shapes if path}
-        return bool(names & {"mean", "var"})
+        return any(path[-1:] in (("mean",), ("var",)) for path in self.shapes)
 
     def with_leaves(self, leaves: Mapping[Path, Any]) -> Any:
         """Returns the tree with these leaves replaced, and all others unchanged."""
@@ -172,7 +177,10 @@ def hollow(tree: Any) -> Any:
 
 def _natural_key(path: Path) -> list[str]:
     """Returns a sort key with which ``Dense_10`` comes after ``Dense_9``."""
-    return [re.sub(r"\d+", lambda number: number[0].zfill(_DIGITS), name) for name in path]
+    key = []
+    for name in path:
+        key.append(re.sub(r"\d+", lambda number: number[0].zfill(_DIGITS), name))
+    return key
 
 
 def _is_parameter(path: Path, value: Any) -> bool:

@@ -139,7 +139,10 @@ class Flow:
             values = self.sizes[layer].get(option)
             if values:
                 alike.setdefault((layer.words, layer.sort, values), []).append(layer)
-        return [(layers, values) for (_, _, values), layers in alike.items()]
+        movable = []
+        for (_, _, values), layers in alike.items():
+            movable.append((layers, values))
+        return movable
 
     def is_table(self, layer: Layer) -> bool:
         """Returns True for a table of rows, such as an embedding."""
@@ -158,9 +161,11 @@ class Flow:
         if option == "unflatten":
             if behind and self.sizes[behind].get("flatten") == values:
                 return None
-            convs = [conv for conv in convs if conv.place > place]
-        counts = [conv.channels[option] for conv in convs]
-        for conv, count in zip(convs, counts, strict=True):
+            convs = list(filter(lambda conv: conv.place > place, convs))
+        counts = []
+        for conv in convs:
+            count = conv.channels[option]
+            counts.append(count)
             shape = _shape(count, values, conv.space)
             if shape:
                 return (shape,)
@@ -226,8 +231,9 @@ class Flow:
         gives its width, too.
         """
         side = {"flatten": "unflatten", "unflatten": "flatten"}[option]
-        if any(conv.channels[option] == values for conv in self.convs):
-            return True
+        for conv in self.convs:
+            if conv.channels[option] == values:
+                return True
         for place, layer in enumerate(self.layers):
             sizes = self.sizes[layer]
             if not layer.is_vector:

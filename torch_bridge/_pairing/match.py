@@ -47,9 +47,9 @@ class Group(NamedTuple):
     def without(self, partners: Mapping[Layer, Layer]) -> Group:
         """Returns the layers that `partners` does not pair."""
         taken = set(partners.values())
-        torch = [layer for layer in self.torch if layer not in partners]
-        flax = [target for target in self.flax if target not in taken]
-        return Group(torch, flax)
+        torch = itertools.filterfalse(partners.__contains__, self.torch)
+        flax = itertools.filterfalse(taken.__contains__, self.flax)
+        return Group(list(torch), list(flax))
 
 
 class Rule(NamedTuple):
@@ -91,11 +91,12 @@ class Rule(NamedTuple):
         paths = []
         places = []
         for part in parts:
-            path, place = re.fullmatch(r"(.*?)(?:\[(\d+)\])?", part).groups()
-            words = tuple(path.strip("/").split("/"))
+            numbered = re.fullmatch(r"(.*)\[(\d+)\]", part)
+            if numbered:
+                part = numbered[1]
+                places.append(int(numbered[2]))
+            words = tuple(part.strip("/").split("/"))
             paths.append("/".join(without_collection(words)))
-            if place is not None:
-                places.append(int(place))
         if places:
             if len(set(paths)) > 1 or sorted(places) != list(range(len(paths))):
                 raise ValueError(
@@ -317,7 +318,9 @@ class Match:
         """
         innermost = _shared(self.torch, self.flax)
         open_torch, open_flax = self.open()
-        theirs = {(target.words, target.numbers): target for target in open_flax}
+        theirs = {}
+        for target in open_flax:
+            theirs[target.words, target.numbers] = target
         for layer in open_torch:
             key = (layer.words, layer.numbers)
             target = theirs.get(key)
@@ -368,8 +371,8 @@ class Match:
             if torch and flax:
                 fitting.update(torch, flax)
         torch, flax = self.open()
-        lonely = [layer for layer in torch if layer not in fitting]
-        return Group(lonely, [target for target in flax if target not in fitting])
+        lonely = itertools.filterfalse(fitting.__contains__, torch)
+        return Group(list(lonely), list(itertools.filterfalse(fitting.__contains__, flax)))
 
     def assign(
         self, decided: Mapping[Layer, Layer], torch: list[Layer], flax: list[Layer]
@@ -404,7 +407,11 @@ class Match:
 
     def in_order(self, partners: Partners) -> Partners:
         """Returns the partners in the order of torch's layers."""
-        return {layer: partners[layer] for layer in self.torch if layer in partners}
+        ordered = {}
+        for layer in self.torch:
+            if layer in partners:
+                ordered[layer] = partners[layer]
+        return ordered
 
     def open(self) -> Group:
         """Returns the layers without a partner."""
@@ -430,7 +437,9 @@ class Match:
         def kind(layer: Layer) -> tuple[Any, Any]:
             return innermost(layer.segments[:-1]), layer.signature
 
-        ours, theirs = (grouped(side, kind) for side in self.open())
+        torch, flax = self.open()
+        ours = grouped(torch, kind)
+        theirs = grouped(flax, kind)
         columns = {}  # module -> positions of its lists of Flax layers
         for column, (module, _) in enumerate(theirs):
             columns.setdefault(module, []).append(column)
@@ -555,7 +564,7 @@ def _relative_rows(layer: Layer, targets: Sequence[Layer | None]) -> Shape:
     for target in targets:
         if target is not None and len(weight) > 1:
             widths.append(_width(target, math.prod(weight[1:])))
-    if len(widths) < len(targets) or not all(widths) or sum(widths) != weight[0]:
+    if len(widths) < len(targets) or not all(widths) or weight[:1] != (sum(widths),):
         return (1,) * len(targets)
     unit = math.gcd(*widths)
     return tuple(width // unit for width in widths)
@@ -592,8 +601,9 @@ def _meet(layer: Layer, part: str, target: Layer, leaf: str, rule: Rule) -> bool
     pattern matches the module's name, too, and joining the layers gives any link.
     """
     links = join(layer, target).links
-    if any((link.tensor, link.leaf) == (part, leaf) for link in links):
-        return True
+    for link in links:
+        if (link.tensor, link.leaf) == (part, leaf):
+            return True
     return bool(links) and re.fullmatch(rule.pattern, layer.name) is not None
 
 

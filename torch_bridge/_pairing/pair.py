@@ -155,7 +155,10 @@ def paired_for(
     if pairs is None:
         whole = options is not None
         return _paired(model, like, Options(**options or {}), apply, example, whole=whole)
-    twice = [name for name, value in (options or {}).items() if value]
+    twice = []
+    for name, value in (options or {}).items():
+        if value:
+            twice.append(name)
     if twice:
         raise ValueError(
             f"`pairs` says already what belongs together. Leave out {', '.join(twice)}, or pass "
@@ -176,8 +179,12 @@ def pairs_of(like: Any, pairs: Pairs) -> tuple[Pair, ...]:
       CheckpointMismatch: The tree has other leaves, or leaves of other shapes; the error lists all.
     """
     shapes = flatten_tree(like).shapes
-    selected = tuple(one for one in pairs if one.path in shapes)
-    paired = {one.path: one.shape for one in selected}
+    selected = []
+    paired = {}
+    for one in pairs:
+        if one.path in shapes:
+            selected.append(one)
+            paired[one.path] = one.shape
     missing = []
     wrong = []
     for path, shape in shapes.items():
@@ -193,7 +200,7 @@ def pairs_of(like: Any, pairs: Pairs) -> tuple[Pair, ...]:
             missing=missing,
             mis_shaped=wrong,
         )
-    return selected
+    return tuple(selected)
 
 
 def _paired(

@@ -8,6 +8,7 @@ of the rows and columns of torch's matrix ``view(shape[0], -1)``.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -267,7 +268,7 @@ def unpaired(names: Iterable[str], pairs: Iterable[Pair]) -> list[str]:
     paired = set()
     for pair in pairs:
         paired.update(pair.names)
-    return [name for name in names if name not in paired]
+    return list(itertools.filterfalse(paired.__contains__, names))
 
 
 def names_in(pairs: Iterable[Pair], known: Collection[str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ and each says which argument to write.
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 import warnings
 from collections.abc import Iterable, Sequence
@@ -86,8 +87,8 @@ def _by_number(match: Match, group: Group) -> Partners:
     several numbers on one side and by one on the other (``convs1.0`` and ``Conv_0``) have no common
     order: the second number may count inside the first, or the first inside the second.
     """
-    ours = {layer.words for layer in group.torch}
-    theirs = {target.words for target in group.flax}
+    ours = set(map(operator.attrgetter("words"), group.torch))
+    theirs = set(map(operator.attrgetter("words"), group.flax))
     if len(group.torch) != len(group.flax) or len(ours) > 1 or len(theirs) > 1:
         return {}
     torch = sorted(group.torch, key=lambda layer: layer.numbers)
@@ -159,58 +160,46 @@ class Questions:
 
     def _ask_forms(self, match: Match) -> None:
         """Answers or asks for each weight with several possible forms which form it has."""
-        open_layers = {}
+        asked = {}  # option -> layers
         assumed = {}
-        unusual = set()  # options about which other layers contradict the usual form
-        names = set(itertools.chain.from_iterable(map(Layer.tensors, self.reading.partners)))
+        tensors = set(itertools.chain.from_iterable(map(Layer.tensors, self.reading.partners)))
         several = self.reading.forms()
         shown = _ShownForms(self.reading)
         for layer, forms in several.items():
-            form: Form | None = None
-            packed = [name.replace("out_proj.weight", "in_proj_weight") for name in layer.tensors()]
-            if any(map(OF_TORCH.search, names.intersection(packed))):
-                form = OUT_IN
-            elif len(forms) == 2:  # a Linear with three output axes in Flax has more orders
-                form = match.known.get(layer.name)
             target = self.reading.partners[layer]
+            known = _known_form(layer, forms, tensors, match)
+            if known is not None:
+                self.reading.answers[layer] = Answer(known)
+                continue
             is_norm = target.sort == "norm"
             if is_norm and layer in match.by_rule and len(layer.shape("weight")) == 2:
                 continue  # a rule transposes a matrix only if its shape requires it
-            if form is not None:
-                self.reading.answers[layer] = Answer(form)
-                continue
-            options = {}
-            for form in forms:
-                if isinstance(form, tuple):
-                    options["turned"] = None
-                elif form != OUT_IN:
-                    options[form] = None
-            for option in options:
+            for option in _options_of(forms):
                 form = self._options.form_of(option, layer)
-                if getattr(self._options, option) is None and form is not None:  # plain=True
+                if form is not None and getattr(self._options, option) is None:
                     usual = shown.is_usual(option, layer, target)
-                    if is_norm or usual is False:  # a norm of several axes has no usual order
+                    if is_norm or usual is False:  # plain=True knows no usual order of such norms
                         form = None
                     elif usual is None:
                         assumed.setdefault(option, []).append(layer)
                 if form is None:
-                    open_layers.setdefault(option, []).append(layer)
-                    if shown.is_usual(option, layer, target) is False:
-                        unusual.add(option)
+                    asked.setdefault(option, []).append(layer)
                 elif form and form not in forms:
                     self.wrong.append(f"{layer} <-> {target}, with {option}: {form}")
                 elif form:
                     self.reading.answers[layer] = Answer(form)
-        for option, layers in open_layers.items():
-            orders = [form for form in several[layers[0]][1:] if isinstance(form, tuple)]
-            line = _OF_FORMS[option].format(listed(layers), *orders[:1])
-            if option in unusual:
-                line += f".{_UNUSUAL[option]}"
-            self.asked.append(line)
         for layer, packing in match.packings.items():
             if layer in self.reading.partners:
                 answer = self.reading.answer(layer)
                 self.reading.answers[layer] = answer._replace(packing=packing)
+        for option, layers in asked.items():
+            orders = list(filter(_is_order, several[layers[0]][1:]))
+            line = _OF_FORMS[option].format(listed(layers), *orders[:1])
+            for layer in layers:
+                if shown.is_usual(option, layer, self.reading.partners[layer]) is False:
+                    line += f".{_UNUSUAL[option]}"
+                    break
+            self.asked.append(line)
         for option, layers in assumed.items():
             self.assumed.append(_ASSUMED_FORMS[option].format(listed(layers)))
 
@@ -263,7 +252,9 @@ class Questions:
                 continue
             names = listed(layers)
             shown = _written(shape)
-            is_likely = any(flow.is_beside_convolution(option, layer) for layer in layers)
+            is_likely = False
+            for layer in layers:
+                is_likely = is_likely or flow.is_beside_convolution(option, layer)
             if is_likely:
                 self.likely.append(f"{option}={{{names!r}: {shown}}}")
             if self._options.plain:
@@ -323,6 +314,42 @@ class _ShownForms:
         if forms:
             return True
         return None
+
+
+def _known_form(
+    layer: Layer, forms: Sequence[Form], tensors: set[Any], match: Match
+) -> Form | None:
+    """Returns the form of a weight of torch's own modules; None if it is unknown.
+
+    Args:
+      layer: The layer of the weight.
+      forms: The possible forms.
+      tensors: The names of all tensors of the model.
+      match: The layers of both models.
+    """
+    for name in layer.tensors():
+        # The output projection of torch's attention stands beside the packed projections.
+        packed = name.replace("out_proj.weight", "in_proj_weight")
+        if packed in tensors and OF_TORCH.search(packed):
+            return OUT_IN
+    if len(forms) == 2:  # a Linear with three output axes in Flax has more orders
+        return match.known.get(layer.name)
+    return None
+
+
+def _options_of(forms: Iterable[Form]) -> list[str]:
+    """Returns the options that choose among some forms."""
+    options = {}
+    for form in forms:
+        if _is_order(form):
+            options["turned"] = None
+        elif form != OUT_IN:
+            options[form] = None
+    return list(options)
+
+
+def _is_order(form: Form) -> bool:
+    return isinstance(form, tuple)
 
 
 def listed(layers: Iterable[Layer]) -> str:
