@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 
 import jaxcomp
+from tests.helpers.leaves import equal, normal
 from tests.helpers.runners import simulate
 from torch_bridge import (
     matrix_dims_of,
@@ -92,16 +93,18 @@ HOOKS = {
 
 @pytest.mark.parametrize("member", list(DDPCommHookType), ids=lambda member: member.name)
 def test_every_hook_type_is_a_reducer(member):
-    names = {member, member.name, HOOKS.get(member, member)}
-    made = [reducer_from_torch(name, axis_name="data") for name in names]
-    one, *others = (tx.init({"w": jnp.zeros((8, 8))}) for tx in made)
-    for other in others:
-        jax.tree.map(np.testing.assert_array_equal, other, one)
-    grads = np.random.default_rng(0).normal(size=(2, 8, 8)).astype(np.float32)
-    update = jax.vmap(made[0].update, in_axes=(0, None), axis_name="data")
-    output = jax.jit(update)({"w": grads}, one)[0]["w"]
-    mean = np.broadcast_to(grads.mean(0), (2, 8, 8))
-    np.testing.assert_allclose(output, grads if member.name == "NOOP" else mean, atol=0.05)
+    tx = reducer_from_torch(member, axis_name="data")
+    state = tx.init({"w": jnp.zeros((8, 8))})
+    for name in {member.name, HOOKS.get(member, member)}:
+        other = reducer_from_torch(name, axis_name="data")
+        equal(other.init({"w": jnp.zeros((8, 8))}), state)
+    grads = normal(2, 8, 8)
+    update = jax.vmap(tx.update, in_axes=(0, None), axis_name="data")
+    outputs, _ = jax.jit(update)({"w": grads}, state)
+    expected = np.broadcast_to(grads.mean(0), grads.shape)
+    if member.name == "NOOP":
+        expected = grads
+    np.testing.assert_allclose(outputs["w"], expected, atol=0.05)
 
 
 def test_ranks_of_hook_types():
@@ -136,10 +139,11 @@ def test_hooks_that_live_elsewhere():
     ],
 )
 def test_torch_matrix_dims(path, shape, rows):
-    names = path.split("/")
-    dims = torch_matrix_dims(tuple(names), np.zeros(shape))
-    keys = tuple(map(jax.tree_util.DictKey, names))
-    assert dims == torch_matrix_dims(keys, jax.ShapeDtypeStruct(shape, jnp.float32))
+    names = tuple(path.split("/"))
+    dims = torch_matrix_dims(names, np.zeros(shape))
+    keys = tuple(jax.tree_util.DictKey(name) for name in names)
+    struct = jax.ShapeDtypeStruct(shape, jnp.float32)
+    assert torch_matrix_dims(keys, struct) == dims
     if rows is None:
         assert dims is None
     else:

@@ -112,12 +112,14 @@ BETWEEN_HOSTS = {
 
 
 def tensor_parallel_step(params, inner, batch):
-    """Two matrices of Megatron's, whose product must be said to be whole beside Explicit axes."""
+    """Takes a step of Megatron's two matrices; beside Explicit axes the product must be whole."""
 
     def loss(params):
+        sharding = jax.typeof(params["up"]).sharding
+        whole = jax.P(None, None) if sharding.spec[1] else None
         hidden = jnp.tanh(batch @ params["up"])
-        whole = jax.P(None, None) if jax.typeof(params["up"]).sharding.spec[1] else None
-        return jnp.mean((jnp.dot(hidden, params["down"], out_sharding=whole) - batch) ** 2)
+        outputs = jnp.dot(hidden, params["down"], out_sharding=whole)
+        return jnp.mean((outputs - batch) ** 2)
 
     value, grads = jax.value_and_grad(loss)(params)
     updates, inner = MOMENTUM.update(grads, inner, params)
@@ -155,16 +157,18 @@ def test_rounds_between_hosts_leave_weights_sharded_within(kind, name):
     mesh = grid(2, kind, model=4)
     sharded = {leaf: placed(mesh, value, LAYOUT[leaf]) for leaf, value in start.items()}
     params, state, losses, program, run = train_rounds(mesh, sharded, batches, options)
-    start = placed(grid(2, kind), start)
-    whole, _, expected, _, _ = train_rounds(grid(2, kind), start, batches, options)
+    hosts = grid(2, kind)
+    start = placed(hosts, start)
+    whole, _, expected, _, _ = train_rounds(hosts, start, batches, options)
 
     assert_allclose(losses, expected, rtol=1e-5)
     close(jax.device_get(params), jax.device_get(whole), atol=2e-6)
     momenta = optax.tree.get(state.inner, "trace")
     for leaf, spec in LAYOUT.items():
         assert params[leaf].sharding.spec == spec
-        assert momenta[leaf].shape == (2, *start[leaf].shape)
-        assert momenta[leaf].addressable_shards[0].data.size == start[leaf].size // 4
+        momentum = momenta[leaf]
+        assert momentum.shape == (2, *start[leaf].shape)
+        assert momentum.addressable_shards[0].data.size == start[leaf].size // 4
 
     sent = 0
     for collective in jaxcomp.collectives(program):
@@ -186,7 +190,8 @@ def test_a_round_of_one_replica_beside_an_automatic_axis():
     def first_round(mesh, spec):
         run = make("at once", mesh)
         params = start | {"w": placed(mesh, start["w"], spec)}
-        return jax.device_get(jax.jit(run)(params, run.init(params), batch)[0])
+        params, *_ = jax.jit(run)(params, run.init(params), batch)
+        return jax.device_get(params)
 
     alone = first_round(grid(1), jax.P())
     close(first_round(grid(1, model=2), jax.P(None, "model")), alone)

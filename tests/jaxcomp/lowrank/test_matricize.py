@@ -29,8 +29,9 @@ def dims_of(shape, name="kernel"):
 def test_default_rule_and_no_transpose(shape, name, rows, cols):
     dims = dims_of(shape, name)
     assert dims == MatrixDims((), rows, cols)
-    text = jax.jit(MatrixView(shape, dims).matricize).lower(jnp.zeros(shape)).as_text()
-    assert "transpose" not in text
+    view = MatrixView(shape, dims)
+    lowered = jax.jit(view.matricize).lower(jnp.zeros(shape))
+    assert "transpose" not in lowered.as_text()
 
 
 @pytest.mark.parametrize("shape", [(), (5,)])
@@ -45,16 +46,28 @@ def test_compressed_iff_it_saves_by_the_asked_factor(rank, rate, expected):
     assert plan.rank == expected
 
 
-UNUSABLE = [MatrixDims((), (0,), (0,)), MatrixDims((), (0,)), MatrixDims((), (0,), (2,)), (1, 2)]
+SQUARE = {"w": jnp.zeros((4, 4))}
+
+
+@pytest.mark.parametrize("rank", [0, -1, 1.5, True])
+def test_an_unusable_rank_names_the_leaf(rank):
+    def rank_of(path, leaf):
+        return rank
+
+    with pytest.raises(ValueError, match=r"\['w'\]"):
+        plan_leaves(SQUARE, rank_of, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("rank", "dims"),
-    [*((rank, None) for rank in (0, -1, 1.5, True)), *((1, dims) for dims in UNUSABLE)],
+    "dims",
+    [MatrixDims((), (0,), (0,)), MatrixDims((), (0,)), MatrixDims((), (0,), (2,)), (1, 2)],
 )
-def test_unusable_ranks_and_dimensions_name_the_leaf(rank, dims):
+def test_unusable_dimensions_name_the_leaf(dims):
+    def dims_of_leaf(path, leaf):
+        return dims
+
     with pytest.raises(ValueError, match=r"\['w'\]"):
-        plan_leaves({"w": jnp.zeros((4, 4))}, lambda *_: rank, 0.0, dims and (lambda *_: dims))
+        plan_leaves(SQUARE, 1, 0.0, dims_of_leaf)
 
 
 class Card:

@@ -17,9 +17,13 @@ from tests.helpers.runners import simulate
 
 
 def elsewhere(x):
-    """As on devices that are no CPUs: Cholesky QR of blocks of rows."""
+    """Computes as on devices that are no CPUs: Cholesky QR of blocks of rows."""
+
+    def default_of(*arguments, default, **_):
+        return default(*arguments)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lax, "platform_dependent", lambda *args, default, **_: default(*args))
+        patch.setattr(lax, "platform_dependent", default_of)
         return orthogonalize(x)
 
 
@@ -29,8 +33,10 @@ forms = pytest.mark.parametrize("form", FORMS)
 
 
 def assert_orthonormal(p, atol=2e-5):
-    gram = np.float64(p).mT @ np.float64(p)
-    assert_allclose(gram, np.broadcast_to(np.eye(p.shape[-1]), gram.shape), atol=atol)
+    p = np.float64(p)
+    gram = p.mT @ p
+    identity = np.eye(p.shape[-1])
+    assert_allclose(gram, np.broadcast_to(identity, gram.shape), atol=atol)
 
 
 @forms
@@ -40,36 +46,53 @@ def assert_orthonormal(p, atol=2e-5):
 )
 def test_columns_are_orthonormal_and_span_the_same_space(form, shape):
     x = normal(*shape)
-    q = np.linalg.qr(np.float64(x))[0]
+    q, _ = np.linalg.qr(np.float64(x))
+    projector = q @ q.mT
     # Nearly singular inputs have ill-determined columns; the projectors still agree closely.
     condition = np.linalg.cond(np.float64(x)).max()
-    for scale in (1e-30, 1.0, 1e30, np.geomspace(1e30, 1e-30, shape[-1])):
-        p = np.float64(FORMS[form](jnp.asarray(x * np.float32(scale))))
+    falling = np.geomspace(1e30, 1e-30, shape[-1])
+    for scale in (1e-30, 1.0, 1e30, falling):
+        scaled = jnp.asarray(x * np.float32(scale))
+        p = np.float64(FORMS[form](scaled))
         assert_orthonormal(p)
-        assert_allclose(p @ p.mT, q @ q.mT, atol=1e-6 * max(condition, 10))
+        assert_allclose(p @ p.mT, projector, atol=1e-6 * max(condition, 10))
 
 
-RNG = np.random.default_rng(0)
-ONE = np.ones((64, 4))
-SQUARE = RNG.normal(size=(64, 64))
-HARD = {
-    **{f"zeros of rank {rank}": np.zeros((12, rank)) for rank in (1, 2, 3, 8)},
-    **{f"{n} equal": np.tile(np.arange(1.0, 13.0)[:, None], n) for n in (2, 3, 8)},
-    **{f"one of {n} zero": np.eye(12, n) * (np.arange(n) > 0) for n in (2, 3, 8)},
-    "equal without any rounding": ONE,
-    "in one row": ONE * (np.arange(64) == 0)[:, None],
-    "one row far larger": np.where(np.arange(64)[:, None] == 3, 1e30, ONE),
-    "smooth": np.vander(np.linspace(0, 1, 64), 64),
-    "at the end of the range": SQUARE[:, :4] / np.abs(SQUARE[:, :4]).max() * 3e38,
-    "nearly equal": SQUARE[:, :1] + 10.0 ** RNG.uniform(-8, 0, size=64) * SQUARE,
-    "zeros of a million rows": np.zeros((1_000_000, 3)),
-}
+def hard_matrices():
+    """Makes matrices of which some columns, or all, have no direction of their own."""
+    rng = np.random.default_rng(0)
+    one = np.ones((64, 4))
+    square = rng.normal(size=(64, 64))
+    narrow = square[:, :4]
+    row = np.arange(64)[:, None]
+    matrices = {
+        "equal without any rounding": one,
+        "in one row": np.where(row == 0, one, 0),
+        "one row far larger": np.where(row == 3, 1e30, one),
+        "smooth": np.vander(np.linspace(0, 1, 64), 64),
+        "at the end of the range": narrow / np.abs(narrow).max() * 3e38,
+        "nearly equal": square[:, :1] + 10.0 ** rng.uniform(-8, 0, size=64) * square,
+        "zeros of a million rows": np.zeros((1_000_000, 3)),
+        "one column of zeros": np.zeros((12, 1)),
+    }
+    column = np.arange(1.0, 13.0)[:, None]
+    for n in (2, 3, 8):
+        matrices[f"{n} columns of zeros"] = np.zeros((12, n))
+        matrices[f"{n} equal"] = np.tile(column, n)
+        one_is_zero = np.eye(12, n)
+        one_is_zero[:, 0] = 0
+        matrices[f"one of {n} zero"] = one_is_zero
+    return matrices
+
+
+HARD = hard_matrices()
 
 
 @forms
 @pytest.mark.parametrize("name", HARD)
 def test_columns_without_a_direction_of_their_own_get_one(form, name):
-    assert_orthonormal(FORMS[form](jnp.asarray(HARD[name], jnp.float32)))
+    matrix = jnp.asarray(HARD[name], jnp.float32)
+    assert_orthonormal(FORMS[form](matrix))
 
 
 @forms
@@ -77,7 +100,7 @@ def test_columns_without_a_direction_of_their_own_get_one(form, name):
 def test_many_columns_of_which_few_differ(form, least):
     """Singular values that fall to `least`; half of the columns are sums of the others."""
     rng = np.random.default_rng(0)
-    basis = np.linalg.qr(rng.normal(size=(200, 12)))[0]
+    basis, _ = np.linalg.qr(rng.normal(size=(200, 12)))
     values = np.geomspace(1, least, 12)
     x = (basis * values) @ rng.normal(size=(12, 24))
     p = np.float64(FORMS[form](jnp.asarray(x, jnp.float32)))

@@ -32,20 +32,33 @@ def to_flax(name, x):
 
 
 def q_to_flax(name, q):
-    """torch's columns of a convolution are (I, kh, kw), Flax's (kh, kw, I)."""
+    """Moves the columns of a convolution: torch has (I, kh, kw), and Flax (kh, kw, I)."""
     if name == "conv":
-        q = q.reshape(4, 3, 3, -1).transpose(1, 2, 0, 3).reshape(36, -1)
+        by_axis = q.reshape(4, 3, 3, -1)
+        q = by_axis.transpose(1, 2, 0, 3).reshape(36, -1)
     return jnp.asarray(q)
+
+
+def first_factors(torch, setting):
+    """Returns torch's Q at the first compressed step by name, as Flax has it."""
+    beginning = f"{setting}/q/"
+    factors = {}
+    for key, q in torch.items():
+        if key.startswith(beginning):
+            name = key.removeprefix(beginning)
+            factors[name] = q_to_flax(name, q)
+    return factors
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """Returns the gradients, and what torch's hook made of them at each setting."""
     rng = np.random.default_rng(0)
-    grads = {
-        name: (rng.normal(size=shape) + rng.normal(size=(REPLICAS, STEPS, *shape))).astype("f4")
-        for name, shape in TORCH_SHAPES.items()
-    }
+    grads = {}
+    for name, shape in TORCH_SHAPES.items():
+        common = rng.normal(size=shape)
+        noise = rng.normal(size=(REPLICAS, STEPS, *shape))
+        grads[name] = np.float32(common + noise)
     folder = tmp_path_factory.mktemp("torch")
     source = folder / "gradients.npz"
     target = folder / "outputs.npz"
@@ -61,13 +74,13 @@ def test_every_output_equals_torchs(setting, recorded):
     tx = jaxcomp.powersgd(int(rank), axis_name=AXIS, start_step=START, eps=float(eps))
     ours = {name: to_flax(name, x) for name, x in grads.items()}
     state = tx.init({name: x[0, 0] for name, x in ours.items()})
-    factors = {n.split("/")[-1]: q for n, q in torch.items() if n.startswith(f"{setting}/q/")}
-    assert {"conv", "dense", "embedding"} <= set(factors)
-    q = {n: q_to_flax(n, factors[n]) if n in factors else x for n, x in state.q.items()}
-    outputs, _ = simulate("vmap", tx, ours, state._replace(q=q))
+    factors = first_factors(torch, setting)
+    assert factors.keys() >= {"conv", "dense", "embedding"}
+    state = state._replace(q=state.q | factors)
+    outputs, _ = simulate("vmap", tx, ours, state)
 
     for name in TORCH_SHAPES:
         expected = np.asarray(to_flax(name, torch[f"{setting}/out/{name}"]))
-        for t in range(STEPS):
-            error = np.linalg.norm(outputs[name][t] - expected[t])
-            assert error < 1e-4 * np.linalg.norm(expected[t]), (name, t)
+        for step in range(STEPS):
+            error = np.linalg.norm(outputs[name][step] - expected[step])
+            assert error < 1e-4 * np.linalg.norm(expected[step]), (name, step)

@@ -130,15 +130,23 @@ def test_weights_keys_and_exact_steps_beside_another_axis(replicas, kind, name):
     run = jaxcomp.value_and_grad(dropped, reducer(name, 1), mesh=mesh)
     weight = np.arange(1.0, 17.0, dtype=np.float32)
     key = jax.random.key(0)
-    step = jax.jit(lambda s, p: run(s, p, *DATA, key, weight=weight))
-    found, state = step(run.init(params), params)
+
+    @jax.jit
+    def step(state, params):
+        return run(state, params, *DATA, key, weight=weight)
+
+    loss_and_grads, state = step(run.init(params), params)
     assert state.residual["up"].shape == (replicas, WIDTH, 32)
-    rows = jax.tree.map(lambda a: a.reshape(replicas, -1, *a.shape[1:]), (*DATA, weight))
-    each = jax.vmap(jax.value_and_grad(dropped), (None, 0, 0, None), axis_name="data")
-    expected = jax.tree.map(
-        lambda x: np.average(x, axis=0, weights=rows[2].sum(1)), each(PARAMS, *rows[:2], key)
-    )
-    close(found, expected, rtol=1e-4)
+
+    def by_replica(array):
+        return array.reshape(replicas, -1, *array.shape[1:])
+
+    x, y = map(by_replica, DATA)
+    of_replica = jax.vmap(jax.value_and_grad(dropped), (None, 0, 0, None), axis_name="data")
+    several = of_replica(PARAMS, x, y, key)
+    weights = by_replica(weight).sum(1)
+    expected = jax.tree.map(lambda leaf: np.average(leaf, axis=0, weights=weights), several)
+    close(loss_and_grads, expected, rtol=1e-4)
 
 
 @pytest.mark.parametrize("specs", [None, (P(), P(), P("data"))])
