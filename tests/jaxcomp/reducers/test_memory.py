@@ -25,10 +25,9 @@ def lowered(tx, shapes, n=2):
     grads = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     state = jax.eval_shape(tx.init, grads)
     over = (jax.P(AXIS), jaxcomp.state_specs(state, AXIS))
-    laid_out = {
-        name: jax.ShapeDtypeStruct((n * first_axis, *rest), jnp.float32)
-        for name, (first_axis, *rest) in shapes.items()
-    }
+    laid_out = {}
+    for name, (length, *rest) in shapes.items():
+        laid_out[name] = jax.ShapeDtypeStruct((n * length, *rest), jnp.float32)
 
     def update(grads, state):
         # A mean in the place of every replica's gradient, as a training step would overwrite it.
@@ -108,6 +107,16 @@ def dims(path, leaf):
 LARGE = {"kernel": (1001, 640), "stack": (5, 400, 310), "mixed": (6, 30, 5)}
 
 
+def matrix_of(name, tree):
+    """Returns a leaf of LARGE as (rows, cols); of the stack its third matrix."""
+    x = np.float64(tree[name])
+    if name == "mixed":
+        return np.moveaxis(x, -2, -1).reshape(*x.shape[:-3], 30, 30)
+    if name == "stack":
+        x = x[..., 2, :, :]
+    return x.swapaxes(-1, -2)
+
+
 @pytest.mark.parametrize(
     ("mapping", "dtype"), [*((m, None) for m in MAPPINGS), ("shard_map", jnp.bfloat16)]
 )
@@ -121,14 +130,10 @@ def test_residuals_in_blocks_are_those_of_the_reference(mapping, dtype):
     state = tx.init(zeros(LARGE))
     outputs, after = simulate(mapping, tx, broken, state)
     assert int(after.count) == 3
-    as_matrices = {
-        "kernel": lambda x: x.swapaxes(-1, -2),
-        "stack": lambda x: x[..., 2, :, :].swapaxes(-1, -2),
-        "mixed": lambda x: np.moveaxis(x, -2, -1).reshape(*x.shape[:-3], 30, 30),
-    }
-    for name, matrix in as_matrices.items():
-        trees = (grads, outputs, after.residual)
-        given, found, residual = (matrix(np.float64(tree[name])) for tree in trees)
+    for name in LARGE:
+        gradients = matrix_of(name, grads)
+        averages = matrix_of(name, outputs)
+        residual = matrix_of(name, after.residual)
         q = state.q[name][2] if name == "stack" else state.q[name]
         at = [1, 3]  # an exact step comes first, and that of the NaN leaves no trace
-        assert_steps(given[:, at], found[at], residual, q, dtype=dtype)
+        assert_steps(gradients[:, at], averages[at], residual, q, dtype=dtype)

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 import jaxcomp
-from tests.helpers.leaves import COMPRESSED, SHAPES, as_matrix, random_grads, zeros, zeros_of_one
+from tests.helpers.leaves import (
+    COMPRESSED,
+    SHAPES,
+    as_matrix,
+    normal,
+    random_grads,
+    zeros,
+    zeros_of_one,
+)
 from tests.helpers.reducers import feedback, powersgd, quantized
 from tests.helpers.reference import Reference, assert_steps
 from tests.helpers.runners import AXIS, MAPPINGS, first, simulate, types_of
@@ -72,19 +80,22 @@ leaves = st.tuples(shapes, st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float
 )
 def test_output_plus_mean_residual_is_the_mean_of_what_went_in(kinds, rank, n, wire):
     grads = {}
-    old = {}
-    for i, (shape, dtype) in enumerate(kinds):
-        name = f"leaf_{i}"
-        grads[name] = random_grads({name: shape}, n, 1, seed=i)[name].astype(dtype)
-        old[name] = np.random.default_rng(i).normal(size=shape).astype(np.float32)
+    residual = {}
+    for seed, (shape, dtype) in enumerate(kinds):
+        name = f"leaf_{seed}"
+        drawn = random_grads({name: shape}, n, 1, seed=seed)
+        grads[name] = drawn[name].astype(dtype)
+        residual[name] = normal(*shape, seed=seed)
     tx = powersgd(rank, min_compression_rate=0.0, comm_dtype=wire)
     state = tx.init(zeros_of_one(grads))
-    outputs, final = simulate("vmap", tx, grads, state._replace(residual=old))
+    outputs, final = simulate("vmap", tx, grads, state._replace(residual=residual))
     for name, gradient in grads.items():
         assert outputs[name].dtype == gradient.dtype
         assert final.residual[name].dtype == jnp.float32
-        went_in = gradient[:, 0].astype(np.float32).mean(0) + old[name]
-        came_out = outputs[name][0].astype(np.float32) + final.residual[name].mean(0)
+        mean = gradient[:, 0].astype(np.float32).mean(0)
+        went_in = mean + residual[name]
+        output = outputs[name][0].astype(np.float32)
+        came_out = output + final.residual[name].mean(0)
         # The output is rounded to the gradient's dtype, and a float16 sum is rounded on its way.
         exact = gradient.dtype == jnp.float32 and wire != jnp.float16
         tolerance = 1e-5 if exact else 3e-2
@@ -109,21 +120,25 @@ OPTIONS = {
 )
 def test_all_options_work_beside_each_other(options, extra):
     """Traced, which costs no compilation."""
-    params = {"half": jnp.zeros((12, 8), jnp.float16), "blocks": jnp.zeros((2, 12, 8))}
-    params["b"] = jnp.zeros(5)
+    params = {
+        "half": jnp.zeros((12, 8), jnp.float16),
+        "blocks": jnp.zeros((2, 12, 8)),
+        "b": jnp.zeros(5),
+    }
     tx = powersgd(2, **options)
     usual = powersgd(2, **options | {"comm_dtype": None, "start_step": 9})
     state = tx.init(params)
     assert types_of(state) == types_of(usual.init(params))  # so a run can change these
 
     def step(grads):
-        found = tx.reduce(grads, state, **extra)
-        return found.updates, found.state, found.sent
+        reduction = tx.reduce(grads, state, **extra)
+        return reduction.updates, reduction.state, reduction.sent
 
     grads = jax.tree.map(lambda x: jnp.stack([x, x]), params)
-    found = jax.eval_shape(jax.vmap(step, axis_name=AXIS), grads)
-    one = jax.eval_shape(first, found)
-    assert list(map(types_of, one)) == list(map(types_of, (params, state, params)))
+    several = jax.eval_shape(jax.vmap(step, axis_name=AXIS), grads)
+    updates, new_state, sent = jax.eval_shape(first, several)
+    assert types_of(updates) == types_of(sent) == types_of(params)
+    assert types_of(new_state) == types_of(state)
 
 
 def test_many_columns_on_a_bfloat16_wire_lose_nothing():
@@ -148,15 +163,19 @@ def test_the_residual_stays_bounded(tx):
     signal = jax.random.normal(jax.random.key(1), shape)
 
     def run(key):
-        def one(state, t):
-            noise = jax.random.normal(jax.random.fold_in(key, t), shape)
+        def one(state, step):
+            noise = jax.random.normal(jax.random.fold_in(key, step), shape)
             _, state = tx.update(signal + noise, state)
             return state, jnp.linalg.norm(state.residual)
 
-        return jax.lax.scan(one, tx.init(signal), jnp.arange(steps))[1]
+        _, norms = jax.lax.scan(one, tx.init(signal), jnp.arange(steps))
+        return norms
 
-    norms = jax.jit(jax.vmap(run, axis_name=AXIS))(jax.random.split(jax.random.key(2), n))
-    assert norms[:, -100:].mean() < 1.5 * norms[:, 200:300].mean()
+    keys = jax.random.split(jax.random.key(2), n)
+    norms = jax.jit(jax.vmap(run, axis_name=AXIS))(keys)
+    early = norms[:, 200:300].mean()
+    late = norms[:, -100:].mean()
+    assert late < 1.5 * early
 
 
 def test_cold_starts_differ_from_leaf_to_leaf_and_step_to_step():

@@ -21,7 +21,8 @@ from tests.helpers.runners import updated
     dtype=st.sampled_from([jnp.float32, jnp.bfloat16]),
 )
 def test_no_value_is_off_by_more_than_a_127th_of_its_block(size, n, block_size, exponent, dtype):
-    grads = (random_grads({"w": (size,)}, n, 1)["w"][:, 0] * 10.0**exponent).astype(dtype)
+    drawn = random_grads({"w": (size,)}, n, 1)["w"][:, 0]
+    grads = (drawn * 10.0**exponent).astype(dtype)
     outputs = updated(quantized(block_size=block_size), grads)
     assert outputs.dtype == dtype
     layout = BlockLayout.of(size, n, block_size)
@@ -29,10 +30,13 @@ def test_no_value_is_off_by_more_than_a_127th_of_its_block(size, n, block_size, 
     def blocks(x):
         return np.asarray(layout.cut(jnp.asarray(x, jnp.float32)))
 
-    largest = np.mean([np.abs(blocks(x)).max(-1) for x in grads], axis=0)[..., None]
-    error = np.abs(blocks(outputs[0]) - blocks(np.float64(grads).mean(0)))
+    largest = [np.abs(blocks(gradient)).max(-1) for gradient in grads]
+    scale = np.mean(largest, axis=0)[..., None]
+    mean = np.float64(grads).mean(0)
+    error = np.abs(blocks(outputs[0]) - blocks(mean))
+    # A level of the block, and the rounding of the output to its dtype.
     rounded = 1 / 256 if dtype == jnp.bfloat16 else 1e-5
-    assert (error <= largest * (1 / 127 + rounded) + 1e-36).all(), layout
+    assert (error <= scale * (1 / 127 + rounded) + 1e-36).all(), layout
 
 
 # Shapes at which jaxlib's CPU backend loses a NaN in a maximum, among others.
