@@ -193,6 +193,7 @@ def _number(name: str, value: Any) -> int | float | bool:
         value = value.item()
     kind = _NUMBERS[name]
     if isinstance(value, int | float) and abs(value) < _MAX_NUMBER:  # nan is not
+        # A flag may be written as 1, but True is no number, and 2.5 no integer.
         exact = kind(value) == value and (kind is bool or not isinstance(value, bool))
         if kind is float or exact:
             return kind(value)

@@ -1,6 +1,8 @@
 """Converts torch tensors to NumPy and back, bfloat16 and float8 included.
 
-Only the functions that make a tensor import PyTorch; reading a tensor needs no import.
+All other wings handle arrays, and ask this file about tensors: their dtypes, which of them share
+memory, and what their names mean behind the wrappers of DDP, FSDP and torch.compile. Only the
+functions that make a tensor import PyTorch; reading a tensor needs no import.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ def storage_key(value: Any) -> tuple[Any, ...] | None:
     if math.prod(shape) == 0:
         return None
     if is_tensor(value):
-        pointer = value.data_ptr()
+        pointer = value.data_ptr()  # 0 for a tensor without memory, on the meta device
         return (pointer, shape, tuple(value.stride())) if pointer else None
     if isinstance(value, np.ndarray):
         return (value.__array_interface__["data"][0], shape, value.strides)
@@ -148,6 +150,7 @@ def equal_matrices(tensors: Mapping[str, Any]) -> dict[str, str]:
         row = array[0]
         if np.all(row == row.flat[0]):
             continue  # constant values are an initialisation and do not show a tie
+        # The first row finds the candidates, so that no matrix is hashed whole.
         alike = seen.setdefault((shape, array.dtype, row.tobytes()), [])
         for other in alike:
             if np.array_equal(to_numpy(tensors[other]), array):
@@ -173,6 +176,7 @@ def unwrapped(names: Sequence[str]) -> list[str]:
         kept.append(_without(name, _NEVER_SAVED))
         if name != _COUNT_OF_AVERAGES:
             wrapped.append(kept[-1])
+    # Only words that all names have: a module of the user's may be named "module" too.
     shared = os.path.commonprefix(wrapped).split(".")[:-1]  # noqa: RUF071 (of characters)
     cut = 0
     for word in shared:

@@ -1,5 +1,9 @@
 """Translates torch's communication hooks and their arguments to jaxcomp's reducers.
 
+`reducer_from_torch` and `powersgd_kwargs_from_torch` are for users who move a training script; a
+checkpoint holds only the hook's name. The tables are in torch's order and words, so that they can
+be compared with torch's source line by line.
+
 A tutorial that many people copy passes arguments to ``PowerSGDState`` that no release of torch has
 had. Each of these is refused here with a sentence that says what to use instead.
 """
@@ -118,7 +122,7 @@ def unwrapped_hook(hook: Any) -> tuple[str, Any]:
     words = hook_name(hook).rstrip(")").split("(")
     name = words.pop()
     for word in words:
-        if word[:4] in _NARROW:
+        if word[:4] in _NARROW:  # fp16_compress_wrapper and bf16_compress_wrapper
             return name, _NARROW[word[:4]]
     return name, None
 
@@ -160,6 +164,7 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
     else:
         given = dict(zip(_POSITIONS, args, strict=False))
     for name, value in arguments.items():
+        # A single argument may be a state, some of whose values the caller replaces by name.
         if name in given and args[1:]:
             raise ValueError(f"{name!r} is given twice, by position and by name; leave one out.")
         if name in _REFUSED and value is not None:

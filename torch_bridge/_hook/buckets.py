@@ -150,6 +150,7 @@ class BucketLayout:
     buckets: tuple[tuple[BucketEntry, ...], ...]
 
     def __post_init__(self) -> None:
+        # All names at once, because a wrapper's word is one that all of them begin with.
         names = iter(unwrapped(self.names))
         buckets = []
         for bucket in self.buckets:
@@ -282,6 +283,7 @@ class BucketLayout:
             for entry in bucket:
                 errors[entry] = error.take(entry.size)
                 groups.setdefault(entry.matrix, len(groups))
+            # Sorting is stable: within a shape the order is that of the bucket.
             for entry in sorted(bucket, key=lambda entry: groups[entry.matrix]):
                 rank = entry.factor_rank(record)
                 rows, cols = entry.matrix

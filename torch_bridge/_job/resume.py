@@ -136,6 +136,7 @@ def resume_powersgd(
     if present != layout:
         _reorder(state, layout, present)
     state.iter = count
+    # The rebuild is over, so a state that had begun need not wait for it any more.
     state.start_powerSGD_iter = count if begun else start
 
 
@@ -178,6 +179,7 @@ def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None
         if buffers:
             tensor = next(iter(buffers.values()))
             device = tensor.device
+            # On the CPU, where NumPy's views, through which they are filled, share their memory.
             buffers = {b: tensor.new_zeros(size, device="cpu") for b, size in sizes.items()}
             setattr(state, name, buffers)
     for name, part in new.parts(state).items():  # views of the new buffers

@@ -241,7 +241,7 @@ def save_checkpoint(
         if holds_buffers(state):
             layout = record_layout(ddp_model, state)
         errors = _gather_errors(state, group)
-    problem = [None]
+    problem = [None]  # broadcast, so that no rank goes on believing in a file that is not there
     if dist.get_rank(group) == 0:
         try:
             module = ddp_model.module

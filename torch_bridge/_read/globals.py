@@ -1,6 +1,8 @@
 """The allow-list: our replacement for each global that torch, NumPy and Python write into a file.
 
-Every function below checks its arguments, because the file chooses the arguments too.
+`unpickle` calls these functions where a pickle calls a global, so this file alone decides what a
+file can cause. Every function checks its arguments, because the file chooses the arguments too.
+What is not listed is refused by name, with advice for the kinds that torch itself would read.
 """
 
 from __future__ import annotations

@@ -74,6 +74,7 @@ def storage_reader(read: Callable[[str, int], np.ndarray]) -> Callable[..., Stor
         nbytes = numel * dtype.itemsize
         if name not in storages:
             storages[name] = Storage(read(f"data/{name}", nbytes), dtype)
+        # A second mention may not reinterpret the bytes of the first.
         if storages[name].dtype != dtype or storages[name].raw.size != nbytes:
             raise Malformed("one storage with two sizes or types")
         return storages[name]
@@ -105,7 +106,7 @@ def tensor_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
             raise Malformed("a tensor whose offset, sizes or strides are no counts")
         budget.claim(_VIEW_BYTES + 16 * len(size))
         nbytes = math.prod(size) * kind.itemsize
-        if not nbytes:
+        if not nbytes:  # it reaches nothing, and may have any strides
             return np.empty(tuple(size), kind)
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if (last + 1) * kind.itemsize > raw.size:
