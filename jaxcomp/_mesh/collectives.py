@@ -512,7 +512,7 @@ def _psum(xs: list[Array], axis_name: AxisName, dtype: Any) -> list[Array]:
         return optax.tree.cast(_sums(xs, axis_name), dtype)
 
     def summed_wide(xs: list[Array]) -> list[Array]:
-        return _sums(optax.tree.cast(xs, dtype), axis_name)
+        return _sums([x.astype(dtype) for x in xs], axis_name)
 
     if xs[0].dtype != jnp.bfloat16:
         return summed(xs)
