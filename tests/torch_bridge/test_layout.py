@@ -379,6 +379,26 @@ def test_modules_that_use_their_parts_in_another_order(alone, make, cap):
                 np.testing.assert_array_equal(getattr(found[name], field), getattr(part, field))
 
 
+@pytest.mark.parametrize("rank", [1, 3])
+def test_factors_of_another_rank_are_refused(rank):
+    _, checkpoint = checkpoint_of([VIT_READY], VIT)
+    records = []
+    for record in checkpoint.powersgd:
+        records.append(dataclasses.replace(record, matrix_approximation_rank=rank))
+    with pytest.raises(CheckpointMismatch, match=r"[PQ] of bucket 0 has"):
+        infer_layout(dataclasses.replace(checkpoint, powersgd=tuple(records)))
+
+
+def test_parameters_of_the_root_are_found_without_errors():
+    model = VIT | {"tail.weight": np.zeros((24, 40)), "table": np.zeros((40, 32))}
+    order = ["table", "tail.weight", *VIT_READY]
+    layout, checkpoint = checkpoint_of([order], model, errors=False)
+    found = infer_layout(checkpoint).parts(checkpoint.powersgd[0])
+    expected = layout.parts(checkpoint.powersgd[0])
+    for name in ("head.weight", "stem.weight", "tail.weight", "table"):
+        np.testing.assert_array_equal(found[name].p, expected[name].p)
+
+
 def test_the_orders_that_are_tested_are_limited():
     groups = {f"{name}{k}": [f"{name}{k}.weight"] for name in "abcdefgh" for k in range(3)}
     model = {name: np.zeros((k + 1, 2)) for k, (name,) in enumerate(groups.values())}

@@ -74,11 +74,14 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
             buckets = _cut(order, test.lengths, checkpoint.model)
             if buckets is None:
                 continue
+            layout = BucketLayout.from_order(buckets, checkpoint.model)
             flaw = test.flaw(order)
+            misfits = layout.misfits(evidence.record)
+            if misfits:
+                flaw = misfits[0]
             if flaw:
                 reasons.append(f"{label}: {flaw}")
                 continue
-            layout = BucketLayout.from_order(buckets, checkpoint.model)
             fitting.setdefault(_what_counts(layout, checkpoint), (label, layout))
     if not fitting:
         for label, layout in _used_layouts(checkpoint, frozen, evidence):
@@ -256,14 +259,14 @@ class _Test:
             total = sum(map(self._sizes.__getitem__, places))
             for name in places:
                 del rest[name]
-            is_last = bucket == len(buckets) - 1
-            is_whole = not self.lengths or total == self.lengths[bucket]
-            if not is_whole and (not is_last or not rest):
+            is_whole = bool(self.lengths) and total == self.lengths[bucket]
+            may_grow = bucket == len(buckets) - 1 and (rest or not self.lengths)
+            if not is_whole and not may_grow:
                 return f"no parameter ends where bucket {bucket} does"
             factors = {}
             if is_whole:
                 factors = self._factors(places, ())
-            elif bucket == len(self.lengths) - 1:
+            elif bucket >= len(self.lengths) - 1:  # the last bucket, or the only one
                 factors = self._factors(places, rest)
             for name, place in places.items():
                 flaw = self._flaw_at(name, bucket, place, factors.get(name))
@@ -319,7 +322,10 @@ class _Test:
         record = self._evidence.record
         p = None
         if factor is not None and bucket in record.p_memory_dict:
-            p = record.p_memory_dict[bucket][factor : factor + rows * rank].reshape(rows, rank)
+            p = record.p_memory_dict[bucket][factor : factor + rows * rank]
+            if len(p) < rows * rank:
+                return f"P of bucket {bucket} would end before {name}"
+            p = p.reshape(rows, rank)
         errors = []
         for source in (record, self._evidence.mean):
             error = None
@@ -427,9 +433,11 @@ def _used_layouts(
             orders = used_orders(groups, model, lambda order, test=test: not test.flaw(order))
             for place, order in enumerate(orders):
                 buckets = _cut(order, test.lengths, model)
-                if buckets:
-                    label_of_order = f"{label}, modules used in another order ({place})"
-                    yield label_of_order, BucketLayout.from_order(buckets, model)
+                if not buckets:
+                    continue
+                layout = BucketLayout.from_order(buckets, model)
+                if not layout.misfits(evidence.record):
+                    yield f"{label}, modules used in another order ({place})", layout
 
 
 def _trained(model: Mapping[str, np.ndarray], frozen: Collection[str]) -> list[list[str]]:
