@@ -176,7 +176,8 @@ def convergence():
     yield f"{adamw.c} and {adamw.power} for AdamW, to {adamw.settings} ranks"
     yield f"{muon.c} and {muon.power} for Muon"
     yield from apart_on_two_processors()
-    narrow, _ = settings.FIRST_STEPS
+    narrow, wide = settings.FIRST_STEPS
+    yield f"exact steps ended {ended_lower(wide, (21, 0, 0), (11, 48, 0))} above rank 21"
     yield f"steps ended {ended_lower(narrow, (5, 48, 0), (5, 0, 0))} lower than rank 5"
     yield f"rank 11 ended {ended_lower(narrow, (11, 0, 0), (5, 48, 0))} lower still"
     yield f"ended {ended_lower(narrow, (11, 0, 0), (8, 48, 21))} above rank 11"
