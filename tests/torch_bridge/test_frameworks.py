@@ -204,7 +204,8 @@ def test_a_scale_that_is_not_in_the_file_is_suspected(alone, tmp_path):
     checkpoint = load(tmp_path / "x.pt")
     with pytest.warns(UserWarning, match="times as large as the optimizer's moments"):
         to_flax(checkpoint, WIDE)
-    to_flax(dataclasses.replace(checkpoint, loss_scale=4096.0), WIDE)
+    for scale in (4096.0, 1.0):  # the user's answer
+        to_flax(dataclasses.replace(checkpoint, loss_scale=scale), WIDE)
 
 
 # --- warned of ----------------------------------------------------------------------------------

@@ -162,16 +162,20 @@ def to_flax(
     Raises:
       ValueError: optax has no equal of the optimizer, or a schedule needs `step`.
       CheckpointMismatch: As in `pair` and `powersgd_from_torch`. Or the Flax model does not give
-        torch's outputs.
+        torch's outputs. If there are several problems, of any of these kinds, one error lists all.
       TypeError: `checkpoint` is not a `Checkpoint`, or an option does not exist.
 
     Warns:
-      UserWarning: The warnings of `powersgd_from_torch`. Or the file has no state of PowerSGD or no
-        optimizer, or has it in an unusual place (`Checkpoint.extra`). Or an entry of the file is
-        about clipping. Or parameters have 16 bits in the file and more in `like`; they stay at 16.
-        Or the optimizer has state for leaves in no bucket of DDP, which are frozen. Or it has state
-        for some leaves only, and no layout says whether the others are frozen. Or a schedule
-        continues from Adam's count, and the hook has another count.
+      UserWarning: Those of `powersgd_from_torch` and `optimizer_from_torch`, and these:
+
+        - The file has no state of PowerSGD or no optimizer, or has it in an unusual place.
+        - It has a second model, further optimizers, a scheduler, or a number about clipping.
+        - The model is an average (EMA). Or its parameters have 16 bits, and more in `like`; they
+          stay at 16.
+        - The hook's state seems to be in units of a loss scale that the file does not have.
+        - The optimizer has state for leaves in no bucket of DDP, which are frozen. Or it has no
+          state for some leaves, or fewer steps, and no layout says whether these are frozen.
+        - A schedule continues from Adam's count, and the hook has another count.
 
     Example:
       >>> import jax
@@ -235,7 +239,7 @@ def to_flax(
     doubts += doubts_of_dtypes(params, like)
     if plan and checkpoint.optimizer:
         doubts += doubts_of_steps(plan, layout, calls, learning_rate, step)
-        if mean is not None:
+        if mean is not None and checkpoint.loss_scale is None:
             doubts += doubts_of_scale(mean, layout, plan)
         doubts += doubts_about(
             checkpoint.optimizer, plan.entries, checkpoint.model, param_names, scheduled
