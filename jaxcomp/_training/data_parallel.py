@@ -344,21 +344,29 @@ class DataParallel:
             # Marked as this replica's own: else JAX would sum the gradients of all replicas.
             local[i] = as_local(local[i], self.axis_name)
         marked = (tuple(local), arrays[1])
-        # A user's function may return an argument as an auxiliary output. It gets the marked array,
-        # whose type says that replicas differ, so a returned one is recognised by its identity and
-        # replaced by the array from before the marking.
-        shared = {}
-        originals = jax.tree.leaves(arrays)
-        specs = jax.tree.leaves(inputs.specs)
-        for i, leaf in enumerate(jax.tree.leaves(marked)):
-            if split_axis(specs[i]) is None:
-                shared[id(leaf)] = originals[i]
         args, kwargs = with_arrays(on_replica(inputs.arguments), marked)
         result = self.grad_fn(*args, **kwargs)
         outputs, gradients = taken_apart(result)
         check_loss(outputs[0], self.axis_name)
         examples = {length // inputs.replicas for length in inputs.examples.values()}
+        shared = _shared(arrays, marked, inputs.specs)
         return with_kinds(outputs, self.aux, self.axis_name, shared, examples), gradients
+
+
+def _shared(arrays: PyTree, marked: PyTree, specs: PyTree) -> dict[int, Array]:
+    """Returns the arrays that every replica gets whole, by the identity of what the function gets.
+
+    A user's function may return an argument as an auxiliary output. It gets the marked array, whose
+    type says that replicas differ, so a returned one is recognised by its identity and replaced by
+    the array from before the marking.
+    """
+    whole = {}
+    of_function = jax.tree.leaves(marked)
+    splits = jax.tree.leaves(specs)
+    for i, array in enumerate(jax.tree.leaves(arrays)):
+        if split_axis(splits[i]) is None:
+            whole[id(of_function[i])] = array
+    return whole
 
 
 @answers_other_names
