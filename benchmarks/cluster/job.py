@@ -171,16 +171,16 @@ class Job:
                 raise self._failure(next(iter(waiting.values())), f"no answer in {seconds:.0f} s")
             for stream in ready:
                 index = waiting.pop(stream)
-                said = json.loads(stream.readline() or '{"error": "it ended"}')
-                if "error" in said:
-                    raise self._failure(index, said["error"])
-                answers[index] = said["answer"]
+                answer = json.loads(stream.readline() or '{"error": "it ended"}')
+                if "error" in answer:
+                    raise self._failure(index, answer["error"])
+                answers[index] = answer["answer"]
         return answers
 
     def _failure(self, process: int, reason: str) -> JobFailed:
         log = self._logs[process].read_text(errors="replace").splitlines()[-12:]
-        said = f"{self.framework} {self._folder.name}, process {process}: {reason}."
-        return JobFailed("\n".join([said, *log]))
+        reason = f"{self.framework} {self._folder.name}, process {process}: {reason}."
+        return JobFailed("\n".join([reason, *log]))
 
     def close(self) -> None:
         """Ends the processes."""

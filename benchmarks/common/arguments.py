@@ -81,8 +81,10 @@ def read_fields(options: argparse.Namespace, config: T) -> T:
     Raises:
       ValueError: If `check` raises it.
     """
-    given = {name: getattr(options, name) for name in vars(config)}
-    made: Any = type(config)(**given)
+    fields = {}
+    for name in vars(config):
+        fields[name] = getattr(options, name)
+    made: Any = type(config)(**fields)
     made.check()
     return made
 

@@ -63,9 +63,9 @@ def in_page(page: str, command: str, text: str) -> str:
       ValueError: The document has no such place, or several.
     """
     block = re.compile(rf"(<!-- {re.escape(command)} -->\n).*?(?=<!-- end -->)", re.DOTALL)
-    page, found = block.subn(lambda place: place[1] + text, page)
-    if found != 1:
-        raise ValueError(f"{found} places of `{command}` in the document, not one.")
+    page, places = block.subn(lambda place: place[1] + text, page)
+    if places != 1:
+        raise ValueError(f"{places} places of `{command}` in the document, not one.")
     return page
 
 

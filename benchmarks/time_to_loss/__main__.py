@@ -115,13 +115,13 @@ def make(config: Config, options: argparse.Namespace, path: Path) -> None:
         for row in rows:
             about = describe(_PROGRAM, PACKAGES[row["framework"]])
             append_run(path, row | {"config": setting, "about": about})
-            said = ""
+            line = f"{row['framework']}/{row['strategy']}"
+            line = f"{line:28} seed {row['seed']}  "
             for steps, seconds, loss in row.get("curve", [])[-1:]:
-                said = f"{loss:.4f} after {steps} steps in {seconds:.0f} s"
+                line += f"{loss:.4f} after {steps} steps in {seconds:.0f} s"
             for rate, times in row.get("seconds", {}).items():
-                said += f"{rate} {1e3 * median(times):,.0f} ms "
-            name = f"{row['framework']}/{row['strategy']}"
-            print(f"{name:28} seed {row['seed']}  {said}", flush=True)
+                line += f"{rate} {1e3 * median(times):,.0f} ms "
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
