@@ -12,7 +12,7 @@ the step is finite. `error_feedback` needs both.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -33,6 +33,7 @@ from jaxcomp._base.leaves import (
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import mesh_axes, varying, vma_axes
 from jaxcomp._mesh.explicit import call_on_automatic_axes, typed_specs
+from jaxcomp._mesh.per_replica import LOCAL, leaves_marked
 from jaxcomp._mesh.weights import refuse_misspelt_weight, weighted_gradients
 from jaxcomp._reducers.transformation import CountBytes, Transformation
 
@@ -271,8 +272,8 @@ def check_shapes(gradients: PyTree, params: PyTree) -> None:
     shapes = _shapes(params)
     for name, shape in _shapes(gradients).items():
         # There may be no parameters, or other leaves than gradients, as with masked ones.
-        expected = shapes.get(name, shape)
-        if shape != expected:
+        expected = shapes.get(name)
+        if None not in (shape, expected) and shape != expected:
             raise ValueError(
                 f"The gradient of {name} has shape {shape}, the parameter has {expected}. "
                 "Gradients must be those of the parameters, averaged over this replica's examples."
@@ -309,18 +310,20 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
             wrong.append(line.replace("None", "none"))
     # Masked leaves have no shape, so trees may still differ.
     if not wrong and jax.tree.structure(state) != jax.tree.structure(fresh):
-        wrong = _leaves_of_one(state, fresh)
+        wrong = _leaves_of_one(shapes, expected)
     if not wrong:
         return
     hint = (
         "Make the state with init() of a tree like the gradients and keep the reducer's arguments, "
         "or convert the state with jaxcomp.adapt_state"
     )
-    # Only lines about shapes have this word; the others would mislead with a hint about axes.
-    if any("residual" in line and "expected" in line for line in wrong):
+    axes = []
+    for name, leaf in leaves_marked(fresh, LOCAL).items():
+        axes.append(len(shapes.get(_plain(name)) or leaf.shape) - leaf.ndim)
+    if any(axes):
         hint += (
-            "; if a residual has one axis of replicas too many, or lacks it, place the state with "
-            "jaxcomp.shard_state and map it with jaxcomp.state_specs"
+            "; if a per-replica leaf has one axis of replicas too many, or lacks it, place the "
+            "state with jaxcomp.shard_state and map it with jaxcomp.state_specs"
         )
     listed = "\n  ".join(wrong)
     raise ValueError(
@@ -328,9 +331,8 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
     )
 
 
-def _leaves_of_one(state: PyTree, fresh: PyTree) -> list[str]:
+def _leaves_of_one(names: Collection[str], expected: Collection[str]) -> list[str]:
     """Lists the leaves that only one of two states has, if all their arrays are equal."""
-    names, expected = _places(state), _places(fresh)
     lacking = [name for name in names if name not in expected]
     added = [name for name in expected if name not in names]
     wrong = []
@@ -344,15 +346,16 @@ def _leaves_of_one(state: PyTree, fresh: PyTree) -> list[str]:
     return wrong or ["its trees have other containers than the gradients"]
 
 
-def _places(tree: PyTree) -> list[str]:
-    """Returns the paths of all leaves, masked leaves included."""
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_masked)
-    return [leaf_name(path).removeprefix(".") for path, _ in leaves]
-
-
-def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each leaf, by its path."""
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...] | None]:
+    """Returns the shape of each leaf, by its path; None for a masked leaf."""
     shapes = {}
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        shapes[leaf_name(path).removeprefix(".")] = np.shape(leaf)
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_masked):
+        shape = None
+        if not is_masked(leaf):
+            shape = np.shape(leaf)
+        shapes[_plain(leaf_name(path))] = shape
     return shapes
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix(".")

@@ -1,6 +1,7 @@
 """Unusable arguments and gradients: one clear sentence, when built or traced."""
 
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -166,6 +167,27 @@ def test_a_state_that_does_not_fit_the_gradients_is_refused(tx, state, shapes, w
     grads = {name: jnp.zeros((2, *shape)) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(jax.vmap(tx.update, in_axes=(0, None), axis_name=AXIS), grads, state)
+
+
+class Moving(NamedTuple):
+    """State of a reducer that a user wrote."""
+
+    momentum: jax.Array
+    residuals_expected: jax.Array
+
+    per_replica = ("momentum",)
+
+
+@pytest.mark.parametrize(("field", "advised"), [("momentum", True), ("residuals_expected", False)])
+def test_only_per_replica_leaves_are_told_of_an_axis_of_replicas(field, advised):
+    def init(params):
+        return Moving(jnp.zeros(3), jnp.zeros(3))
+
+    tx = jaxcomp.Reducer(init, lambda updates, state, params=None: None, AXIS)
+    state = init(None)._replace(**{field: jnp.zeros((5, 1, 3))})
+    with pytest.raises(ValueError, match=rf"{field}: expected \(3,\), got") as error:
+        jax.vmap(lambda g: tx.update(g, state)[0], axis_name=AXIS)(jnp.ones((2, 3)))
+    assert ("axis of replicas" in str(error.value)) == advised
 
 
 def test_what_a_users_reducer_returns_has_the_names_of_the_gradients():
