@@ -845,6 +845,14 @@ def test_round_trip_and_column_order(shape, transposed, data):
     np.testing.assert_array_equal(matrix, weight.reshape(shape[0], -1)[:, columns])
 
 
+def test_a_linear_of_one_value_is_not_a_norm():
+    model = model_of(**{"0": (1, 1)}) | {"0.bias": values(1) + 1}
+    model |= {"1.weight": values(1) + 2, "1.bias": values(1) + 3}
+    like = linears(Dense_0=(1, 1)) | {"LayerNorm_0": norm(1)}
+    params = there_and_back(model, like, plain=True)
+    assert params["LayerNorm_0"]["bias"] == model["1.bias"]
+
+
 KINDS = {  # torch's tensors and Flax's leaves, and the sizes in torch
     "Dense": "weight:kernel:ab bias:bias:a",
     "Conv": "weight:kernel:abhw bias:bias:a",

@@ -235,7 +235,8 @@ def _norm_of_map(torch: Layer, flax: Layer) -> list[Link]:
     last = (*same[1:], 0)
     forms: dict[Form, Shape] = {same: same, last: last}
     weight = _link(torch, flax, "weight", "scale", forms=forms)
-    if not weight.views:
+    bias = torch.shape("bias")
+    if not weight.views or (bias and len(bias) != len(same)):  # a Linear, even of one value
         return _bare(torch, flax)
     return [weight, _link(torch, flax, "bias", "bias", forms=forms)]
 
