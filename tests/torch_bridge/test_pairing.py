@@ -299,33 +299,57 @@ def test_a_rule_that_sends_a_convolution_where_nothing_fits_is_refused():
         torch_bridge.pair(model, like, rules={"a": "Conv_0"})
 
 
-def test_rules_take_layers_apart():
-    sizes = {"ih": 3, "hh": 4}
-    model = {f"rnn.weight_{k}_l0": values(4, n) for k, n in sizes.items()}
-    like = {"rnn": {k: np.zeros((n, 4)) for k, n in sizes.items()}}
+def test_one_rule_takes_the_matrices_of_a_recurrent_layer_apart():
+    of_input = values(4, 3)
+    of_state = values(4, 4)  # a square one, too: torch keeps them (out, in)
+    model = {"rnn.weight_ih_l0": of_input, "rnn.weight_hh_l0": of_state}
+    like = {"rnn": {"ih": np.zeros((3, 4)), "hh": np.zeros((4, 4))}}
     params = there_and_back(model, like, {r"rnn\.weight_(..)_l0": r"rnn/\1"})
-    for k in sizes:  # the square one, too: torch keeps them (out, in)
-        np.testing.assert_array_equal(params["rnn"][k], model[f"rnn.weight_{k}_l0"].T)
+    np.testing.assert_array_equal(params["rnn"]["ih"], of_input.T)
+    np.testing.assert_array_equal(params["rnn"]["hh"], of_state.T)
+
+
+def convolution_and_bare_leaves():
+    """Makes a convolution and a Linear, whose leaves in Flax have names of their own."""
     model = model_of(conv=(8, 3, 3, 3), fc=(5, 32)) | {"fc.bias": values(5)}
-    like = kernels(conv=(3, 3, 3, 8)) | {"fc": {"w": np.zeros((32, 5)), "b": np.zeros(5)}}
+    like = kernels(conv=(3, 3, 3, 8))
+    like["fc"] = {"w": np.zeros((32, 5)), "b": np.zeros(5)}
+    return model, like
+
+
+def test_rules_for_the_leaves_of_a_layer_behind_a_map():
+    model, like = convolution_and_bare_leaves()
     rules = {r"fc\.weight": "fc/w", r"fc\.bias": "fc/b"}
     params = there_and_back(model, like, rules, flatten={"fc": (8, 2, 2)})
-    moved = model["fc.weight"].reshape(5, 8, 2, 2).transpose(2, 3, 1, 0).reshape(32, 5)
-    np.testing.assert_array_equal(params["fc"]["w"], moved)
+    by_channel = model["fc.weight"].reshape(5, 8, 2, 2)
+    expected = by_channel.transpose(2, 3, 1, 0).reshape(32, 5)
+    np.testing.assert_array_equal(params["fc"]["w"], expected)
     np.testing.assert_array_equal(params["fc"]["b"], model["fc.bias"])
-    params = params_from_torch(model, like, rules={r"fc\.weight": "fc/w"}, flatten={"fc": None})
-    np.testing.assert_array_equal(params["fc"]["b"], model["fc.bias"])  # the only one left
-    two = model_of(a=(4, 3), b=(4, 3)) | {"a.bias": values(4), "b.bias": values(4)}
+
+
+def test_what_a_rule_leaves_over_is_paired_if_it_is_the_only_one():
+    model, like = convolution_and_bare_leaves()
+    rules = {r"fc\.weight": "fc/w"}
+    params = params_from_torch(model, like, rules=rules, flatten={"fc": None})
+    np.testing.assert_array_equal(params["fc"]["b"], model["fc.bias"])
+
+
+def test_rules_that_scatter_a_layer_or_meet_in_one_leaf_are_refused():
+    model = model_of(a=(4, 3), b=(4, 3)) | {"a.bias": values(4), "b.bias": values(4)}
     like = linears(x=(3, 4), y=(3, 4))
-    error = refused(two, like, {r"a\.weight": "x/kernel", r"a\.bias": "y/bias", "b": "y"})
+    scattered = {r"a\.weight": "x/kernel", r"a\.bias": "y/bias", "b": "y"}
+    error = refused(model, like, scattered)
     assert "let one rule name the whole layer" in error.ambiguous[0]
-    error = refused(two, like, {r"a\.weight": "x/kernel", r"a\.bias": "x/kernel", "b": "y"})
+    meeting = {r"a\.weight": "x/kernel", r"a\.bias": "x/kernel", "b": "y"}
+    error = refused(model, like, meeting)
     assert error.mis_shaped == ("a.bias (4,) <-> x/kernel (3, 4)",)
-    swapped = {r"n\.weight": "n/bias", r"n\.bias": "n/scale"}  # followed, not corrected
-    params = there_and_back(
-        {"n.weight": values(4), "n.bias": values(4) + 1}, {"n": norm(4)}, swapped
-    )
-    np.testing.assert_array_equal(params["n"]["bias"], values(4))
+
+
+def test_rules_that_swap_two_leaves_are_followed_and_not_corrected():
+    model = {"n.weight": values(4), "n.bias": values(4) + 1}
+    swapped = {r"n\.weight": "n/bias", r"n\.bias": "n/scale"}
+    params = there_and_back(model, {"n": norm(4)}, swapped)
+    np.testing.assert_array_equal(params["n"]["bias"], model["n.weight"])
 
 
 @pytest.mark.parametrize("names", [("fc", "x.b"), ("x.b", "fc")])
@@ -552,6 +576,15 @@ def test_one_question_for_all_square_matrices():
     for name, turned in {"fc0": False, "out": True, "wide": False, "up": True}.items():
         weight = model[f"{name}.weight"]
         np.testing.assert_array_equal(params[name]["kernel"], weight.T if turned else weight)
+
+
+@ASSUMING
+def test_a_linear_of_one_value_is_not_a_norm_of_several_axes():
+    model = {"0.weight": values(1, 1), "0.bias": values(1)}
+    model |= {"1.weight": values(1) + 1, "1.bias": values(1) + 2}
+    like = linears(Dense_0=(1, 1)) | {"LayerNorm_0": norm(1)}
+    params = there_and_back(model, like, plain=True)
+    np.testing.assert_array_equal(params["LayerNorm_0"]["scale"], model["1.weight"])
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (4, 4, 4)])
@@ -862,6 +895,9 @@ KINDS = {  # torch's tensors and Flax's leaves, and the sizes in torch
 }
 
 
+SIZES = st.integers(1, 4)
+
+
 @ASSUMING
 @settings(max_examples=25, deadline=None)
 @given(kinds=st.lists(st.sampled_from([*KINDS]), min_size=1, max_size=6), data=st.data())
@@ -872,14 +908,17 @@ def test_random_stacks_there_and_back(kinds, data):
     for k, kind in enumerate(kinds):
         # An embedding has a name that no Linear has, as in every model with both.
         prefix = f"embed.{k}" if kind == "Embed" else str(k)
-        sizes = {"h": 3, "w": 2} | {axis: data.draw(st.integers(1, 4)) for axis in "ab"}
+        sizes = {"h": 3, "w": 2, "a": data.draw(SIZES), "b": data.draw(SIZES)}
+        module = f"{kind}_{kinds[:k].count(kind)}"
         for entry in KINDS[kind].split():
             tensor, leaf, axes = entry.split(":")
             shape = [sizes[axis] for axis in axes]
             model[f"{prefix}.{tensor}"] = values(*shape)
-            turned = shape if leaf == "embedding" else (*shape[2:], *shape[1::-1])
-            part = like["batch_stats" if leaf in ("mean", "var") else "params"]
-            part.setdefault(f"{kind}_{kinds[:k].count(kind)}", {})[leaf] = np.zeros(turned)
+            if leaf != "embedding":
+                shape = (*shape[2:], *shape[1::-1])
+            collection = "batch_stats" if leaf in ("mean", "var") else "params"
+            leaves = like[collection].setdefault(module, {})
+            leaves[leaf] = np.zeros(shape)
     there_and_back(model, like, plain=True)
 
 
