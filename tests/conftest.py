@@ -86,32 +86,38 @@ def pytest_unconfigure():
     CACHE.cleanup()
 
 
-# A worker that begins one of these as the last would keep the others waiting.
+# A worker that begins one of these as the last would keep the others waiting. Roughly in the order
+# of the processor time that they take.
 LONGEST = [
     "test_battery.py",
-    "test_examples.py",
     "test_adopt.py",
+    "test_examples.py",
     "test_recorded.py",
-    "test_docs.py",
-    "test_whole_run.py",
-    "test_refused.py",
-    "test_faults.py",
     "test_time_to_loss.py",
-    "test_migration.py",
+    "test_docs.py",
+    "test_faults.py",
     "test_value_and_grad.py",
     "test_powersgd.py",
-    "test_meshes.py",
-    "test_reducer_bytes.py",
-    "test_integer_factors.py",
-    "test_data_parallel.py",
+    "test_check.py",
     "test_in_loops.py",
+    "test_reducer_bytes.py",
+    "test_data_parallel.py",
+    "test_formats.py",
+    "test_cluster.py",
+    "test_meshes.py",
+    "test_optimizers.py",
+    "test_ddp_equivalence.py",
+    "test_memory.py",
+    "test_whole_run.py",
+    "test_migration.py",
+    "test_refused.py",
+    "test_integer_factors.py",
     "test_non_finite.py",
     "test_gpu_form.py",
     "test_programs.py",
-    "test_memory.py",
-    "test_ddp_equivalence.py",
+    "test_torch_hook.py",
+    "test_notebooks.py",
     "test_overhead.py",
-    "test_cluster.py",
 ]
 
 
