@@ -129,7 +129,7 @@ def _odd_layout(dice):
 
 
 def _odd_directory(dice, good):
-    """Other numbers in the headers of a zip file, and entries twice."""
+    """Changes numbers in the headers of a zip file, and repeats entries."""
     raw = bytearray(good)
     start = good.index(b"PK\x01\x02")
     for _ in range(dice.randrange(1, 4)):

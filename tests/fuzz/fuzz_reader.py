@@ -57,7 +57,7 @@ def _peak():
 
 
 def fuzz(count, *, seed=0, memory=True):
-    """Read `count` inputs; tracing their memory takes twice as long."""
+    """Reads `count` inputs; tracing their memory takes twice as long."""
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)  # its note about process groups
     found = Result(collections.Counter())
     with tempfile.TemporaryDirectory() as folder:

@@ -90,7 +90,7 @@ class Somebody:
 
 
 def values():
-    """Plain values, as training scripts put them beside a model."""
+    """Makes plain values, as training scripts put them beside a model."""
     deep = [1]
     for _ in range(60):
         deep = [deep]
@@ -158,7 +158,7 @@ def optimizers():
 
 
 def modules():
-    """State dicts of modules, with their wrappers' names."""
+    """Makes state dicts of modules, with their wrappers' names."""
     made = {
         "a network": files.model(),
         "an LSTM": torch.nn.LSTM(4, 5, 2, bidirectional=True),

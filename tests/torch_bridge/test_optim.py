@@ -27,13 +27,13 @@ from torch_bridge import (
 
 @pytest.fixture(autouse=True)
 def _standard_promotion():
-    """optax.adam computes ``decay**count``, which strict promotion refuses."""
+    """Promotes as optax.adam needs it, which computes ``decay**count``."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
 def network():
-    """Two layers, each by itself: gradients are given."""
+    """Makes two layers that are not connected; their gradients are given."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.Linear(5, 4, bias=False))
 
@@ -62,7 +62,7 @@ class Job:
         return params_from_torch(self.model, self.like)
 
     def gradients(self, seed):
-        """By name; both biases of a recurrent layer have one gradient, that of their sum."""
+        """Draws gradients by name; both biases of a recurrent layer get that of their sum."""
         torch.manual_seed(seed)
         found = {name: torch.randn_like(p) for name, p in self.module.named_parameters()}
         return {name: found[name.replace("bias_ih", "bias_hh")] for name in found}

@@ -211,7 +211,7 @@ def test_what_the_torch_file_has_no_place_for_is_named():
 
 
 def frozen_beside(make, steps=2, hook=(), **options):
-    """One Linear of two is frozen, and the optimizer was given both; the buckets have one."""
+    """Freezes one Linear of two; the optimizer was given both, and the buckets have one."""
     torch.manual_seed(0)
     module = torch.nn.ModuleDict({"stem": torch.nn.Linear(4, 3), "head": torch.nn.Linear(4, 3)})
     optimizer = make(module.parameters(), lr=0.1, **options)

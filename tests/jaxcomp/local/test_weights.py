@@ -67,7 +67,7 @@ def make_round(optimizer, sync_every=2, **options):
 
 
 def twice(targets):
-    """Each replica's target in both steps."""
+    """Repeats each replica's target in both steps."""
     return np.stack([targets, targets], axis=1)
 
 

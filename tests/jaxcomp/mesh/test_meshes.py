@@ -30,7 +30,7 @@ def mesh(fast=4):
 
 
 def training(tx, layout, fast=4):
-    """(step, params, state, batch) with the weights sharded as in `layout`."""
+    """Returns (step, params, state, batch) with the weights sharded as in `layout`."""
     grid = mesh(fast)
     values = random_grads(SHAPES, 1, 1)
     params = {

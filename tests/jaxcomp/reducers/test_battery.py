@@ -36,7 +36,7 @@ for name in REDUCERS:
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    """Optax itself is not written for strict promotion."""
+    """Promotes as Optax needs it, which is not written for strict promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 

@@ -21,7 +21,7 @@ TOKENS = np.random.default_rng(0).integers(0, 20, (8, 6))
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    """Optax and Flax themselves are not written for strict promotion."""
+    """Promotes as Optax and Flax need it, which are not written for strict promotion."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 

@@ -132,7 +132,7 @@ NEAR_THE_END = {
 
 
 def steps_near_the_end():
-    """Twelve steps of 2e4 to 6e4 on two replicas, of which rank 1 misses much; and eight of 1."""
+    """Makes twelve steps of 2e4 to 6e4, of which rank 1 misses much, and eight of 1."""
     rng = np.random.default_rng(0)
     signs = np.sign(rng.normal(size=24))[:, None] * np.sign(rng.normal(size=16))
     steps = []
@@ -170,7 +170,7 @@ IN_FACTORS = ["powersgd", "powersgd int8", "powersgd bf16", "batched", "feedback
 
 @pytest.mark.parametrize("name", IN_FACTORS)
 def test_a_huge_value_that_the_factors_miss_does_not_stop_the_steps_after_it(name):
-    """The first step leaves factors that see nothing of the second one's only value."""
+    """Leaves factors after the first step that see nothing of the second one's only value."""
     grads = np.zeros((2, 6, 24, 16), np.float32)
     grads[:, 0, 0, 0] = 1
     grads[0, 1, 5, 5] = 2e37

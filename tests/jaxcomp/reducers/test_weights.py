@@ -30,7 +30,7 @@ def gradients(seed=0):
 
 @functools.cache
 def step_of(tx, weighed=True):
-    """One compiled update of all replicas; what leaves it without an axis is the same on each."""
+    """Compiles an update of all replicas; what leaves it without an axis is the same on each."""
 
     def step(grads, weight, state):
         if weighed:

@@ -237,7 +237,7 @@ def one_after_the_other(run):
 
 
 def epochs(run):
-    """Two epochs of three steps, with momentum and a batch for each."""
+    """Takes two epochs of three steps, with momentum and a batch for each."""
 
     def several(state, params, x, *data):
         def one(carry, batch):
