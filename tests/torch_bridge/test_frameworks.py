@@ -273,6 +273,7 @@ BESIDE = {
     "random number generators": {"python": 1, "numpy": 2, "cpu": torch.ones(3)},
     "of random number": {"torch_manual_seed": torch.ones(3), "step": 3},
     "the state of a learning rate scheduler": {"last_epoch": 3, "_step_count": 4},
+    "GradScaler; give its scale": {"scale": 2.0, "growth_factor": 2.0, "_growth_tracker": 0},
     "zero_to_fp32.py": {"ds_version": "0.1", "module": {}},
     "Tensors are in net: save": {"net": {"w": torch.ones(3)}, "opt": {}},
 }

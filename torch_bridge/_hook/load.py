@@ -56,6 +56,11 @@ _BESIDE_A_MODEL = (
     ({"last_epoch", "_step_count"}, "the state of a learning rate scheduler"),
     ({"last_epoch", "num_bad_epochs"}, "the state of a learning rate scheduler"),
     (
+        {"scale", "growth_factor"},
+        "the state of a GradScaler; give its scale to the model's checkpoint with "
+        "dataclasses.replace(checkpoint, loss_scale=...)",
+    ),
+    (
         {"ds_version"},
         "a part of a checkpoint of DeepSpeed; make one file of it first, with its zero_to_fp32.py",
     ),
@@ -248,7 +253,7 @@ def _refuse_files_beside_a_model(tensors: Mapping[Any, Any], others: Mapping[Any
     names = {*tensors, *others}
     for marks, kind in _BESIDE_A_MODEL:
         if marks <= names:
-            raise Malformed(f"{kind}, and no model")
+            raise Malformed(f"no model, but {kind}")
     if tensors:
         return
     like_models = []
