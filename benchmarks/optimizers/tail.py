@@ -56,8 +56,9 @@ def measure(runs: Runs, study: Study, exact: Setting, path: Path = OUT) -> None:
                 by_rank[str(setting.rank)] = round(momentum.tail(ranks), 4)
     row = {"setting": exact.stored, "seed": 0, "tails": tails}
     runs.append(path, row)
+    law = TAIL_LAWS.get(study.optimizer, TAIL_LAWS["adamw"])
     for rank, tail in second_quarter(row, study.config.steps).items():
-        gap = momentum.law.gap(tail)
+        gap = law.gap(tail)
         print(f"{study.name}: rank {rank} has a tail of {tail:.3f}, which foretells {gap:+.1%}")
 
 

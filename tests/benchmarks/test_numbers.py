@@ -177,6 +177,9 @@ def convergence():
     yield f"{muon.c} and {muon.power} for Muon"
     yield from apart_on_two_processors()
     narrow, wide = settings.FIRST_STEPS
+    after_5 = ended_lower(wide, (21, 0, 0), (19, 5, 0))
+    after_14 = ended_lower(wide, (21, 0, 0), (19, 14, 0))
+    yield f"14 exact steps ended {after_5} and {after_14} above rank 21"
     yield f"exact steps ended {ended_lower(wide, (21, 0, 0), (11, 48, 0))} above rank 21"
     yield f"steps ended {ended_lower(narrow, (5, 48, 0), (5, 0, 0))} lower than rank 5"
     yield f"rank 11 ended {ended_lower(narrow, (11, 0, 0), (5, 48, 0))} lower still"
