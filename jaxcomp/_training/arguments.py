@@ -45,7 +45,7 @@ def positions(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> list[int
     """Returns the non-negative positions of the parameters among the arguments.
 
     Raises:
-      ValueError: If parameters are missing.
+      ValueError: If parameters are missing, or named twice.
     """
     several = np.atleast_1d(argnums)  # an integer or a tuple
     if several.min() < -len(args) or several.max() >= len(args):
@@ -53,7 +53,12 @@ def positions(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> list[int
             f"This was called with {len(args)} arguments after the state, and argnums={argnums}. "
             "Call it as (state, params, *batch), parameters by position."
         )
-    return (several % len(args)).tolist()
+    at = (several % len(args)).tolist()
+    if len(set(at)) < len(at):
+        raise ValueError(
+            f"argnums={argnums} names one of {len(args)} arguments twice. Name each once."
+        )
+    return at
 
 
 def check_keywords(kwargs: dict[str, Any], function: Callable[..., Any]) -> None:

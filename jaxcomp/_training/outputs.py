@@ -217,8 +217,9 @@ def _all_equal(leaves: Sequence[Array], axis_name: AxisName) -> Array:
     words = []
     for leaf in leaves:
         numbers = in_words(leaf)
-        if leaf.dtype == jnp.bool_:
-            numbers = leaf.astype(jnp.uint8)
+        integers = jnp.issubdtype(leaf.dtype, jnp.integer)
+        if leaf.dtype == jnp.bool_ or (integers and jnp.iinfo(leaf.dtype).bits < 8):
+            numbers = leaf.astype(jnp.int8)
         # By bytes, so that one array holds all types and nothing is rounded.
         in_bytes = jax.lax.bitcast_convert_type(numbers, jnp.uint8)
         words.append(in_bytes.astype(jnp.int32).ravel())

@@ -47,6 +47,10 @@ CASES = {
         r"must return \(value, gradients\)",
     ),
     "argnums": (lambda: make(argnums="w"), "`argnums` must be an integer or a tuple of them"),
+    "argnums twice": (
+        lambda: make(argnums=(0, -2))(state(), PARAMS, X),
+        "names one of 2 arguments twice",
+    ),
     "a reducer along another axis": (
         lambda: make(mesh=grid(2, model=2), axis_name=("data", "model"), check_vma=False),
         r"`axis_name` is \('data', 'model'\), and the reducer averages along 'data'",

@@ -183,7 +183,7 @@ def test_stack_gives_an_axis_of_replicas_and_words_need_no_types():
     equal(aux["replica"], np.arange(4))
 
 
-@pytest.mark.parametrize("different", [None, "count", "flag", "key"])
+@pytest.mark.parametrize("different", [None, "count", "flag", "four bits", "key"])
 def test_without_types_counters_and_keys_are_compared(different):
     """Keeps what is equal on all replicas, and says by the loss if it is not."""
 
@@ -192,11 +192,13 @@ def test_without_types_counters_and_keys_are_compared(different):
         new = {
             "count": rest["count"] + 1,
             "flag": ~rest["flag"],
+            "four bits": rest["four bits"],
             "key": jax.random.fold_in(rest["key"], 3),
         }
         apart = {
             "count": new["count"] + replica,
             "flag": replica > 0,
+            "four bits": replica.astype(jnp.int4),
             "key": jax.random.fold_in(rest["key"], replica),
         }
         if different:
@@ -204,6 +206,7 @@ def test_without_types_counters_and_keys_are_compared(different):
         return per_example(params, x, y)[1].mean(), new
 
     rest = {"count": jnp.int32(2**24), "flag": jnp.bool_(True), "key": jax.random.key(1)}
+    rest["four bits"] = jnp.int4(-3)
     specs = (P("data"), P("data"), P())
     run = make(loss, mesh=grid(2), aux="mean", batch_specs=specs, check_vma=False)
     (value, new), _ = stepped(run, *data(), rest)
@@ -211,6 +214,7 @@ def test_without_types_counters_and_keys_are_compared(different):
     if different is None:
         assert int(new["count"]) == 2**24 + 1
         assert not bool(new["flag"])
+        assert int(new["four bits"]) == -3
         equal(
             jax.random.key_data(new["key"]), jax.random.key_data(jax.random.fold_in(rest["key"], 3))
         )
