@@ -578,15 +578,6 @@ def test_one_question_for_all_square_matrices():
         np.testing.assert_array_equal(params[name]["kernel"], weight.T if turned else weight)
 
 
-@ASSUMING
-def test_a_linear_of_one_value_is_not_a_norm_of_several_axes():
-    model = {"0.weight": values(1, 1), "0.bias": values(1)}
-    model |= {"1.weight": values(1) + 1, "1.bias": values(1) + 2}
-    like = linears(Dense_0=(1, 1)) | {"LayerNorm_0": norm(1)}
-    params = there_and_back(model, like, plain=True)
-    np.testing.assert_array_equal(params["LayerNorm_0"]["scale"], model["1.weight"])
-
-
 @pytest.mark.parametrize("shape", [(4, 4), (4, 4, 4)])
 def test_the_order_of_a_cubic_norm_is_asked_about_in_spite_of_plain(shape):
     model = {"norm.weight": values(*shape), "norm.bias": values(*shape) + 1}

@@ -231,10 +231,7 @@ def _norm_of_map(torch: Layer, flax: Layer) -> list[Link]:
     Both orders fit a cube, and neither is the usual one: (C, H, W) has its channels last in Flax,
     and (positions, features) keeps its order.
     """
-    shape = torch.shape("weight")
-    if torch.shape("bias") not in ((), shape):
-        return []  # a Linear or a convolution, whose bias has one axis
-    same = tuple(range(len(shape)))
+    same = tuple(range(len(torch.shape("weight"))))
     last = (*same[1:], 0)
     forms: dict[Form, Shape] = {same: same, last: last}
     weight = _link(torch, flax, "weight", "scale", forms=forms)
