@@ -145,6 +145,8 @@ def limited(residual: Array, values: int, replicas: int) -> Array:
       values: The number of values that are multiplied or sent together.
       replicas: The number of replicas.
     """
+    if not values:
+        return residual
     largest = float(jnp.finfo(residual.dtype).max) / (values * replicas)
     return jnp.clip(residual, -largest, largest)
 

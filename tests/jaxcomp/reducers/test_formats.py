@@ -191,6 +191,12 @@ def test_a_residual_that_carries_a_bfloat16_output_beyond_its_range_keeps_the_re
 
 
 @pytest.mark.parametrize("name", REDUCERS)
+def test_a_tree_without_values_is_averaged(name):
+    outputs, _ = simulate("vmap", reducer(name), {"w": np.zeros((2, 1, 0, 3), np.float32)})
+    assert outputs["w"].shape == (1, 0, 3)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
 def test_zeros_give_zeros(name):
     outputs, state = simulate("vmap", reducer(name), jax.tree.map(np.zeros_like, GRADS))
     assert all_zero(outputs)
