@@ -39,6 +39,10 @@ _WITHOUT_LAW = tuple(study.optimizer for study in OTHERS)
 Finished = Sequence[Run]  # of `benchmarks.optimizers`, if nothing else is said
 
 
+# The first columns of the tables of tails.
+_MEASURED = ("", "rank", "tail", "seeds", "above exact (95%)")
+
+
 class Point(NamedTuple):
     """A rank in a setting, with its gaps and the tail of the exact run's momentum."""
 
@@ -248,27 +252,10 @@ def foretold(studies: Sequence[Study], runs: Finished, rows: Finished) -> str:
     lines = []
     for point in points(studies, runs, rows):
         if point.tail:
-            lines.append(
-                [
-                    ", ".join(filter(None, (point.optimizer, point.name))),
-                    str(point.rank),
-                    f"{point.tail:.3f}",
-                    str(len(point.percents)),
-                    with_interval(point.percents, "+.1f", "%"),
-                    f"+{100 * TAIL_LAWS[point.optimizer].gap(point.tail):.1f}%",
-                    f"+{point.guess:.1f}%",
-                ]
-            )
-    header = [
-        "",
-        "rank",
-        "tail",
-        "seeds",
-        "above exact (95%)",
-        "by the tail",
-        "by width and tokens",
-    ]
-    return markdown(header, lines)
+            name = ", ".join(filter(None, (point.optimizer, point.name)))
+            by_tail = 100 * TAIL_LAWS[point.optimizer].gap(point.tail)
+            lines.append(_row(name, point, by_tail, point.guess))
+    return markdown([*_MEASURED, "by the tail", "by width and tokens"], lines)
 
 
 def without_law(runs: Finished, rows: Finished) -> str:
@@ -283,27 +270,18 @@ def without_law(runs: Finished, rows: Finished) -> str:
     for point in points(OTHERS, runs, rows):
         if point.tail:
             fitted, _ = fits[point.optimizer]
-            lines.append(
-                [
-                    point.optimizer,
-                    str(point.rank),
-                    f"{point.tail:.3f}",
-                    str(len(point.percents)),
-                    with_interval(point.percents, "+.1f", "%"),
-                    f"+{100 * TAIL_LAWS['adamw'].gap(point.tail):.1f}%",
-                    f"+{100 * fitted.gap(point.tail):.1f}%",
-                ]
-            )
-    header = [
-        "",
-        "rank",
-        "tail",
-        "seeds",
-        "above exact (95%)",
-        "AdamW's formula",
-        "its own fit",
-    ]
-    return markdown(header, lines)
+            of_adamw = 100 * TAIL_LAWS["adamw"].gap(point.tail)
+            lines.append(_row(point.optimizer, point, of_adamw, 100 * fitted.gap(point.tail)))
+    return markdown([*_MEASURED, "AdamW's formula", "its own fit"], lines)
+
+
+def _row(name: str, point: Point, *predicted: float) -> list[str]:
+    """Returns the cells of a point: those of `_MEASURED`, and predicted gaps in per cent."""
+    above = with_interval(point.percents, "+.1f", "%")
+    row = [name, str(point.rank), f"{point.tail:.3f}", str(len(point.percents)), above]
+    for gap in predicted:
+        row.append(f"+{gap:.1f}%")
+    return row
 
 
 def paged(page: str, runs: Finished) -> str:
