@@ -34,7 +34,7 @@ _LEAST_RATE = 1.0
 # If an interval is wider than this number of budgets, the loss counts as not known.
 _BUDGETS = 3
 _EXACT = Loss(0.0, 0.0)
-# Five runs of the int8 all-reduce with a residual: python -m benchmarks.optimizers --law
+# Thirteen runs of the int8 all-reduce with a residual: python -m benchmarks.optimizers --law
 _INT8 = Loss(gap=0.0, half_width=0.0025)
 
 
