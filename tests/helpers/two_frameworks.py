@@ -146,6 +146,10 @@ class TorchLayers:
     def dense(self, x, name, out, bias=True):
         return self._at(name, tnn.Linear, x.shape[-1], out, bias)(x)
 
+    def general(self, x, name, *shape):
+        """Applies a Linear with outputs of several axes, which is a DenseGeneral in Flax."""
+        return self.dense(x, name, math.prod(shape)).unflatten(-1, shape)
+
     def packed(self, x, name, out):
         """Applies one layer that packs three projections, which are three layers in Flax."""
         y = self.dense(x, name, 3 * out)
@@ -165,8 +169,8 @@ class TorchLayers:
     def conv1d(self, x, name, out):
         return self._at(name, Conv1D, x.shape[-1], out)(x)
 
-    def ln(self, x, name):
-        return self._at(name, tnn.LayerNorm, x.shape[-1])(x)
+    def ln(self, x, name, eps=1e-5):
+        return self._at(name, tnn.LayerNorm, x.shape[-1], eps)(x)
 
     def rms(self, x, name):
         return self._at(name, tnn.RMSNorm, x.shape[-1], eps=1e-6)(x)
@@ -280,6 +284,9 @@ class FlaxLayers:
     conv1d = dense
     pointwise = dense
 
+    def general(self, x, name, *shape):
+        return self._at(name, nn.DenseGeneral, shape)(x)
+
     def packed(self, x, name, out):
         return [self.dense(x, f"{name}.{part}", out) for part in range(3)]
 
@@ -293,8 +300,8 @@ class FlaxLayers:
         kernel = self.param("kernel", x.shape[-1], y.shape[-1], out)
         return jnp.einsum("bxi,ijo,bxj->bxo", x, kernel, y) + self.param("bias", out)
 
-    def ln(self, x, name):
-        return self._at(name, nn.LayerNorm, 1e-5)(x)
+    def ln(self, x, name, eps=1e-5):
+        return self._at(name, nn.LayerNorm, eps)(x)
 
     def rms(self, x, name):
         return self._at(name, nn.RMSNorm, 1e-6)(x)

@@ -1,7 +1,7 @@
 """One example through both models: it finds out, proves or refuses."""
 
 import collections
-import functools
+from functools import partial, reduce
 
 import flax.linen as nn
 import jax
@@ -14,13 +14,17 @@ from torch import nn as tnn
 
 import torch_bridge
 from tests.helpers.bridge import randomize, values
+from tests.helpers.leaves import equal
+from tests.helpers.two_frameworks import NEVER, FlaxModel, TorchModel, attend
 from torch_bridge import Checkpoint, CheckpointMismatch, params_from_torch
 
 
 def proof(module, *inputs):
     """Returns the state dict of a module with values of its own, and an example of it."""
+    tensors = [torch.from_numpy(x) for x in inputs]
     torch.manual_seed(0)
-    outputs = randomize(module.eval())(*map(torch.from_numpy, inputs))
+    module.eval()(*tensors)  # at the first call a TorchModel makes its layers
+    outputs = randomize(module)(*tensors)
     return module.state_dict(), (inputs, jax.tree.map(lambda x: x.detach().numpy(), outputs))
 
 
@@ -66,20 +70,8 @@ class Wrong(nn.Module):
         return nn.relu(nn.Dense(6, name="b")(nn.relu(nn.Dense(6, name="a")(x))))
 
 
-class Sum(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(6)(x) + nn.Dense(6)(x)
-
-
-class TorchSum(tnn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left = tnn.Linear(6, 6)
-        self.right = tnn.Linear(6, 6)
-
-    def forward(self, x):
-        return self.left(x) + self.right(x)
+def summed(n, x):
+    return n.dense(x, "left", 6) + n.dense(x, "right", 6)
 
 
 def test_what_does_not_give_the_outputs_is_refused_with_how_far_it_is_off():
@@ -92,15 +84,16 @@ def test_what_does_not_give_the_outputs_is_refused_with_how_far_it_is_off():
 
 
 def test_what_an_example_cannot_tell_is_refused_until_it_is_said():
-    state, example = proof(TorchSum(), ROWS)
-    like = abstract(Sum(), ROWS)
+    state, example = proof(TorchModel(summed), ROWS)
+    model = FlaxModel(summed, names={})
+    like = abstract(model, ROWS)
     with pytest.raises(CheckpointMismatch, match="does not tell which is which") as error:
-        params_from_torch(state, like, apply=Sum().apply, example=example)
+        params_from_torch(state, like, apply=model.apply, example=example)
     assert error.value.ambiguous == (
         "left is Dense_0, and right is Dense_1, or the other way round",
     )
     said = {"rules": {"left": "Dense_1", "right": "Dense_0"}}
-    params = params_from_torch(state, like, apply=Sum().apply, example=example, **said)
+    params = params_from_torch(state, like, apply=model.apply, example=example, **said)
     np.testing.assert_array_equal(params["params"]["Dense_1"]["kernel"].T, state["left.weight"])
 
 
@@ -297,80 +290,56 @@ def test_outputs_in_dictionaries_and_one_of_several():
         params_from_torch(state, like, apply=apply, example=example, ignore=r"unused\..*")
 
 
-class Packed(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        q, k, v = jnp.moveaxis(nn.DenseGeneral((3, 2, 4))(x), 2, 0)
-        return nn.Dense(8)((jnp.tanh(q * k) * v).reshape(*x.shape[:2], 8))
+# One function of layers (two_frameworks.py) makes the model in torch and in Flax, with the rows of
+# packed layers in different orders.
 
 
-class TorchPacked(tnn.Module):
-    """Packs query, key and value of each head, as GPT-NeoX does."""
+def found_by_trying(theirs, model, *inputs, channels=NEVER, atol=1e-5):
+    """Finds the order of the rows with an example, and asserts that the way back is exact.
 
-    def __init__(self):
-        super().__init__()
-        self.query_key_value = tnn.Linear(8, 24)
-        self.dense = tnn.Linear(8, 8)
-
-    def forward(self, x):
-        q, k, v = self.query_key_value(x).view(*x.shape[:2], 2, 3, 4).unbind(3)
-        return self.dense((torch.tanh(q * k) * v).reshape(*x.shape[:2], 8))
-
-
-def test_heads_that_are_packed_in_another_order():
-    x = values(2, 5, 8)
-    state, example = proof(TorchPacked(), x)
-    like = abstract(Packed(), x)
-    pairs = torch_bridge.pair(state, like, apply=Packed().apply, example=example)
+    Returns the parameters in Flax. Inputs with `channels` axes are maps.
+    """
+    state, example = proof(TorchModel(theirs, channels=channels), *inputs)
+    ours = [np.moveaxis(x, 1, -1) if x.ndim == channels else x for x in inputs]
+    like = abstract(model, *ours)
+    pairs = torch_bridge.pair(state, like, apply=model.apply, example=example)
     params = params_from_torch(state, like, pairs=pairs)
-    np.testing.assert_allclose(Packed().apply(params, x), example[1], atol=1e-5)
+    outputs = model.apply(params, *ours)
+    if channels != NEVER:
+        outputs = np.moveaxis(outputs, -1, 1)
+    np.testing.assert_allclose(outputs, example[1], atol=atol)
     back = torch_bridge.params_to_torch(params, state, pairs=pairs)
     assert all(torch.equal(back[name], value) for name, value in state.items())
+    return params["params"]
 
 
-class TorchParts(tnn.Module):
-    """Packs query, key and value of 2 heads in one of several orders."""
-
-    def __init__(self, order):
-        super().__init__()
-        self.qkv = tnn.Linear(8, 24)
-        self.out = tnn.Linear(8, 8)
-        self.order = order
-
-    def forward(self, x):
-        batch = x.shape[:2]
-        if self.order == "heads":  # as in GPT-NeoX and BLOOM
-            q, k, v = self.qkv(x).view(*batch, 2, 3, 4).unbind(3)
-        else:
-            parts = self.qkv(x).view(*batch, 3, 2, 4).unbind(2)
-            q, k, v = (parts[self.order.index(name)] for name in "qkv")
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
-        return self.out(torch.einsum("bhqk,bkhd->bqhd", scores, v).reshape(*batch, 8))
+def in_parts(rows, order):
+    """Takes query, key and value of 2 heads from packed rows: head by head, or in an order."""
+    if order == "heads":  # as in GPT-NeoX and BLOOM
+        heads = rows.reshape(*rows.shape[:-1], 2, 3, 4)
+        return [heads[..., part, :].reshape(*rows.shape[:-1], 8) for part in range(3)]
+    parts = rows.reshape(*rows.shape[:-1], 3, 8)
+    return [parts[..., order.index(name), :] for name in "qkv"]
 
 
-class Parts(nn.Module):
-    """Has query, key and value in several kernels, or in one kernel in one of several orders."""
+def attention(n, x, order):
+    """Has query, key and value in layers of their own, or in one layer in one of several orders."""
+    if order == "dense":
+        q, k, v = (n.dense(x, name, 8) for name in "qkv")
+    elif order == "general":
+        q, k, v = (n.general(x, name, 2, 4).reshape(x.shape) for name in "qkv")
+    elif order == "general heads":
+        rows = n.general(x, "qkv", 2, 12)
+        q, k, v = in_parts(rows.reshape(*x.shape[:2], 24), "heads")
+    elif order == "general parts":
+        rows = n.general(x, "qkv", 3, 2, 4)
+        q, k, v = in_parts(rows.reshape(*x.shape[:2], 24), "qkv")
+    else:
+        q, k, v = in_parts(n.dense(x, "qkv", 24), order)
+    return n.dense(attend(n, q, k, v), "out", 8)
 
-    order: str
 
-    @nn.compact
-    def __call__(self, x):
-        heads = (*x.shape[:2], 2, 4)
-        if self.order == "dense":
-            q, k, v = (nn.Dense(8, name=name)(x).reshape(heads) for name in "qkv")
-        elif self.order == "general":
-            q, k, v = (nn.DenseGeneral((2, 4), name=name)(x) for name in "qkv")
-        elif self.order == "heads":
-            packed = nn.Dense(24, name="qkv")(x).reshape(*x.shape[:2], 2, 12)
-            q, k, v = jnp.split(packed, 3, axis=-1)
-        elif self.order == "general heads":
-            q, k, v = jnp.split(nn.DenseGeneral((2, 12), name="qkv")(x), 3, axis=-1)
-        else:
-            packed = jnp.split(nn.Dense(24, name="qkv")(x), 3, axis=-1)
-            q, k, v = (packed[self.order.index(name)].reshape(heads) for name in "qkv")
-        scores = nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", scores, v)
-        return nn.Dense(8, name="out")(mixed.reshape(*x.shape[:2], 8))
+SENTENCE = values(2, 5, 8)
 
 
 @pytest.mark.parametrize(
@@ -380,6 +349,7 @@ class Parts(nn.Module):
         ("heads", "general"),
         ("heads", "qkv"),
         ("heads", "general heads"),
+        ("heads", "general parts"),
         ("qkv", "heads"),
         ("qkv", "general heads"),
         ("vqk", "dense"),
@@ -388,290 +358,139 @@ class Parts(nn.Module):
     ],
 )
 def test_packed_parts_in_any_order(theirs, ours):
-    x = values(2, 5, 8)
-    state, example = proof(TorchParts(theirs), x)
-    like = abstract(Parts(ours), x)
-    pairs = torch_bridge.pair(state, like, apply=Parts(ours).apply, example=example)
-    params = params_from_torch(state, like, pairs=pairs)
-    np.testing.assert_allclose(Parts(ours).apply(params, x), example[1], atol=1e-5)
-    back = torch_bridge.params_to_torch(params, state, pairs=pairs)
-    assert all(torch.equal(back[name], value) for name, value in state.items())
+    model = FlaxModel(partial(attention, order=ours))
+    found_by_trying(partial(attention, order=theirs), model, SENTENCE)
 
 
-class TorchGated(tnn.Module):
-    """Has the gate in the second half of its outputs, as GEGLU in diffusers."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.up = tnn.Linear(width, 16)
-        self.down = tnn.Linear(8, width)
-
-    def forward(self, x):
-        value, gate = self.up(x).chunk(2, dim=-1)
-        return self.down(value * torch.tanh(gate))
-
-
-class Gated(nn.Module):
-    width: int
-
-    @nn.compact
-    def __call__(self, x):
-        gate, value = jnp.split(nn.Dense(16, name="up")(x), 2, axis=-1)
-        return nn.Dense(self.width, name="down")(jnp.tanh(gate) * value)
+def gated(n, x, order):
+    """Has value and gate in the halves of its outputs, as GEGLU in diffusers."""
+    halves = n.dense(x, "up", 16).reshape(*x.shape[:-1], 2, 8)
+    value, gate = (halves[..., order.index(name), :] for name in "vg")
+    return n.dense(value * n.tanh(gate), "down", x.shape[-1])
 
 
 def test_gate_and_value_in_the_other_order():
-    state, example = proof(TorchGated(6), ROWS)
-    like = abstract(Gated(6), ROWS)
-    pairs = torch_bridge.pair(state, like, apply=Gated(6).apply, example=example)
-    params = params_from_torch(state, like, pairs=pairs)
+    theirs = partial(gated, order="vg")
+    params = found_by_trying(theirs, FlaxModel(partial(gated, order="gv")), ROWS)
+    state, _ = proof(TorchModel(theirs), ROWS)
     bias = state["up.bias"].numpy()
-    np.testing.assert_array_equal(params["params"]["up"]["bias"], [*bias[8:], *bias[:8]])
-    back = torch_bridge.params_to_torch(params, state, pairs=pairs)
-    assert all(torch.equal(back[name], value) for name, value in state.items())
+    np.testing.assert_array_equal(params["up"]["bias"], [*bias[8:], *bias[:8]])
 
 
-class TorchDeep(tnn.Module):
-    def __init__(self):
-        super().__init__()
-        mixers = (TorchParts("heads") for _ in range(3))
-        self.mixers = tnn.ModuleList(mixers)
-        self.gates = tnn.ModuleList(TorchGated(8) for _ in range(3))
-
-    def forward(self, x):
-        for mixer, gate in zip(self.mixers, self.gates, strict=True):
-            x = x + mixer(x)
-            x = x + gate(x)
-        return x
-
-
-class Deep(nn.Module):
-    order: str
-
-    @nn.compact
-    def __call__(self, x):
-        for place in range(3):
-            x = x + Parts(self.order, name=f"mixers_{place}")(x)
-            x = x + Gated(8, name=f"gates_{place}")(x)
-        return x
+def deep(n, x, parts, halves):
+    for place in range(3):
+        x = x + n.block(f"mixers.{place}", partial(attention, order=parts), x)
+        x = x + n.block(f"gates.{place}", partial(gated, order=halves), x)
+    return x
 
 
 @pytest.mark.parametrize("ours", ["dense", "general", "qkv"])
 def test_packed_rows_of_many_layers(ours):
-    x = values(2, 5, 8)
-    state, example = proof(TorchDeep(), x)
-    params = params_from_torch(
-        state, abstract(Deep(ours), x), apply=Deep(ours).apply, example=example
-    )
-    allowed = 1e-5 * np.abs(example[1]).max()
-    np.testing.assert_allclose(Deep(ours).apply(params, x), example[1], atol=allowed)
+    theirs = partial(deep, parts="heads", halves="vg")
+    found_by_trying(theirs, FlaxModel(partial(deep, parts=ours, halves="gv")), SENTENCE, atol=1e-4)
 
 
-class TorchGrouped(tnn.Module):
-    """Packs 4 heads of queries, of which 2 share a key and a value: group by group, as Falcon does,
-    or all queries before all keys and values."""
+def shared_keys(n, x, order):
+    """Has 4 heads of queries, of which 2 share a key and a value.
 
-    def __init__(self, by_group):
-        super().__init__()
-        self.qkv = tnn.Linear(8, 32)
-        self.out = tnn.Linear(16, 8)
-        self.by_group = by_group
-
-    def forward(self, x):
-        batch = x.shape[:2]
-        if self.by_group:
-            q, k, v = self.qkv(x).view(*batch, 2, 4, 4).split((2, 1, 1), dim=3)
-        else:
-            q, k, v = self.qkv(x).split((16, 8, 8), dim=-1)
-        q = q.reshape(*batch, 2, 2, 4)
-        k = k.reshape(*batch, 2, 4)
-        v = v.reshape(*batch, 2, 4)
-        scores = torch.einsum("bqghd,bkgd->bghqk", q, k).softmax(-1)
-        return self.out(torch.einsum("bghqk,bkgd->bqghd", scores, v).reshape(*batch, 16))
-
-
-class Grouped(nn.Module):
-    """Has query, key and value in several kernels, or in one, by group or one after the other."""
-
-    order: str
-
-    @nn.compact
-    def __call__(self, x):
-        batch = x.shape[:2]
-        if self.order == "dense":
-            q = nn.Dense(16, name="q")(x)
-            k = nn.Dense(8, name="k")(x)
-            v = nn.Dense(8, name="v")(x)
-        elif self.order == "by group":
-            packed = nn.Dense(32, name="qkv")(x).reshape(*batch, 2, 16)
-            q, k, v = jnp.split(packed, (8, 12), axis=-1)
-        else:
-            packed = nn.Dense(32, name="qkv")(x)
-            q = packed[..., :16]
-            k = packed[..., 16:24]
-            v = packed[..., 24:]
-        q = q.reshape(*batch, 2, 2, 4)
-        k = k.reshape(*batch, 2, 4)
-        v = v.reshape(*batch, 2, 4)
-        scores = nn.softmax(jnp.einsum("bqghd,bkgd->bghqk", q, k))
-        mixed = jnp.einsum("bghqk,bkgd->bqghd", scores, v)
-        return nn.Dense(8, name="out")(mixed.reshape(*batch, 16))
+    They are in several layers, or in one: group by group, as in Falcon, or one after the other.
+    """
+    batch = x.shape[:2]
+    if order == "dense":
+        q = n.dense(x, "q", 16)
+        k = n.dense(x, "k", 8)
+        v = n.dense(x, "v", 8)
+    elif order == "by group":
+        groups = n.dense(x, "qkv", 32).reshape(*batch, 2, 4, 4)
+        q = groups[..., :2, :]
+        k = groups[..., 2, :]
+        v = groups[..., 3, :]
+    else:
+        packed = n.dense(x, "qkv", 32)
+        q = packed[..., :16]
+        k = packed[..., 16:24]
+        v = packed[..., 24:]
+    q = q.reshape(*batch, 2, 2, 4)
+    k = k.reshape(*batch, 2, 4)
+    v = v.reshape(*batch, 2, 4)
+    scores = n.softmax(n.einsum("bqghd,bkgd->bghqk", q, k), -1)
+    mixed = n.einsum("bghqk,bkgd->bqghd", scores, v)
+    return n.dense(mixed.reshape(*batch, 16), "out", 8)
 
 
-def found_by_trying(module, model, *inputs):
-    """Asserts that an example finds the order of the rows, and that the way back is exact."""
-    state, example = proof(module, *inputs)
-    like = abstract(model, *inputs)
-    pairs = torch_bridge.pair(state, like, apply=model.apply, example=example)
-    params = params_from_torch(state, like, pairs=pairs)
-    np.testing.assert_allclose(model.apply(params, *inputs), example[1], atol=1e-5)
-    back = torch_bridge.params_to_torch(params, state, pairs=pairs)
-    assert all(torch.equal(back[name], value) for name, value in state.items())
-
-
-@pytest.mark.parametrize("by_group", [True, False])
+@pytest.mark.parametrize("theirs", ["by group", "in turn"])
 @pytest.mark.parametrize("ours", ["dense", "by group", "in turn"])
-def test_heads_that_share_a_key_and_a_value(by_group, ours):
-    found_by_trying(TorchGrouped(by_group), Grouped(ours), values(2, 5, 8))
+def test_heads_that_share_a_key_and_a_value(theirs, ours):
+    model = FlaxModel(partial(shared_keys, order=ours))
+    found_by_trying(partial(shared_keys, order=theirs), model, SENTENCE)
 
 
-class TorchCell(tnn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gates = tnn.Linear(6, 16)
-
-    def forward(self, x):
-        i, f, g, o = self.gates(x).chunk(4, dim=-1)
-        return o.sigmoid() * torch.tanh(f.sigmoid() + i.sigmoid() * torch.tanh(g))
-
-
-class Cell(nn.Module):
-    order: str
-
-    @nn.compact
-    def __call__(self, x):
-        parts = jnp.split(nn.Dense(16, name="gates")(x), 4, axis=-1)
-        i, f, g, o = (parts[self.order.index(name)] for name in "ifgo")
-        return nn.sigmoid(o) * jnp.tanh(nn.sigmoid(f) + nn.sigmoid(i) * jnp.tanh(g))
+def cell(n, x, order):
+    gates = n.dense(x, "gates", 16).reshape(*x.shape[:-1], 4, 4)
+    i, f, g, o = (gates[..., order.index(name), :] for name in "ifgo")
+    return n.sigmoid(o) * n.tanh(n.sigmoid(f) + n.sigmoid(i) * n.tanh(g))
 
 
 @pytest.mark.parametrize("order", ["iogf", "gifo", "ofig"])
 def test_four_gates_in_any_order(order):
-    found_by_trying(TorchCell(), Cell(order), ROWS)
+    found_by_trying(partial(cell, order="ifgo"), FlaxModel(partial(cell, order=order)), ROWS)
 
 
-class TorchMixer(tnn.Module):
-    """Packs the inputs of a state-space layer in the order z, x, B, C, dt, as Mamba-2 does."""
-
-    def __init__(self):
-        super().__init__()
-        self.in_proj = tnn.Linear(6, 8 + 8 + 4 + 4 + 2)
-
-    def forward(self, x):
-        z, x, b, c, dt = self.in_proj(x).split((8, 8, 4, 4, 2), dim=-1)
-        mixed = torch.tanh(x) * (b * c.sigmoid()).sum(-1, keepdim=True)
-        return mixed * z.sigmoid() * dt.sum(-1, keepdim=True)
-
-
-class Mixer(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        packed = nn.Dense(26, name="in_proj")(x)
-        x, z, b, c, dt = jnp.split(packed, (8, 16, 20, 24), axis=-1)
-        mixed = jnp.tanh(x) * (b * nn.sigmoid(c)).sum(-1, keepdims=True)
-        return mixed * nn.sigmoid(z) * dt.sum(-1, keepdims=True)
+def mixer(n, x, order):
+    """Packs the inputs of a state-space layer, which Mamba-2 has in the order z, x, B, C, dt."""
+    widths = {"z": 8, "x": 8, "b": 4, "c": 4, "d": 2}
+    packed = n.dense(x, "in_proj", 26)
+    parts = {}
+    start = 0
+    for name in order:
+        parts[name] = packed[..., start : start + widths[name]]
+        start += widths[name]
+    mixed = n.tanh(parts["x"]) * (parts["b"] * n.sigmoid(parts["c"])).sum(-1, keepdims=True)
+    return mixed * n.sigmoid(parts["z"]) * parts["d"].sum(-1, keepdims=True)
 
 
 def test_two_of_five_unequal_parts_exchanged():
-    found_by_trying(TorchMixer(), Mixer(), ROWS)
+    found_by_trying(partial(mixer, order="zxbcd"), FlaxModel(partial(mixer, order="xzbcd")), ROWS)
 
 
-class TorchReader(tnn.Module):
-    """Packs key and value, as Perceiver does, and has two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.queries = tnn.ModuleList(tnn.Linear(8, 8) for _ in range(2))
-        self.kv = tnn.ModuleList(tnn.Linear(8, 16) for _ in range(2))
-
-    def forward(self, x):
-        for query, kv in zip(self.queries, self.kv, strict=True):
-            q = query(x).view(*x.shape[:2], 2, 4)
-            k, v = kv(x).view(*x.shape[:2], 2, 2, 4).unbind(2)
-            scores = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
-            x = x + torch.einsum("bhqk,bkhd->bqhd", scores, v).flatten(2)
-        return x
-
-
-class Reader(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        heads = (*x.shape[:2], 2, 4)
-        for _ in range(2):
-            q = nn.Dense(8)(x).reshape(heads)
-            v, k = jnp.split(nn.Dense(16)(x), 2, axis=-1)
-            scores = nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k.reshape(heads)))
-            x = x + jnp.einsum("bhqk,bkhd->bqhd", scores, v.reshape(heads)).reshape(x.shape)
-        return x
+def reader(n, x, order):
+    """Packs key and value, as Perceiver does, in two layers."""
+    for layer in range(2):
+        q = n.dense(x, f"queries.{layer}", 8)
+        halves = n.dense(x, f"kv.{layer}", 16).reshape(*x.shape[:2], 2, 8)
+        k, v = (halves[..., order.index(name), :] for name in "kv")
+        x = x + attend(n, q, k, v)
+    return x
 
 
 def test_key_and_value_in_the_other_order_beside_a_query_of_two_heads():
-    x = values(2, 5, 8)
-    state, example = proof(TorchReader(), x)
-    like = abstract(Reader(), x)
-    params = params_from_torch(state, like, apply=Reader().apply, example=example)
-    np.testing.assert_allclose(Reader().apply(params, x), example[1], atol=1e-4)
+    model = FlaxModel(partial(reader, order="vk"), names={})
+    found_by_trying(partial(reader, order="kv"), model, SENTENCE, atol=1e-4)
 
 
-class TorchPixels(tnn.Module):
-    """Packs query, key and value of each head in a convolution, as guided diffusion does."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv = tnn.Conv2d(8, 24, 1)
-        self.out = tnn.Conv2d(8, 8, 1)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).reshape(len(x), 2, 12, -1).chunk(3, dim=2)
-        scores = torch.einsum("bhdq,bhdk->bhqk", q, k).softmax(-1)
-        return self.out(torch.einsum("bhqk,bhdk->bhdq", scores, v).reshape(x.shape))
+def pixels(n, x, order):
+    """Attends with convolutions, packed or not; guided diffusion packs them head by head."""
+    if order == "dense":
+        parts = [n.conv(x, name, 8, 1) for name in "qkv"]
+    else:
+        parts = in_parts(n.conv(x, "qkv", 24, 1), order)
+    q, k, v = (part.reshape(len(x), -1, 8) for part in parts)
+    return n.conv(attend(n, q, k, v).reshape(x.shape), "out", 8, 1)
 
 
-class Pixels(nn.Module):
-    packed: bool
-
-    @nn.compact
-    def __call__(self, x):
-        if self.packed:
-            parts = jnp.split(nn.Conv(24, (1, 1))(x), 3, axis=-1)
-        else:
-            parts = [nn.Conv(8, (1, 1))(x) for _ in range(3)]
-        q, k, v = (part.reshape(len(x), -1, 2, 4) for part in parts)
-        scores = nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
-        return nn.Conv(8, (1, 1))(jnp.einsum("bhqk,bkhd->bqhd", scores, v).reshape(x.shape))
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_packed_rows_of_a_convolution(packed):
-    x = values(2, 8, 3, 4)
-    ours = np.moveaxis(x, 1, -1)
-    state, example = proof(TorchPixels(), x)
-    model = Pixels(packed)
-    like = abstract(model, ours)
-    pairs = torch_bridge.pair(state, like, apply=model.apply, example=example)
-    params = params_from_torch(state, like, pairs=pairs)
-    outputs = np.moveaxis(model.apply(params, ours), -1, 1)
-    np.testing.assert_allclose(outputs, example[1], atol=1e-5)
-    back = torch_bridge.params_to_torch(params, state, pairs=pairs)
-    assert all(torch.equal(back[name], value) for name, value in state.items())
+@pytest.mark.parametrize("ours", ["qkv", "dense"])
+def test_packed_rows_of_a_convolution(ours):
+    model = FlaxModel(partial(pixels, order=ours), names={})
+    found_by_trying(partial(pixels, order="heads"), model, values(2, 8, 3, 4), channels=4)
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("heads", "dense"), ("kvq", "qkv")])
 def test_a_sequence_of_one_value_does_not_tell_query_from_key(theirs, ours):
     x = values(2, 1, 8)
-    state, example = proof(TorchParts(theirs), x)
+    state, example = proof(TorchModel(partial(attention, order=theirs)), x)
+    model = FlaxModel(partial(attention, order=ours))
     with pytest.raises(CheckpointMismatch, match="does not tell which is which") as error:
-        params_from_torch(state, abstract(Parts(ours), x), apply=Parts(ours).apply, example=example)
+        params_from_torch(state, abstract(model, x), apply=model.apply, example=example)
     assert error.value.ambiguous[0].startswith("qkv")
 
 
@@ -685,98 +504,64 @@ def test_what_rounds_to_16_bits_is_compared_in_its_units(dtype):
     assert {p.torch_name: p.path[0] for p in pairs}["0.weight"] == "Dense_1"
 
 
-class TwoHeads(nn.Module):
-    width: int = 5
-    eps: float = 1e-5
-    tanh: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Conv(3, (3, 3), padding="VALID", name="conv")(x)
-        x = x.reshape(len(x), -1)
-        x = nn.Dense(5, name="a")(x) + nn.Dense(5, name="b")(x)
-        x = nn.gelu(nn.LayerNorm(self.eps, name="norm")(x), approximate=self.tanh)
-        return nn.Dense(2, name="out")(nn.Dense(self.width, name="last")(x))
-
-
-class TorchTwoHeads(tnn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = tnn.Conv2d(2, 3, 3)
-        self.a = tnn.Linear(48, 5)
-        self.b = tnn.Linear(48, 5)
-        self.norm = tnn.LayerNorm(5)
-        self.last = tnn.Linear(5, 5)
-        self.out = tnn.Linear(5, 2)
-
-    def forward(self, x):
-        x = self.conv(x).flatten(1)
-        x = tnn.functional.gelu(self.norm(self.a(x) + self.b(x)))
-        return self.out(self.last(x))
+def two_readers(n, x, eps=1e-5, gelu=None):
+    """Has two layers of one flattened map."""
+    x = n.flatten(n.conv(x, "conv", 3, 3))
+    x = n.ln(n.dense(x, "a", 5) + n.dense(x, "b", 5), "norm", eps)
+    x = (gelu or n.gelu)(x)
+    return n.dense(n.dense(x, "last", 5), "out", 2)
 
 
 MAPS = values(2, 2, 6, 6)
 
 
-def proved(model, **options):
-    state, example = proof(TorchTwoHeads(), MAPS)
+def proved(body=two_readers, **options):
+    state, example = proof(TorchModel(two_readers, channels=4), MAPS)
+    model = FlaxModel(body)
     like = abstract(model, np.moveaxis(MAPS, 1, -1))
     return params_from_torch(state, like, apply=model.apply, example=example, **options)
 
 
 def test_a_map_that_is_said_leaves_the_others_to_the_example():
-    expected = proved(TwoHeads())
-    for said in ({"flatten": {"a": (3, 4, 4)}}, {"flatten": {"b": (3, 4, 4)}}):
-        jax.tree.map(np.testing.assert_array_equal, proved(TwoHeads(), **said), expected)
+    expected = proved()
+    for said in ({"a": (3, 4, 4)}, {"b": (3, 4, 4)}):
+        equal(proved(flatten=said), expected)
     for wrong in ({}, {"a": (3, 4, 4), "b": None}):
         with pytest.raises(CheckpointMismatch, match="off"):
-            proved(TwoHeads(), flatten=wrong)
+            proved(flatten=wrong)
 
 
-@pytest.mark.parametrize("other", [{"eps": 1e-2}, {"tanh": True}])
+@pytest.mark.parametrize("other", [{"eps": 1e-2}, {"gelu": nn.gelu}])  # flax's is by tanh
 def test_a_slight_difference_is_said_to_be_of_a_formula(other):
     with pytest.raises(CheckpointMismatch, match="often another formula: look at the eps and"):
-        proved(TwoHeads(**other))
+        proved(partial(two_readers, **other))
 
 
-class Normed(nn.Module):
-    eps: float = 1e-5
-
-    @nn.compact
-    def __call__(self, ids):
-        x = 4 * nn.Embed(11, 8, name="embed")(ids)
-        return nn.Dense(8, name="out")(nn.LayerNorm(self.eps, name="norm")(x))
-
-
-class TorchNormed(tnn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = tnn.Embedding(11, 8)
-        self.norm = tnn.LayerNorm(8)
-        self.out = tnn.Linear(8, 8)
-
-    def forward(self, ids):
-        return self.out(self.norm(4 * self.embed(ids)))
+def normed(n, ids, eps=1e-5):
+    x = 4 * n.embed(ids, "embed", 11, 8)
+    return n.dense(n.ln(x, "norm", eps), "out", 8)
 
 
 IDS = np.arange(10).reshape(2, 5)
 
 
 def test_outputs_may_differ_by_ten_times_what_one_rounding_moves_them():
-    state, example = proof(TorchNormed(), IDS)
+    module = TorchModel(normed)
+    state, example = proof(module, IDS)
     arrays = {name: value.numpy() for name, value in state.items()}
     checkpoint = Checkpoint(arrays, example=example)
-    like = abstract(Normed(), IDS)
-    run = torch_bridge.to_flax(checkpoint, like, apply=Normed().apply)
+    right = FlaxModel(normed)
+    like = abstract(right, IDS)
+    run = torch_bridge.to_flax(checkpoint, like, apply=right.apply)
     assert run.difference <= 10 * run.control < 1e-5
-    wrong = Normed(1e-6)
+    wrong = FlaxModel(partial(normed, eps=1e-6))
     off = np.asarray(wrong.apply(run.params, IDS)) - example[1]
     assert np.abs(off).max() < 1e-5 * np.abs(example[1]).max()
     with pytest.raises(
         CheckpointMismatch, match=r"e-06 of the largest output off, where .*e-06 is"
     ):
         torch_bridge.to_flax(checkpoint, like, apply=wrong.apply)
-    back = {"apply": wrong.apply, "module": TorchNormed(), "pairs": run.pairs}
+    back = {"apply": wrong.apply, "module": module, "pairs": run.pairs}
     with pytest.raises(CheckpointMismatch, match=r"gives other outputs .*e-06 of the largest"):
         torch_bridge.to_torch(run.params, (), checkpoint, **back)
 
@@ -826,52 +611,41 @@ def test_a_model_of_two_hundred_layers():
         kernels = jnp.stack([params[name]["kernel"] for name in like])
         return jax.lax.scan(lambda row, kernel: (row @ kernel, None), x, kernels)[0]
 
-    outputs = functools.reduce(lambda row, weight: row @ weight.T, weights, x)
+    outputs = reduce(lambda row, weight: row @ weight.T, weights, x)
     params = params_from_torch(state, like, apply=apply, example=((x,), outputs))
     np.testing.assert_array_equal(params["layers_199"]["kernel"].T, weights[199])
 
 
-class TorchBranches(tnn.Module):
-    def __init__(self):
-        super().__init__()
-        self.point = tnn.Conv2d(8, 4, 1)
-        self.small = tnn.Sequential(tnn.Conv2d(8, 4, 1), tnn.ReLU(), tnn.Conv2d(4, 4, 3, padding=1))
-        self.large = tnn.Sequential(tnn.Conv2d(8, 4, 1), tnn.ReLU(), tnn.Conv2d(4, 4, 5, padding=2))
-        self.pooled = tnn.Conv2d(8, 4, 1)
-
-    def forward(self, x):
-        pooled = self.pooled(tnn.functional.max_pool2d(x, 3, 1, 1))
-        return torch.cat([self.point(x), self.small(x), self.large(x), pooled], 1)
-
-
-class Branches(nn.Module):
-    """Calls the branches in the other order."""
-
-    @nn.compact
-    def __call__(self, x):
-        pooled = nn.Conv(4, (1, 1))(nn.max_pool(x, (3, 3), padding="SAME"))
-        large = nn.Conv(4, (5, 5))(nn.relu(nn.Conv(4, (1, 1))(x)))
-        small = nn.Conv(4, (3, 3))(nn.relu(nn.Conv(4, (1, 1))(x)))
-        point = nn.Conv(4, (1, 1))(x)
-        return jnp.concatenate([point, small, large, pooled], -1)
+def branches(n, x, order):
+    """Computes an Inception block, whose branches are called in an order."""
+    outputs = {}
+    for name in order:
+        if name == "point":
+            y = n.conv(x, name, 4, 1)
+        elif name == "centred":
+            y = n.conv(x - x.mean((1, 2), keepdims=True), name, 4, 1)
+        else:
+            size = {"small": 3, "large": 5}[name]
+            y = n.relu(n.conv(x, f"{name}.0", 4, 1))
+            y = n.conv(y, f"{name}.2", 4, size, p=size // 2)
+        outputs[name] = y
+    return n.concatenate([outputs[name] for name in BRANCHES], -1)
 
 
-class Inception(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(Branches()(nn.relu(nn.Conv(8, (3, 3))(x))))
-        return Branches()(nn.relu(nn.Conv(8, (1, 1))(x)))
+BRANCHES = ("point", "small", "large", "centred")
+
+
+def inception(n, x, order):
+    block = partial(branches, order=order)
+    x = n.block("2", block, n.relu(n.conv(x, "0", 8, 3, p=1)))
+    return n.block("6", block, n.relu(n.conv(n.relu(x), "4", 8, 1)))
 
 
 def test_alike_branches_of_alike_blocks_are_told_apart():
-    module = tnn.Sequential(
-        tnn.Conv2d(3, 8, 3, padding=1),
-        tnn.ReLU(),
-        *(TorchBranches(), tnn.ReLU(), tnn.Conv2d(16, 8, 1), tnn.ReLU(), TorchBranches()),
-    )
+    theirs = partial(inception, order=BRANCHES)
+    model = FlaxModel(partial(inception, order=BRANCHES[::-1]), names={})
     images = values(2, 3, 6, 6)
-    state, example = proof(module, images)
-    like = abstract(Inception(), np.moveaxis(images, 1, -1))
-    params = params_from_torch(state, like, apply=Inception().apply, example=example)["params"]
-    kernel = params["Branches_0"]["Conv_5"]["kernel"][0, 0]
+    params = found_by_trying(theirs, model, images, channels=4)
+    state, _ = proof(TorchModel(theirs, channels=4), images)
+    kernel = params["FlaxModel_0"]["Conv_5"]["kernel"][0, 0]
     np.testing.assert_array_equal(kernel.T, state["2.point.weight"][:, :, 0, 0])
