@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import io
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 
 import jaxcomp
@@ -31,6 +33,8 @@ EXACT = 'jaxcomp.allreduce(axis_name="data")'
 STEPS = 100
 MORE = 10
 FEW = 20  # after which rounding shows in no digit that a page prints
+# Where a run begins; loops of others take no checkpoint.
+BEGIN = r"^(?=.*\bcheckpoint\b|for \w+ in steps:)"
 NOISE = float(re.search(r"\+ ([\d.]+) \* rng\.normal", PRELUDE)[1]) ** 2
 
 
@@ -38,11 +42,6 @@ def replaced(text, old, new):
     """Returns the text with another part, which must be there."""
     assert old in text
     return text.replace(old, new)
-
-
-def with_moved_batches(prelude):
-    """Moves all inputs by one rounding, for a control."""
-    return replaced(prelude, "return x, ", "return apart(x, step), ")
 
 
 def lines_of(title):
@@ -60,27 +59,46 @@ def program(title, *, compressed=True):
     return "\n".join(lines)
 
 
-def run(text, count, steps, checkpoint=None, prelude=PRELUDE, others=()):
-    """Returns (losses, checkpoint) of a program on so many devices, with other names besides."""
-    losses = []
-    names = {
-        "devices": jax.devices()[:count],
-        "steps": steps,
-        "losses": losses,
-        "checkpoint": checkpoint,
-        "apart": apart,
-    }
-    names.update(others)
-    with jax.numpy_dtype_promotion("standard"):  # what a user has
-        exec(compile(prelude, "docs/adopt.md", "exec"), names)
-        # For this program, and no longer.
+class Loop:
+    """A program on so many devices, of which the definitions run once, and are compiled once."""
+
+    def __init__(self, text, count=4, prelude=PRELUDE, **others):
+        self.names = {"devices": jax.devices()[:count], **others}
+        self.mesh = contextlib.nullcontext
         setting = "jax.set_mesh(mesh)\n"
-        grid = (AxisType.Auto,) * 2
-        mesh = jax.make_mesh((count // 2, 2), ("data", "model"), grid, devices=names["devices"])
-        with jax.set_mesh(mesh) if setting in text else contextlib.nullcontext():
+        if setting in text:  # for this program, and no longer
             text = text.replace(setting, "")
+            grid = (AxisType.Auto,) * 2
+            devices = self.names["devices"]
+            mesh = jax.make_mesh((count // 2, 2), ("data", "model"), grid, devices=devices)
+            self.mesh = functools.partial(jax.set_mesh, mesh)
+        definitions, self.rest = re.split(BEGIN, text, maxsplit=1, flags=re.M)
+        self.execute(prelude, self.names)
+        self.execute(definitions, self.names)
+
+    def execute(self, text, names):
+        with jax.numpy_dtype_promotion("standard"), self.mesh():  # what a user has
             exec(compile(text, "docs/adopt.md", "exec"), names)
-    return losses, names["checkpoint"]
+
+    def run(self, steps, checkpoint=None, **others):
+        """Returns (losses, checkpoint) of these steps, with other names besides."""
+        names = self.names | {"steps": steps, "losses": [], "checkpoint": checkpoint}
+        for name, value in names.items():
+            if isinstance(value, nnx.Module | nnx.Optimizer):  # which a run changes
+                names[name] = copy.deepcopy(value)
+        names.update(others)
+        self.execute(self.rest, names)
+        return names["losses"], names["checkpoint"]
+
+    def control(self, steps):
+        """Returns the losses where the inputs are one rounding apart."""
+        batch = self.names["batch"]
+
+        def moved(step):
+            x, y = batch(step)
+            return apart(x, step), y
+
+        return self.run(steps, batch=moved)[0]
 
 
 def averaging(text):
@@ -106,31 +124,31 @@ def test_a_loop_learns_as_without_compression_and_goes_on_elsewhere(title, monke
     if title == EXPLICIT:
         title = "jit"
         prelude = replaced(PRELUDE, ", axis_types=(AxisType.Auto,)", "")
-    moved = with_moved_batches(prelude)
-    plain = program(title, compressed=False)
+    plain = Loop(program(title, compressed=False), prelude=prelude)
     text = program(title)
 
-    uncompressed, _ = run(plain, 4, range(STEPS), prelude=prelude)
+    uncompressed, _ = plain.run(range(STEPS))
     uncompressed = np.array(uncompressed)
     # With an exact average the lines of the diff change nothing.
-    exact, _ = run(averaging(text), 4, range(FEW), prelude=averaging(prelude))
-    exact_control, _ = run(plain, 4, range(FEW), prelude=moved)
+    exact, _ = Loop(averaging(text), prelude=averaging(prelude)).run(range(FEW))
+    exact_control = plain.control(range(FEW))
     assert_no_further(np.array(exact), uncompressed[:FEW], np.array(exact_control))
 
-    losses, saved = run(text, 4, range(STEPS), prelude=prelude)
+    loop = Loop(text, prelude=prelude)
+    losses, saved = loop.run(range(STEPS))
     if title != "Scanned layers":  # a narrow residual network cannot reach that far
         # Of the loss, the targets' noise cannot be learnt.
         assert last_losses(losses) - NOISE < 0.5 * (losses[0] - NOISE)
     assert jaxcomp.diagnostics(saved).leaves, "no leaf is compressed"
     # The rank costs at most 1% of the loss; the rest is rounding, which 100 steps amplify.
-    control, _ = run(text, 4, range(STEPS), prelude=moved)
+    control = loop.control(range(STEPS))
     reached = last_losses(uncompressed)
     assert_no_further(reached, last_losses(losses), last_losses(control), level=0.01 * reached)
 
     more = range(STEPS, STEPS + MORE)
-    here, _ = run(text, 4, more, saved, prelude)
-    there, _ = run(text, 2, more, saved, prelude)
-    control, _ = run(text, 4, more, apart(saved), prelude)
+    here, _ = loop.run(more, saved)
+    there, _ = Loop(text, 2, prelude).run(more, saved)
+    control, _ = loop.run(more, apart(saved))
     assert_no_further(np.array(there), np.array(here), np.array(control))
 
 
@@ -139,7 +157,7 @@ def test_an_nnx_model_keeps_its_statistics_and_counters():
         "jnp.tanh,",
         "nnx.BatchNorm(64, rngs=nnx.Rngs(2)), nnx.Dropout(0.1, rngs=nnx.Rngs(3)), jnp.tanh,",
     )
-    _, (state, _) = run(text, 2, range(3))
+    _, (state, _) = Loop(text, 2).run(range(3))
     model = state[0]["layers"]
     assert abs(model[1]["mean"][...]).min() > 0
     assert model[2]["rngs"]["count"][...] == 3
@@ -156,7 +174,8 @@ def test_how_much_is_carried_goes_into_every_log(capsys):
     section = SECTIONS["How much is carried"]
     asked, recipe = re.findall(r"```python\n(.*?)```", section, re.S)
     others = {"json": json, "log": io.StringIO(), "wandb": mock.Mock(), "writer": mock.Mock()}
-    run(f"{program('jit')}\n{asked}\n{recipe}", 4, range(FEW), others=others)
+    loop = Loop(f"{program('jit')}\n{asked}\n{recipe}", **others)
+    loop.run(range(FEW))
     logged = json.loads(others["log"].getvalue())
     assert logged.pop("step") == FEW - 1
     points = [mock.call(name, value, FEW - 1) for name, value in logged.items()]
@@ -166,7 +185,7 @@ def test_how_much_is_carried_goes_into_every_log(capsys):
     (table,) = re.findall(r"```text\n(.*?)```", section, re.S)
     shown = shares_in(table)
     assert [*shown] == [*printed] == ["['in']", "['out']", "all"]
-    run(f"{program('jit')}\n{asked}", 4, range(FEW), prelude=with_moved_batches(PRELUDE))
+    loop.control(range(FEW))
     control = shares_in(capsys.readouterr().out)
     assert_no_further(shown, printed, control, level=0.1)  # the last digit
 
@@ -190,19 +209,12 @@ def moved_on_its_devices(leaf):
     return jax.device_put(apart(leaf), leaf.sharding if leaf.committed else None)
 
 
-def run_and_control(text):
-    """Returns the losses of a loop, and of the same loop begun one rounding apart."""
-    definitions, loop = re.split(r"^(?=for \w+ in steps:)", text, flags=re.M)
-    begun = {"devices": jax.devices()[:4], "steps": range(STEPS)}
-    with jax.numpy_dtype_promotion("standard"):  # what a user has
-        exec(AROUND + definitions, begun)
-        names = {**begun, "losses": []}
-        exec(loop, names)
-        control = {**begun, "losses": []}
-        for name in {"state", "var_params", "model"} & begun.keys():
-            control[name] = jax.tree.map(moved_on_its_devices, begun[name])
-        exec(loop, control)
-    return names["losses"], control["losses"]
+def moved_beginning(loop):
+    """Returns what a loop begins with, one rounding apart."""
+    moved = {}
+    for name in {"state", "var_params", "model"} & loop.names.keys():
+        moved[name] = jax.tree.map(moved_on_its_devices, loop.names[name])
+    return moved
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -216,9 +228,11 @@ def test_a_loop_of_others_learns_as_its_table_says(name):
     changed = collections.Counter(row[:1] for row in lines)
     assert changed["-"] == int(removed)
     assert changed["+"] == int(added)
-    exact, _ = run(plain, 4, range(STEPS), prelude=AROUND)
+    exact, _ = Loop(plain, prelude=AROUND).run(range(STEPS))
     assert last_losses(exact) < 0.95 * exact[0]
-    losses, control = run_and_control(text)
+    loop = Loop(text, prelude=AROUND)
+    losses, _ = loop.run(range(STEPS))
+    control, _ = loop.run(range(STEPS), **moved_beginning(loop))
     ratio = last_losses(losses) / last_losses(exact)
     control_ratio = last_losses(control) / last_losses(exact)
     assert_no_further(float(shown), ratio, control_ratio, level=5e-4)  # half of the last digit
