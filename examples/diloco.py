@@ -14,7 +14,10 @@ import jaxcomp
 argparse.ArgumentParser(description=__doc__).parse_args()  # there is nothing to choose
 jax.config.update("jax_num_cpu_devices", 4)  # leave out where there are GPUs
 mesh = jax.make_mesh((jax.device_count(),), ("data",))
-START, STEPS, H, BATCH, CONTEXT = 64, 512, 16, 256, 16
+START = 64  # steps with the exact average
+STEPS = 512
+H = 16  # local steps between two synchronisations
+BATCH, CONTEXT = 256, 16
 
 # The text is Python's own source; the model predicts a byte from the 16 before it.
 files = sorted(Path(os.__file__).parent.glob("*.py"))
@@ -52,7 +55,8 @@ def new_params():
 def main():
     # As in the paper, DiLoCo begins with a model that is already trained a little. A step on the
     # whole batch equals a step with the exact average.
-    params, exact_step = new_params(), jax.jit(local_step)
+    params = new_params()
+    exact_step = jax.jit(local_step)
     opt_state = optimizer.init(params)
     for i in range(START):
         params, opt_state, _ = exact_step(params, opt_state, draw(train_text, BATCH, (0, i)))
@@ -62,7 +66,8 @@ def main():
     diloco = jaxcomp.local_sgd_round(
         local_step, sync_every=H, axis_name="data", mesh=mesh, outer=nesterov
     )
-    state, train_round = diloco.init(params, opt_state), jax.jit(diloco)
+    state = diloco.init(params, opt_state)
+    train_round = jax.jit(diloco)
 
     exact, exact_state = params, opt_state
     for i in range(START, STEPS, H):
@@ -73,8 +78,10 @@ def main():
         if (i + H) % 64 == 0:
             print(f"step {i + H}: loss {losses.mean():.3f}", flush=True)
 
-    held_out, evaluate = draw(held_out_text, 8192, 1), jax.jit(loss_fn)
-    best, loss = float(evaluate(exact, held_out)), float(evaluate(params, held_out))
+    held_out = draw(held_out_text, 8192, 1)
+    evaluate = jax.jit(loss_fn)
+    best = float(evaluate(exact, held_out))
+    loss = float(evaluate(params, held_out))
     print(f"held-out loss {best:.4f} exact, {loss:.4f} with DiLoCo: {loss / best - 1:+.1%}")
     print(f"{diloco.bytes(params).ratio:.0f} times fewer bytes")
 

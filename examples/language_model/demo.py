@@ -76,36 +76,51 @@ def progress(records: Iterable[Record], name: str, steps: int) -> Iterable[Recor
 
 def train(name: str, config: RunConfig, mesh: Mesh, ranks: Any = None) -> tuple[Result, Any]:
     """Runs one strategy; returns its result, and Adam's momentum after a quarter of the steps."""
-    records, record, momentum = [], None, None
     run = Run(config, mesh, ranks=ranks)
+    evaluated = []
+    record = None
+    momentum = None
     for record in progress(run.steps(), name, config.steps):
         if record.held_out is not None:
-            records.append(record)
+            evaluated.append(record)
         if config.strategy == "allreduce" and record.step == max(1, config.steps // 4):
             momentum = optax.tree.get(run.consolidated().opt_state, "mu")
     assert record is not None  # `RunConfig.check` asks for at least one step
+    line = f"{name:23} step {record.step:5}  {evaluated[-1].held_out:.3f}  {record.seconds:4.0f} s"
     share = run.carried()
-    carried = "" if share is None else f", the factors carried {share:.0%} in the last step"
-    last = f"step {record.step:5}  {records[-1].held_out:.3f}"
-    print(f"{name:23} {last}  {record.seconds:4.0f} s{carried}", flush=True)
-    steps, held_out = [r.step for r in records], [r.held_out for r in records]
-    sent = [r.bytes_sent for r in records]
-    return Result(name, steps, held_out, sent, record.bytes_step, record.seconds), momentum
+    if share is not None:
+        line += f", the factors carried {share:.0%} in the last step"
+    print(line, flush=True)
+    result = Result(
+        name,
+        steps=[r.step for r in evaluated],
+        held_out=[r.held_out for r in evaluated],
+        bytes_sent=[r.bytes_sent for r in evaluated],
+        bytes_step=record.bytes_step,
+        seconds=record.seconds,
+    )
+    return result, momentum
 
 
 def train_all(runs: dict[str, RunConfig], mesh: Mesh) -> list[Result]:
     """Trains the exact run, the compressed runs, and the last one again with ranks by spectrum."""
-    names = list(runs)
-    exact, momentum = train(names[0], runs[names[0]], mesh)
-    results = [exact, *(train(name, runs[name], mesh)[0] for name in names[1:])]
+    results = []
+    momentum = None
+    for name, config in runs.items():
+        result, early_momentum = train(name, config, mesh)
+        results.append(result)
+        if momentum is None:
+            momentum = early_momentum  # of the exact run, which comes first
+    exact = results[0]
     # Send no more bytes than equal ranks do; for a small model those may be more than GOAL.
     ratio = min(GOAL, exact.bytes_step / results[-1].bytes_step)
-    last = runs[names[-1]]
+    last = list(runs.values())[-1]
     try:
         ranks = jaxcomp.ranks_by_spectrum(momentum, ratio=ratio, comm_dtype=last.comm_dtype)
     except ValueError as error:
         raise UsageError(f"--width {last.width} is too small for ranks by spectrum") from error
-    results.append(train("ranks by spectrum, int6", last, mesh, ranks)[0])
+    by_spectrum, _ = train("ranks by spectrum, int6", last, mesh, ranks)
+    results.append(by_spectrum)
     for result in results:
         result.excess = result.held_out[-1] / exact.held_out[-1] - 1
         result.ratio = exact.bytes_sent[-1] / result.bytes_sent[-1]
@@ -114,10 +129,17 @@ def train_all(runs: dict[str, RunConfig], mesh: Mesh) -> list[Result]:
 
 def table(results: list[Result]) -> str:
     """Writes held-out loss and bytes per replica as a table in Markdown."""
-    lines = [f"| {'strategy':23} |   loss | excess |  a step | fewer |   time |"]
-    lines += ["|".join(["", "-" * 25, *("-" * n + ":" for n in (7, 7, 8, 6, 7)), ""])]
-    for i, r in enumerate(results):
-        excess, ratio = (f"{r.excess:+.1%}", f"{r.ratio:.1f}x") if i else ("", "")
+    lines = [
+        f"| {'strategy':23} |   loss | excess |  a step | fewer |   time |",
+        f"|{'-' * 25}|-------:|-------:|--------:|------:|-------:|",
+    ]
+    exact = results[0]
+    for r in results:
+        excess = ""
+        ratio = ""
+        if r is not exact:
+            excess = f"{r.excess:+.1%}"
+            ratio = f"{r.ratio:.1f}x"
         lines.append(
             f"| {r.name:23} | {r.held_out[-1]:.4f} | {excess:>6} | {readable(r.bytes_step):>7} | "
             f"{ratio:>5} | {r.seconds:4.0f} s |"
@@ -127,13 +149,14 @@ def table(results: list[Result]) -> str:
 
 def conclusions(results: list[Result], folder: Path) -> list[str]:
     """Writes the results of the table as five lines."""
-    exact, plain, narrow, last = results[0], results[1], results[-2], results[-1]
+    exact, plain, *_, narrow, by_spectrum = results
     return [
         f"The exact average sends {readable(exact.bytes_step)} per step and replica and ends at "
         f"{exact.held_out[-1]:.3f} nats per byte.",
         f"{plain.name}: {plain.against()}.",
         f"{narrow.name} factors: {narrow.against()}.",
-        f"Ranks by the spectrum of the exact run's gradients, int6 factors: {last.against()}.",
+        "Ranks by the spectrum of the exact run's gradients, int6 factors: "
+        f"{by_spectrum.against()}.",
         f"No network is in the way here: ask `python -m jaxcomp advise` what yours would save. "
         f"Curves: {folder / 'demo.png'}",
     ]
@@ -141,24 +164,24 @@ def conclusions(results: list[Result], folder: Path) -> list[str]:
 
 def save(folder: Path, config: RunConfig, replicas: int, results: list[Result]) -> None:
     """Writes all measurements as JSON, and draws them."""
-    packages = ("jax", "flax", "optax", "jaxcomp")
+    versions = {name: version(name) for name in ("jax", "flax", "optax", "jaxcomp")}
+    versions["python"] = platform.python_version()
     content = {
         "config": asdict(config) | {"replicas": replicas},
-        "versions": {name: version(name) for name in packages}
-        | {"python": platform.python_version()},
+        "versions": versions,
         "results": [asdict(result) for result in results],
     }
     (folder / "demo.json").write_text(json.dumps(content, indent=1) + "\n")
     plain = [PLAIN[i % len(PLAIN)] for i in range(len(results) - 3)]
     colours = [pictures.INK, *plain, pictures.PURPLE, pictures.ORANGE]
-    curves = [
-        pictures.Curve(
-            f"{r.name}: {r.excess:+.1%}" if i else f"{r.name}: exact",
-            f"{r.ratio:.1f}x fewer" if i else "",
-            *(colours[i], r.steps, r.held_out, r.bytes_sent),
-        )
-        for i, r in enumerate(results)
-    ]
+    curves = []
+    for r, colour in zip(results, colours, strict=True):
+        by_step = f"{r.name}: {r.excess:+.1%}"
+        by_bytes = f"{r.ratio:.1f}x fewer"
+        if r is results[0]:
+            by_step = f"{r.name}: exact"
+            by_bytes = ""
+        curves.append(pictures.Curve(by_step, by_bytes, colour, r.steps, r.held_out, r.bytes_sent))
     pictures.draw(folder / "demo.png", curves, replicas)
 
 
@@ -177,11 +200,18 @@ def parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Trains all runs, compares and prints their results, and writes the files."""
-    same = {name: getattr(arguments, name) for name in ("steps", "width", "seed")}
-    config = replace(CONFIG, strategy="allreduce", eval_every=max(1, arguments.steps // 12), **same)
+    config = replace(
+        CONFIG,
+        strategy="allreduce",
+        steps=arguments.steps,
+        width=arguments.width,
+        seed=arguments.seed,
+        eval_every=max(1, arguments.steps // 12),
+    )
     powersgd = replace(config, strategy="powersgd")
     runs = {"all-reduce": config}
-    runs |= {f"PowerSGD rank {rank}": replace(powersgd, rank=rank) for rank in arguments.ranks}
+    for rank in arguments.ranks:
+        runs[f"PowerSGD rank {rank}"] = replace(powersgd, rank=rank)
     best = NARROW * max(arguments.ranks)
     runs[f"PowerSGD rank {best}, int6"] = replace(powersgd, rank=best, comm_dtype="int6")
     if min(arguments.ranks) <= 0 or arguments.devices <= 0:

@@ -23,12 +23,14 @@ from train import Parser
 
 import jaxcomp
 
-SLOW, FAST = "slow", "fast"
+SLOW = "slow"
+FAST = "fast"
 MODES = ("tensor", "fsdp", "replicated")
 
 # Megatron's tensor parallelism: the kernel before the nonlinearity is split by columns, the kernel
 # after it by rows, so that each half of a block needs one sum over the fast axis.
-BY_COLUMNS, BY_ROWS = ("qkv", "mlp_in", "output"), ("attention_out", "mlp_out")
+BY_COLUMNS = ("qkv", "mlp_in", "output")
+BY_ROWS = ("attention_out", "mlp_out")
 
 
 def weight_spec(mode: str, fast_devices: int, path: Any, leaf: jax.Array) -> P:
@@ -125,14 +127,19 @@ def main() -> None:
     state = jaxcomp.shard_state(tx.init(params), mesh, SLOW)
     step = make_step(model, tx, mesh, params, state, arguments.mode)
 
-    text, rows = load_corpus().train, NamedSharding(mesh, P((SLOW, FAST)))
-    batch = partial(training_batch, text, seed=0, size=16, context=64)
-    step = step.lower(params, state, jax.device_put(batch(0), rows)).compile()
+    text = load_corpus().train
+    rows = NamedSharding(mesh, P((SLOW, FAST)))
+
+    def batch(index: int) -> jax.Array:
+        tokens = training_batch(text, index, seed=0, size=16, context=64)
+        return jax.device_put(tokens, rows)
+
+    step = step.lower(params, state, batch(0)).compile()
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     sent = slow_bytes(step, mesh)
     print(f"{size:,} parameters; bytes between hosts, per device and step: {sent:,}", flush=True)
     for index in range(arguments.steps):
-        params, state, losses = step(params, state, jax.device_put(batch(index), rows))
+        params, state, losses = step(params, state, batch(index))
         if index % 10 == 9 or index + 1 == arguments.steps:
             print(f"step {index + 1:4}  loss {np.mean(jax.device_get(losses)):.3f}", flush=True)
 

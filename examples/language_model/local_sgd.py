@@ -145,12 +145,21 @@ def train(strategy: Strategy, config: Config, corpus: lm.Corpus, mesh: Mesh) -> 
     params = lm.init_params(model_of(config), config.seed)
     state: Tree = adamw(config.learning_rate, config.steps).init(params)
     evaluate = jax.jit(partial(lm.loss_fn, model_of(config)))
-    size, context = config.eval_sequences // 4, config.context
-    held_out = lm.held_out_batches(corpus.held_out, count=4, size=size, context=context)
+    held_out = lm.held_out_batches(
+        corpus.held_out, count=4, size=config.eval_sequences // 4, context=config.context
+    )
+    draw = partial(
+        lm.training_batch,
+        corpus.train,
+        seed=config.seed,
+        size=config.batch_size,
+        context=config.context,
+    )
     phases = strategy.phases(config, params)
     sent = 0.0
-    for number, (first, phase) in enumerate(phases):
-        last = phases[number + 1][0] if number + 1 < len(phases) else config.steps
+    ends = [first for first, _ in phases[1:]]
+    ends.append(config.steps)
+    for (first, phase), end in zip(phases, ends, strict=True):
         state = phase.begin(params, state)
         specs = jaxcomp.state_specs(state, AXIS)
         state = jaxcomp.shard_state(state, mesh, AXIS)
@@ -162,10 +171,8 @@ def train(strategy: Strategy, config: Config, corpus: lm.Corpus, mesh: Mesh) -> 
                 out_specs=(P(), specs),
             )
         )
-        for step in range(first, last, phase.steps):
-            options = {"seed": config.seed, "size": config.batch_size, "context": config.context}
-            draw = partial(lm.training_batch, corpus.train, **options)
-            batches = np.stack([*map(draw, range(step, step + phase.steps))])
+        for step in range(first, end, phase.steps):
+            batches = np.stack([draw(index) for index in range(step, step + phase.steps)])
             params, state = jax.block_until_ready(mapped(params, state, batches))
             sent += phase.bytes_per_step * phase.steps
             done = step + phase.steps
@@ -179,11 +186,18 @@ def plot(path: Path, runs: dict[str, list[Point]], config: Config) -> None:
     """Draws held-out loss against steps, and against bytes."""
     import pictures  # imports matplotlib, which a run of hours should need only at its end
 
-    colours = ("INK", "BLUE", "SKY", "GREEN", "ORANGE", "PURPLE")
-    curves = [
-        pictures.Curve(name, "", getattr(pictures, colour), *zip(*points, strict=True))
-        for (name, points), colour in zip(runs.items(), colours, strict=False)
-    ]
+    colours = (
+        pictures.INK,
+        pictures.BLUE,
+        pictures.SKY,
+        pictures.GREEN,
+        pictures.ORANGE,
+        pictures.PURPLE,
+    )
+    curves = []
+    for (name, points), colour in zip(runs.items(), colours, strict=False):
+        steps, held_out, bytes_sent = zip(*points, strict=True)
+        curves.append(pictures.Curve(name, "", colour, steps, held_out, bytes_sent))
     pictures.draw(path, curves, config.replicas)
 
 
@@ -192,7 +206,8 @@ def table(runs: dict[str, list[Point]], config: Config) -> str:
     exact = runs[STRATEGIES[0].name][-1]
     lines = ["| | held-out loss | excess | bytes per step | fewer |", "|---|---|---|---|---|"]
     for name, (*_, end) in runs.items():
-        excess, fewer = end.held_out / exact.held_out - 1, exact.bytes_sent / end.bytes_sent
+        excess = end.held_out / exact.held_out - 1
+        fewer = exact.bytes_sent / end.bytes_sent
         sent = f"{end.bytes_sent / config.steps:,.0f} | {fewer:.0f}x"
         lines.append(f"| {name} | {end.held_out:.3f} | {excess:+.1%} | {sent} |")
     return "\n".join(lines)

@@ -16,10 +16,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e8ec"
-BLUE, ORANGE, GREEN, SKY, PURPLE, OCHRE = (
-    "#0072b2", "#d55e00", "#009e73", "#56b4e9", "#aa3f86", "#a67c00",
-)  # fmt: skip
+INK = "#1f2933"
+MUTED = "#7b8794"
+GRID = "#e4e8ec"
+BLUE = "#0072b2"
+ORANGE = "#d55e00"
+GREEN = "#009e73"
+SKY = "#56b4e9"
+PURPLE = "#aa3f86"
+OCHRE = "#a67c00"
 _SMALL = 8.5  # points, of labels
 
 
@@ -58,7 +63,8 @@ def name_points(axis: Axes, points: Sequence[tuple[float, float, str, str]]) -> 
     taken: list[tuple[float, float, float]] = []
     for x, y, name, colour in sorted(points, key=lambda point: point[1]):
         at, height = axis.transData.transform((x, y))
-        wide, lift = len(name) * 0.62 * _SMALL / pixel, height
+        wide = len(name) * 0.62 * _SMALL / pixel
+        lift = height
         for left, right, other in sorted(taken, key=lambda t: t[2]):
             overlaps = at < right and left < at + wide
             if overlaps and abs(lift - other) < 1.25 * _SMALL / pixel:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -39,12 +39,14 @@ examples:
   python examples/language_model/train.py --checkpoint-dir run --resume   # the first time, too
   srun python examples/language_model/train.py --distributed --checkpoint-dir /shared/run --resume
 """
-# EX_TEMPFAIL of sysexits.h: stopped and saved, start again. The other code: nothing is saved.
-EXIT_AGAIN, EXIT_STOPPED = 75, 128 + signal.SIGTERM
+EXIT_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: the run is saved, start it again
+EXIT_STOPPED = 128 + signal.SIGTERM  # nothing is saved
 # Seconds for the other processes to end before the process with the coordinator ends.
 GRACE = 3.0
 # Options that may differ from the saved run, because they do not change a step's results.
 FREE = ("eval_every", "eval_sequences")
+
+T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -88,7 +90,8 @@ def parser() -> Parser:
 
 def config_of(arguments: argparse.Namespace) -> RunConfig:
     """Returns the configuration of the run from the command line."""
-    return RunConfig(**{field.name: getattr(arguments, field.name) for field in fields(RunConfig)})
+    values = {field.name: getattr(arguments, field.name) for field in fields(RunConfig)}
+    return RunConfig(**values)
 
 
 def local_devices(count: int | None, default_cpus: int = 8) -> list[Any]:
@@ -101,10 +104,12 @@ def local_devices(count: int | None, default_cpus: int = 8) -> list[Any]:
     # that (in a notebook, say) one takes what is there. Where GPUs are found it changes nothing.
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", count or default_cpus)
-    found = jax.local_device_count()
-    if count is not None and not 0 < count <= found:
-        raise UsageError(f"--devices must be positive and at most {found}, got {count}")
-    return jax.devices() if jax.process_count() > 1 else jax.devices()[:count]
+    available = jax.local_device_count()
+    if count is not None and not 0 < count <= available:
+        raise UsageError(f"--devices must be positive and at most {available}, got {count}")
+    if jax.process_count() > 1:
+        return jax.devices()
+    return jax.devices()[:count]
 
 
 def connect(arguments: argparse.Namespace) -> None:
@@ -173,7 +178,8 @@ class Log:
             for line in path.read_text().splitlines():
                 with contextlib.suppress(json.JSONDecodeError):  # cut off on a full disk
                     kept.append(json.loads(line))
-        self._write("w", *(record for record in kept if record.get("step", 0) <= start))
+        before = [record for record in kept if record.get("step", 0) <= start]
+        self._write("w", before)
 
     @classmethod
     def takes(cls, record: Record) -> bool:
@@ -182,16 +188,21 @@ class Log:
 
     def add(self, record: Record) -> None:
         """Writes a record."""
-        values = {"step": record.step, "loss": float(record.loss)}
-        values |= {"bytes_sent": record.bytes_sent, "seconds": round(record.seconds, 3)}
+        values = {
+            "step": record.step,
+            "loss": float(record.loss),
+            "bytes_sent": record.bytes_sent,
+            "seconds": round(record.seconds, 3),
+        }
         if record.held_out is not None:
             values["held_out"] = record.held_out
-        self._write("a", values)
+        self._write("a", [values])
 
-    def _write(self, mode: str, *records: dict[str, Any]) -> None:
+    def _write(self, mode: str, records: list[dict[str, Any]]) -> None:
         try:
             with self._path.open(mode) as file:  # closed: a killed run keeps its curve
-                file.write("".join(json.dumps(record) + "\n" for record in records))
+                for record in records:
+                    file.write(json.dumps(record) + "\n")
         except OSError as error:
             raise UsageError(f"the log {self._path} could not be written ({error})") from error
 
@@ -218,17 +229,21 @@ def open_checkpoints(arguments: argparse.Namespace) -> Checkpoints | None:
     return Checkpoints(arguments.checkpoint_dir, keep=arguments.keep, resume=arguments.resume)
 
 
-def together(action: Callable[[], None]) -> None:
+def together(action: Callable[[], T]) -> T | None:
     """Runs an action on all processes; if it fails on one, raises an error on all.
 
     If one process ended alone, the others would wait in their next step until JAX aborts them.
+
+    Returns:
+      The result of this process's action.
 
     Raises:
       UsageError, CheckpointError: The action failed here, or on a process that reports why.
     """
     failure: UsageError | CheckpointError | None = None
+    result = None
     try:
-        action()
+        result = action()
     except (UsageError, CheckpointError) as error:
         failure = error
     if jax.process_count() > 1:
@@ -243,10 +258,40 @@ def together(action: Callable[[], None]) -> None:
             failure = CheckpointError("another process could not write; see its error")
     if failure is not None:
         raise failure
+    return result
 
 
 def nothing() -> None:
     """Does nothing: the action of the processes other than process 0."""
+
+
+def by_flags(config: RunConfig) -> dict[str, Any]:
+    """Returns the configuration by the names of the command line, as checkpoints store it."""
+    return {flag(name): value for name, value in asdict(config).items()}
+
+
+def resume(run: Run, checkpoints: Checkpoints) -> None:
+    """Continues from the last checkpoint, if there is one of the same configuration."""
+    must_equal = by_flags(run.config)
+    for name in FREE:
+        del must_equal[flag(name)]
+    restored = checkpoints.restore(run.consolidated(), must_equal)
+    if restored is not None:
+        state, about = restored
+        run.restore(about["step"], state, about["bytes_sent"])
+
+
+def save(run: Run, checkpoints: Checkpoints, step: int) -> None:
+    """Saves the run after a step; all processes call it."""
+    about = {"config": by_flags(run.config), "bytes_sent": run.bytes_sent}
+    together(partial(checkpoints.save, step, run.consolidated(), about))
+
+
+def line_of(record: Record) -> str:
+    """Describes a step whose held-out loss was evaluated."""
+    loss = f"loss {float(record.loss):.3f}  held-out {record.held_out:.4f}"
+    sent = f"{readable(record.bytes_step)}/step  {readable(record.bytes_sent)} sent"
+    return f"step {record.step:5}  {loss}  {sent}"
 
 
 def train(arguments: argparse.Namespace) -> int | None:
@@ -260,44 +305,35 @@ def train(arguments: argparse.Namespace) -> int | None:
     run = Run(config, Mesh(devices, (AXIS,), axis_types=(AxisType.Auto,)))
     checkpoints = open_checkpoints(arguments)
     if checkpoints and arguments.resume:
-        same = {flag(k): v for k, v in asdict(config).items() if k not in FREE}
-        if found := checkpoints.restore(run.consolidated(), same):
-            state, about = found
-            run.restore(about["step"], state, about["bytes_sent"])
-    first = jax.process_index() == 0
-    log: Log | None = None
-
-    def begin_log() -> None:
-        nonlocal log
-        log = Log(arguments.log, config, run.start)
-
+        resume(run, checkpoints)
+    is_first = jax.process_index() == 0
+    log: Log | None = None  # of process 0; the others take part in its errors
     if arguments.log:
-        together(begin_log if first else nothing)
-    asked, stopped, step = Stop(), False, run.start
-    if first:
+        log = together(partial(Log, arguments.log, config, run.start) if is_first else nothing)
+    stop = Stop()
+    stopped_after = None
+    if is_first:
         where = f"{len(devices)} {devices[0].platform} devices of {jax.process_count()} processes"
         print(f"{run.parameters:,} parameters on {where}, from step {run.start}", flush=True)
-    about = {"config": {flag(k): v for k, v in asdict(config).items()}}
     for record in run.steps(arguments.stop_at):
-        step, stopped = record.step, asked(record.step)
-        last = stopped or record.step in (config.steps, arguments.stop_at)
-        if checkpoints and (last or step % arguments.checkpoint_every == 0):
-            beside = about | {"bytes_sent": run.bytes_sent}
-            together(partial(checkpoints.save, step, run.consolidated(), beside))
+        step = record.step
+        if stop(step):
+            stopped_after = step
+        is_last = step in (stopped_after, config.steps, arguments.stop_at)
+        if checkpoints and (is_last or step % arguments.checkpoint_every == 0):
+            save(run, checkpoints, step)
         if arguments.log and Log.takes(record):
             together(partial(log.add, record) if log else nothing)
-        if first and record.held_out is not None:
-            loss = f"loss {float(record.loss):.3f}  held-out {record.held_out:.4f}"
-            sent = f"{readable(record.bytes_step)}/step  {readable(record.bytes_sent)} sent"
-            print(f"step {step:5}  {loss}  {sent}", flush=True)
-        if stopped:
+        if is_first and record.held_out is not None:
+            print(line_of(record), flush=True)
+        if stopped_after:
             break
     share = run.carried()
-    if first and share is not None:
+    if is_first and share is not None:
         print(f"the factors of the last step carried {share:.0%} of the gradients' energy")
     if checkpoints:
         together(checkpoints.close)
-    return step if stopped else None
+    return stopped_after
 
 
 def leave(message: str, code: int) -> NoReturn:
@@ -328,9 +364,12 @@ def main() -> int:
         leave("ended by the error above; if another process ended first, see its error", 1)
     if stopped is None:
         return 0
-    ending, code = "and nothing is saved without --checkpoint-dir", EXIT_STOPPED
     if arguments.checkpoint_dir:
-        ending, code = "which is saved: start the run again with --resume", EXIT_AGAIN
+        ending = "which is saved: start the run again with --resume"
+        code = EXIT_AGAIN
+    else:
+        ending = "and nothing is saved without --checkpoint-dir"
+        code = EXIT_STOPPED
     print(f"{p.prog}: stopped by a signal after step {stopped}, {ending}", file=sys.stderr)
     return code
 

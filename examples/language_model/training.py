@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,14 +54,14 @@ class RunConfig:
 
     def check(self) -> None:
         """Raises one `UsageError` that names every wrong value."""
-        positive = ("rank", "steps", "batch_size", "layers", "width", "heads", "context")
-        positive += ("learning_rate", "eval_every", "eval_sequences")
-        wrong = [f"{flag(name)} must be positive" for name in positive if getattr(self, name) <= 0]
-        wrong += [
-            f"{flag(name)} must not be negative"
-            for name in ("start_step", "seed")
-            if getattr(self, name) < 0
-        ]
+        wrong = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name in ("start_step", "seed"):
+                if value < 0:
+                    wrong.append(f"{flag(item.name)} must not be negative")
+            elif not isinstance(value, str) and value <= 0:
+                wrong.append(f"{flag(item.name)} must be positive")
         if not wrong and self.width % self.heads:
             wrong.append(f"--width {self.width} is not a multiple of --heads {self.heads}")
         if self.strategy != "powersgd" and self.comm_dtype != "float32":
@@ -161,8 +161,11 @@ class Run:
             raise UsageError(
                 f"--context {config.context} is longer than the text ({longest} bytes)"
             )
-        self.config, self.start, self.bytes_sent = config, 0, 0.0
-        self._replicated, self._rows = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
+        self.config = config
+        self.start = 0
+        self.bytes_sent = 0.0
+        self._replicated = NamedSharding(mesh, P())
+        self._rows = NamedSharding(mesh, P(AXIS))
         sizes = lm.ModelConfig(config.layers, config.width, config.heads, config.context)
         model = lm.Transformer(sizes)
         self._reducer = STRATEGIES[config.strategy](config, ranks or config.rank)
@@ -201,7 +204,9 @@ class Run:
 
     def restore(self, start: int, state: State, bytes_sent: float) -> None:
         """Continues from the consolidated state after `start` steps, of any number of replicas."""
-        self.start, self.state, self.bytes_sent = start, self._placed(state), bytes_sent
+        self.start = start
+        self.state = self._placed(state)
+        self.bytes_sent = bytes_sent
 
     def _placed(self, state: State) -> State:
         # With several processes JAX compares their values, and refuses different ones.
@@ -216,12 +221,15 @@ class Run:
         """Returns the mean loss over the held-out sequences, in nats per byte."""
         size = self.config.batch_size
         count = -(-self.config.eval_sequences // size)
-        text, context = self._corpus.held_out, self.config.context
-        batches = lm.held_out_batches(text, count=count, size=size, context=context)
-        # One batch at a time: many simultaneous programs would compete for the cores of a CPU.
-        return float(
-            np.mean([float(self._evaluate(self.state.params, self._split(b))) for b in batches])
+        batches = lm.held_out_batches(
+            self._corpus.held_out, count=count, size=size, context=self.config.context
         )
+        losses = []
+        for batch in batches:
+            loss = self._evaluate(self.state.params, self._split(batch))
+            # One batch at a time: many simultaneous programs would compete for a CPU's cores.
+            losses.append(float(loss))
+        return float(np.mean(losses))
 
     def carried(self) -> float | None:
         """Returns the share of the gradients' energy that the last step's factors carried.
@@ -234,22 +242,26 @@ class Run:
 
     def steps(self, stop_at: int | None = None) -> Iterator[Record]:
         """Trains, and yields a record after each step; ends early after `stop_at` steps in all."""
-        config, began, loss = self.config, time.monotonic(), None
+        config = self.config
+        began = time.monotonic()
         shape = {"size": config.batch_size, "context": config.context}
         replicas = self._rows.mesh.size
+        loss = None
         last = min(config.steps, stop_at or config.steps)
         for index in range(self.start, last):
             batch = lm.training_batch(self._corpus.train, index, seed=config.seed, **shape)
             jax.block_until_ready(loss)  # the host prepares at most one step ahead
             self.state, loss = self._train(self.state, self._split(batch))
             done = index + 1
-            evaluated = done == last or done % config.eval_every == 0
+            held_out = None
+            if done == last or done % config.eval_every == 0:
+                held_out = self.held_out_loss()
             counted = self._reducer.bytes(self.state.params, replicas=replicas, step=index)
             self.bytes_sent += counted.bytes_after
             yield Record(
                 done,
                 loss,
-                self.held_out_loss() if evaluated else None,
+                held_out,
                 counted.bytes_after,
                 self.bytes_sent,
                 time.monotonic() - began,
