@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jaxcomp._base.checks import is_traced
 from jaxcomp._base.leaves import (
     Integers,
     alike,
@@ -91,16 +92,19 @@ class LowRank:
         for i, plan in enumerate(plans):
             if plan.view is not None:
                 kinds[i] = (plan.q_shape, compute_dtype(plan.dtype))
-        # All factors of one shape in one draw: each draw takes 0.2 s to compile.
         for positions in alike(kinds):
 
-            def draw(i: Array, kind: Any = kinds[positions[0]]) -> Array:
+            def draw(i: Any, kind: Any = kinds[positions[0]]) -> Array:
                 leaf_key = jax.random.fold_in(jax.random.fold_in(key, i), count)
                 return jax.random.normal(leaf_key, *kind)
 
-            drawn = jax.vmap(draw)(jnp.array(positions))
-            # One by one: outside of jax.jit an iteration would compile for seconds.
-            put_at(factors, positions, [drawn[place] for place in range(len(positions))])
+            if not is_traced(key):  # outside of jax.jit, JAX compiles one draw for each shape
+                drawn: Any = list(map(draw, positions))
+            elif self.warm_start:  # one loop for each shape, because a draw takes 0.2 s to compile
+                drawn = lax.map(draw, jnp.array(positions))
+            else:  # in every step, so all at once
+                drawn = jax.vmap(draw)(jnp.array(positions))
+            put_at(factors, positions, drawn)
         return factors
 
 
