@@ -124,14 +124,37 @@ BUFFERS = ("error_dict", "p_memory_dict", "q_memory_dict")
 _REQUIRED = ("matrix_approximation_rank", "iter", *BUFFERS)
 
 
-def is_slots(value: object) -> bool:
-    """Returns True if the entries are those of ``PowerSGDState.__getstate__()``."""
-    return isinstance(value, Mapping) and value.keys() >= set(_REQUIRED)
+# The states that files hold: for each kind the keys of which one or another set must be there.
+_MARKS = {
+    "PowerSGDState": (set(_REQUIRED),),
+    "PostLocalSGDState": ({"start_localSGD_iter"},),
+    "optimizer": ({"param_groups"},),
+    "scheduler": (
+        {"last_epoch", "_last_lr"},
+        {"last_epoch", "_step_count"},
+        {"last_epoch", "num_bad_epochs"},
+    ),
+    # torch's (whose state is empty if it is not enabled), Megatron's and apex's.
+    "GradScaler": (
+        {"scale", "growth_factor"},
+        {"scale", "growth_tracker"},
+        {"loss_scale", "unskipped"},
+    ),
+    "random numbers": ({"python", "numpy", "cpu"}, {"torch_manual_seed"}),
+    "DeepSpeed": ({"ds_version"},),
+}
 
 
-def is_post_local(value: object) -> bool:
-    """Returns True for a state of ``post_localSGD_hook``, which holds nothing to convert."""
-    return isinstance(value, Mapping) and "start_localSGD_iter" in value
+def is_state(value: object, kind: str) -> bool:
+    """Returns True if a value is a dictionary with the keys of a state of this kind.
+
+    Example:
+      >>> is_state({"last_epoch": 3, "_last_lr": [0.1]}, "scheduler")
+      True
+    """
+    if not isinstance(value, Mapping):
+        return False
+    return any(marks <= value.keys() for marks in _MARKS[kind])
 
 
 def is_optimizer(value: Any) -> bool:

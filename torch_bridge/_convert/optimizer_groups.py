@@ -39,11 +39,12 @@ _OF_TORCH = {
     *("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"),
     *("lr_scale", "lr_mult"),
 }
-_KEPT = {
-    "": set(),
-    "sgd": {"momentum_buffer"},
-    "adam": {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+_KEPT: dict[str, Collection[str]] = {
+    "": (),
+    "sgd": ("momentum_buffer",),
+    "adam": ("step", "exp_avg", "exp_avg_sq"),
 }
+_KEPT["adamw"] = _KEPT["adam"]
 
 # Entries that identify the other optimizers of torch, in a param group or a parameter's state.
 _OTHERS = {
@@ -89,11 +90,10 @@ class Hyperparameters(NamedTuple):
             raise CheckpointMismatch("The optimizer's `betas` must be two numbers.")
         first, second = betas
         values: dict[str, Any] = {"betas": (_number("betas", first), _number("betas", second))}
-        for name in ("maximize", "nesterov"):
-            values[name] = bool(group.get(name))
         for name in ("lr", "weight_decay", "momentum", "eps"):
             values[name] = _number(name, group.get(name, 0))
-        return cls(algorithm, **values)
+        maximize, nesterov = bool(group.get("maximize")), bool(group.get("nesterov"))
+        return cls(algorithm, maximize=maximize, nesterov=nesterov, **values)
 
     def transformation(
         self,
@@ -139,9 +139,7 @@ class Hyperparameters(NamedTuple):
         """Returns torch's names of the state entries that Optax keeps, too."""
         if self.algorithm == "sgd" and not self.momentum:
             return ()
-        if self.algorithm == "sgd":
-            return _KEPT["sgd"]
-        return _KEPT["adam"] - {"max_exp_avg_sq"}  # a run with `amsgrad` has left it in the state
+        return _KEPT[self.algorithm]
 
 
 def _number(name: str, value: Any) -> float:
@@ -167,13 +165,15 @@ def _algorithm(group: Document, kept: Collection[str]) -> str:
             family = name
     # AdaBelief, LARS and SAM have the hyperparameters of SGD or Adam, and others.
     labels = {key for key, value in group.items() if isinstance(value, str)}
-    others = {*group, *kept} - _MARKS[family] - _KEPT[family] - _OF_TORCH - labels
+    names = {*group, *kept}
+    others = names - _MARKS[family] - {*_KEPT[family]} - _OF_TORCH - labels
+    if family == "adam":
+        others.discard("max_exp_avg_sq")  # a run with `amsgrad` has left it in the state
     if others or not family:
         seems = "it is another"
-        if not family:
-            name = _other_algorithm(group, kept)
-            if name:
-                seems = f"it seems to be torch.optim.{name}"
+        name = _other_algorithm(group, names)
+        if name and not family:
+            seems = f"it seems to be torch.optim.{name}"
         raise ValueError(
             f"Only torch.optim.SGD, Adam and AdamW have an equal in optax, and {seems}: its "
             f"entries are {printable(str(sorted(map(str, others))))}. Convert the parameters with "
@@ -202,16 +202,14 @@ def _algorithm(group: Document, kept: Collection[str]) -> str:
     return family
 
 
-def _other_algorithm(group: Document, kept: Collection[str]) -> str | None:
+def _other_algorithm(group: Document, names: Collection[str]) -> str | None:
     """Returns the name of another optimizer of torch; None if it is none of torch's."""
     for name, marks in _OTHERS.items():
-        if marks <= {*group, *kept}:
+        if marks.issubset(names):
             return name
-    if group.keys() - _OF_TORCH == {"betas", "eps"}:
-        if "decoupled_weight_decay" in group:
-            return "RAdam"
-        return "Adamax or SparseAdam"
-    return None
+    if group.keys() - _OF_TORCH != {"betas", "eps"}:
+        return None
+    return "RAdam" if "decoupled_weight_decay" in group else "Adamax or SparseAdam"
 
 
 class Entry(NamedTuple):
@@ -255,11 +253,11 @@ def read_entries(
         raise CheckpointMismatch(_no_optimizer(optimizer))
     problems = Problems()
     entries = _numbered(optimizer, problems)
-    count = 0
-    for group in optimizer["param_groups"]:
-        count += len(group["params"])
     names = recorded_names(optimizer, param_names)
     with problems.about("the names of the parameters"):
+        count = 0
+        for group in optimizer["param_groups"]:
+            count += len(group["params"])
         if names is None:
             names = _names_by_order(optimizer, model, count, pairs, layout)
             if pairs is None and len(names) != count:
@@ -324,25 +322,22 @@ def _numbered(optimizer: Document, problems: Problems) -> list[Entry]:
     entries of `state` that no group lists.
     """
     entries = []
-    states_by_key = optimizer["state"]
-    indices = set()
-    for group in optimizer["param_groups"]:
-        indices.update(group["params"])
-    if not indices & states_by_key.keys():  # dcp_to_torch and JSON make text of the indices
-        of_text = dict(zip(map(str, indices), indices, strict=True))
-        keys = [of_text.get(key, key) for key in states_by_key]
-        states_by_key = dict(zip(keys, states_by_key.values(), strict=True))
-    nobodys = set(states_by_key)
+    nobodys = set(optimizer["state"])
     for number, group in enumerate(optimizer["param_groups"]):
         states = {}
+        names = set()
         for index in group["params"]:
-            states[index] = {}
-            for key, value in states_by_key.get(index, {}).items():
-                if value is not None:
-                    states[index][key] = value
-        nobodys -= set(states)
+            key = index
+            if index not in optimizer["state"]:
+                key = str(index)  # dcp_to_torch and JSON make text of the indices
+            nobodys.discard(key)
+            state = dict(optimizer["state"].get(key, {}))
+            for name in [name for name, value in state.items() if value is None]:
+                del state[name]
+            names |= state.keys()
+            states[index] = state
         with problems.about(f"group {number}"):
-            hyper = Hyperparameters.read(group, set().union(*states.values()))
+            hyper = Hyperparameters.read(group, names)
             for index, state in states.items():
                 step = _number("step", state.get("step", 0))
                 if not 0 <= step < _MAX_STEPS:

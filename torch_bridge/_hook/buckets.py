@@ -17,7 +17,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,12 +61,12 @@ class BucketEntry:
                 f"{self.strides}. Record it with torch_bridge.record_layout."
             )
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Returns the number of elements."""
         return math.prod(self.shape)
 
-    @property
+    @functools.cached_property
     def matrix(self) -> tuple[int, int]:
         """Rows and columns of ``tensor.view(shape[0], -1)``; an empty or scalar tensor has none."""
         rows = self.shape[0] if self.shape else 0
@@ -279,12 +279,9 @@ class BucketLayout:
             buffers = [getattr(record, name).get(index) for name in BUFFERS]
             error, p, q = map(_Cursor, buffers)
             errors = {}
-            groups = {}
             for entry in bucket:
                 errors[entry] = error.take(entry.size)
-                groups.setdefault(entry.matrix, len(groups))
-            # Sorting is stable: within a shape the order is that of the bucket.
-            for entry in sorted(bucket, key=lambda entry: groups[entry.matrix]):
+            for entry in in_hook_order(bucket):
                 rank = entry.factor_rank(record)
                 rows, cols = entry.matrix
                 whole = errors[entry]
@@ -320,6 +317,14 @@ class BucketLayout:
                         f"gives it {size}"
                     )
         return lines
+
+
+def in_hook_order(bucket: Iterable[BucketEntry]) -> list[BucketEntry]:
+    """Sorts the parameters of a bucket as P and Q have them: those of one matrix shape together."""
+    groups = {}
+    for entry in bucket:
+        groups.setdefault(entry.matrix, []).append(entry)
+    return list(itertools.chain(*groups.values()))
 
 
 class _Cursor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,17 +18,10 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.plain import expression, nested
-from torch_bridge._base.schema import PowerSGDRecord, is_slots
+from torch_bridge._base.schema import PowerSGDRecord, is_state
 from torch_bridge._base.tensors import storage_key
 from torch_bridge._hook.buckets import BucketLayout
 
-# The entries of the states of loss scalers, and which of them is the scale: torch's (whose state is
-# empty if it is not enabled), Megatron's and apex's.
-_SCALERS = (
-    ({"scale", "growth_factor", "backoff_factor", "growth_interval"}, "scale"),
-    ({"scale", "growth_tracker"}, "scale"),
-    ({"loss_scale", "unskipped"}, "loss_scale"),
-)
 _MISSING_RANKS = ("error", "zero", "replicate")
 
 
@@ -76,23 +68,17 @@ class Checkpoint:
         """Returns True if errors of some ranks are missing, or if the world size is unknown."""
         return self.world_size is None or len(self.powersgd) < self.world_size
 
-    @property
-    def unread_optimizers(self) -> tuple[str, ...]:
-        """Returns where in `extra` states of optimizers seem to be, as Python expressions."""
-        places = []
-        for keys, value in nested(self.extra):
-            if isinstance(value, dict) and "param_groups" in value:
-                places.append(expression(keys))
-        return tuple(places)
+    def unread(self, kind: str) -> dict[str, Any]:
+        """Returns what seem to be states of one kind in `extra`, by their Python expressions.
 
-    @property
-    def unread_states(self) -> tuple[str, ...]:
-        """Returns where in `extra` a ``PowerSGDState`` seems to be, as Python expressions."""
-        places = []
+        Args:
+          kind: A kind of `is_state`, such as ``"optimizer"``.
+        """
+        states = {}
         for keys, value in nested(self.extra):
-            if is_slots(value):
-                places.append(expression(keys))
-        return tuple(places)
+            if is_state(value, kind):
+                states[expression(keys)] = value
+        return states
 
     def record(self, rank: int, world_size: int | None = None) -> PowerSGDRecord:
         """Returns the record from which one rank continues, in a job of any number of ranks.
@@ -191,10 +177,12 @@ def loss_scale_of(checkpoint: Checkpoint) -> float:
     if checkpoint.loss_scale is not None:
         return checkpoint.loss_scale
     scales = {}
-    for keys, value in nested(checkpoint.extra):
-        scale = _scale_in(value)
-        if scale is not None:
-            scales[expression(keys)] = scale
+    for place, scaler in checkpoint.unread("GradScaler").items():
+        scale = scaler.get("scale", scaler.get("loss_scale"))
+        if isinstance(scale, np.ndarray) and scale.size == 1:
+            scale = scale.item()
+        if isinstance(scale, int | float) and 0 < scale < math.inf:
+            scales[place] = float(scale)
     if len(set(scales.values())) > 1:
         raise CheckpointMismatch(
             "The file has several GradScalers, and does not say which one the hook ran under. "
@@ -202,20 +190,6 @@ def loss_scale_of(checkpoint: Checkpoint) -> float:
             ambiguous=[f"{name}: {scale:g}" for name, scale in scales.items()],
         )
     return next(iter(scales.values()), 1.0)
-
-
-def _scale_in(value: Any) -> float | None:
-    """Returns the scale in the state of a loss scaler; None for any other value."""
-    if not isinstance(value, Mapping):
-        return None
-    for marks, key in _SCALERS:
-        if marks <= value.keys():
-            scale = value[key]
-            if isinstance(scale, np.ndarray) and scale.size == 1:
-                scale = scale.item()
-            if isinstance(scale, int | float) and 0 < scale < math.inf:
-                return float(scale)
-    return None
 
 
 def _mean(*errors: np.ndarray) -> np.ndarray:

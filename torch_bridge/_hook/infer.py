@@ -14,18 +14,18 @@ is tested against the hook state. A layout is accepted only if no other candidat
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.schema import PowerSGDRecord
 from torch_bridge._base.tensors import trainable
-from torch_bridge._hook.buckets import BucketLayout, BucketPart
+from torch_bridge._hook.buckets import BucketEntry, BucketLayout, in_hook_order
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.ready_orders import reversed_modules, used_orders
 from torch_bridge._pairing.pairs import Pair, unpaired
@@ -65,33 +65,32 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     """
     if not checkpoint.powersgd or not checkpoint.model:
         raise CheckpointMismatch(f"The layout cannot be inferred without a model. {_HOW_TO}")
-    evidence = _evidence_of(checkpoint)
+    model = checkpoint.model
+    every = trainable(model)
+    trained = [every]
+    if frozen:
+        trained.insert(0, [name for name in every if name not in frozen])
+    test = _Test(checkpoint, BucketLayout.from_order([every], model).entries)
     fitting: dict[Any, tuple[str, BucketLayout]] = {}
     reasons = []
-    for names in _trained(checkpoint.model, frozen):
-        test = _Test(names, checkpoint.model, evidence)
-        for label, order in _orders(names, checkpoint.model, test).items():
-            buckets = _cut(order, test.lengths, checkpoint.model)
-            if buckets is None:
-                continue
-            layout = BucketLayout.from_order(buckets, checkpoint.model)
-            flaw = test.flaw(order)
-            misfits = layout.misfits(evidence.record)
-            if misfits:
-                flaw = misfits[0]
-            if flaw:
-                reasons.append(f"{label}: {flaw}")
-                continue
-            fitting.setdefault(_what_counts(layout, checkpoint), (label, layout))
-    if not fitting:
-        for label, layout in _used_layouts(checkpoint, frozen, evidence):
-            fitting.setdefault(_what_counts(layout, checkpoint), (label, layout))
+    for orders_of in (_usual_orders, _unusual_orders):
+        for names in filter(test.fits, trained):
+            for label, order in orders_of(names, test):
+                buckets = test.filled(order, test.lengths)
+                layout = BucketLayout.from_order(list(map(list, buckets)), model)
+                flaws = [*layout.misfits(test.record), test.flaw(buckets)]
+                if flaws[0]:
+                    reasons.append(f"{label}: {flaws[0]}")
+                else:
+                    fitting.setdefault(_what_counts(layout, checkpoint), (label, layout))
+        if fitting:
+            break
     if len(fitting) == 1:
         _, layout = next(iter(fitting.values()))
         return layout
     if fitting:
         more = ""
-        if checkpoint.missing_ranks and evidence.record.error_dict:
+        if checkpoint.missing_ranks and test.lengths:
             ranks = ", and nothing says that these are all"
             if checkpoint.world_size:
                 ranks = f" of {checkpoint.world_size}"
@@ -104,38 +103,18 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
             f"{_HOW_TO}",
             ambiguous=_first_difference(dict(fitting.values())),
         )
+    if not reasons:
+        have = sum(model[name].size for name in every)
+        reasons.append(
+            f"the model's parameters have {have} values, the error buffers "
+            f"{test.record.error_sizes}; frozen parameters and the model's buffers have no error, "
+            f"and the file does not mark them (name them in infer_layout(..., frozen=[...]))"
+        )
     raise CheckpointMismatch(
         f"The file does not record the bucket layout, and no order that torch produces fits. "
         f"{_HOW_TO}",
-        mis_shaped=reasons or [_other_size(checkpoint)],
+        mis_shaped=reasons,
     )
-
-
-class _Evidence(NamedTuple):
-    """The hook state against which every layout is tested.
-
-    Attributes:
-      record: The state of the first rank.
-      mean: The state with the mean errors; None if some ranks are missing.
-      several: True if the errors are those of several ranks.
-      rounding: The root mean square of errors that are rounding only.
-    """
-
-    record: PowerSGDRecord
-    mean: PowerSGDRecord | None
-    several: bool
-    rounding: float
-
-
-def _evidence_of(checkpoint: Checkpoint) -> _Evidence:
-    """Reads all errors once, because they may be gigabytes and there are many candidates."""
-    record = checkpoint.powersgd[0]
-    mean = None
-    if not checkpoint.missing_ranks:
-        mean = checkpoint.mean
-    # If the ranks had equal gradients, their errors are rounding only, and need not cancel.
-    rounding = 1e-6 * _root_mean_square(record.error_dict.values())
-    return _Evidence(record, mean, len(checkpoint.powersgd) > 1, rounding)
 
 
 def _what_counts(layout: BucketLayout, checkpoint: Checkpoint) -> Any:
@@ -169,114 +148,39 @@ def _first_difference(layouts: Mapping[str, BucketLayout]) -> list[str]:
     return lines
 
 
-def _other_size(checkpoint: Checkpoint) -> str:
-    """Returns the reason if no candidate has the size of the buffers."""
-    have = sum(checkpoint.model[name].size for name in trainable(checkpoint.model))
-    sizes = dict(sorted(checkpoint.powersgd[0].error_sizes.items()))
-    return (
-        f"the model's parameters have {have} values, the error buffers {sizes}; frozen parameters "
-        f"and the model's buffers have no error, and the file does not mark them (name them in "
-        f"infer_layout(..., frozen=[...]))"
-    )
-
-
-def _flaw_of(layout: BucketLayout, evidence: _Evidence) -> str | None:
-    """Returns the reason why the hook state cannot have this layout; None if it can."""
-    record = evidence.record
-    wrong = layout.misfits(record)
-    if wrong:
-        return wrong[0]
-    means = {}
-    if evidence.mean:
-        means = layout.parts(evidence.mean)
-    for name, part in layout.parts(record).items():
-        mean = None
-        if means:
-            mean = means[name].error
-        flaw = _flaw_of_part(part, mean, evidence)
-        if flaw:
-            return flaw
-    return None
-
-
-def _flaw_of_part(part: BucketPart, mean: np.ndarray | None, evidence: _Evidence) -> str | None:
-    """Returns the reason why a parameter cannot have this error and these factors.
-
-    Args:
-      part: The parameter with its error and factors.
-      mean: The mean error of all ranks, with the parameter's shape; None if ranks are missing.
-      evidence: The hook state.
-    """
-    name = part.entry.name
-    if part.rank and part.p is not None:
-        # A few columns are enough, and all columns of a full rank would take gigabytes.
-        p = part.p[:, :_COLUMNS].astype(np.float64)
-        if not np.isfinite(p).all():
-            return None
-        tolerance = max(64 * np.sqrt(len(p)) * float(jnp.finfo(part.p.dtype).eps), 1e-3)
-        if np.abs(p.T @ p - np.eye(p.shape[1])).max() > tolerance:
-            return f"the factors of {name} would not be orthonormal"
-        if mean is None:
-            return None
-        left_over = p.T @ part.entry.to_memory(mean).reshape(len(p), -1)
-        if np.linalg.norm(left_over) > 1e-2 * np.linalg.norm(mean) + 1e-12:
-            return f"the error of {name} would not be what its factors left over"
-    elif evidence.several and not part.rank and mean is not None:
-        assert part.error is not None
-        size = np.linalg.norm(part.error.astype(np.float64))
-        if np.linalg.norm(mean) > 1e-2 * size + evidence.rounding * np.sqrt(mean.size):
-            return f"the errors of {name} would not cancel over the ranks"
-    return None
-
-
 class _Test:
-    """Tests many orders of parameters against the hook state, each place of a parameter once."""
+    """Tests orders of parameters against the hook state, each place of a parameter once.
 
-    def __init__(
-        self, names: Sequence[str], model: Mapping[str, np.ndarray], evidence: _Evidence
-    ) -> None:
-        self._model = model
-        self._evidence = evidence
-        self._flaws = {}  # name, bucket, places of error and factor -> flaw or None
-        self._entries = BucketLayout.from_order([names], model).entries
-        self._sizes = {}
-        self._matrices = {}  # shape of the matrix, and the rank of its factors
-        for name, entry in self._entries.items():
-            self._sizes[name] = entry.size
-            self._matrices[name] = (*entry.matrix, entry.factor_rank(evidence.record))
-        sizes = evidence.record.error_sizes
-        self.lengths = [sizes[bucket] for bucket in sorted(sizes)]
+    Attributes:
+      record: The state of the first rank.
+      entries: The parameters, by name.
+      lengths: The length of each bucket of errors; empty without errors.
+    """
 
-    def flaw(self, order: Sequence[str]) -> str | None:
-        """Returns the reason why the hook state cannot have this order, or this beginning of it.
+    def __init__(self, checkpoint: Checkpoint, entries: Mapping[str, BucketEntry]) -> None:
+        """Reads all errors once, because they may be gigabytes and there are many candidates."""
+        self.record = checkpoint.powersgd[0]
+        self.entries = entries
+        self.lengths = [size for _, size in sorted(self.record.error_sizes.items())]
+        self._errors = self.record.error_dict
+        self._means = {}
+        if not checkpoint.missing_ranks:
+            self._means = checkpoint.mean.error_dict
+        self._several = len(checkpoint.powersgd) > 1
+        # If the ranks had equal gradients, their errors are rounding only, and need not cancel.
+        norms = [np.linalg.norm(error.astype(np.float32)) for error in self._errors.values()]
+        self._rounding = 1e-6 * np.linalg.norm(norms) / max(sum(self.lengths), 1) ** 0.5
+        self._ranks = {}
+        for name, entry in entries.items():
+            self._ranks[name] = entry.factor_rank(self.record)
+        self._flaw_at = functools.cache(self._flaw_of_place)
 
-        Returns:
-          The reason; None if there is none.
-        """
-        rest = dict.fromkeys(self._entries)
-        buckets = self._buckets(order)
-        for bucket, places in enumerate(buckets):
-            total = sum(map(self._sizes.__getitem__, places))
-            for name in places:
-                del rest[name]
-            is_whole = bool(self.lengths) and total == self.lengths[bucket]
-            may_grow = bucket == len(buckets) - 1 and (rest or not self.lengths)
-            if not is_whole and not may_grow:
-                return f"no parameter ends where bucket {bucket} does"
-            factors = {}
-            if is_whole:
-                factors = self._factors(places, ())
-            elif bucket >= len(self.lengths) - 1:  # the last bucket, or the only one
-                factors = self._factors(places, rest)
-            for name, place in places.items():
-                flaw = self._flaw_at(name, bucket, place, factors.get(name))
-                if flaw:
-                    return flaw
-        if not rest and self.lengths and len(buckets) < len(self.lengths):
-            return f"no parameter is in bucket {len(buckets)}"
-        return None
+    def fits(self, names: Sequence[str]) -> bool:
+        """Returns True if the parameters have as many values as the errors, or there are none."""
+        size = sum(self.entries[name].size for name in names)
+        return not self.lengths or size == sum(self.lengths)
 
-    def _buckets(self, order: Sequence[str]) -> list[dict[str, int]]:
+    def filled(self, order: Iterable[str], lengths: Sequence[int]) -> list[dict[str, int]]:
         """Fills buckets in order: for each, the parameters and the places of their errors.
 
         A parameter that does not fit into a bucket goes to the next one, and into the last bucket
@@ -285,66 +189,74 @@ class _Test:
         buckets: list[dict[str, int]] = [{}]
         total = 0
         for name in order:
-            size = self._sizes[name]
-            bucket = len(buckets) - 1
-            if bucket < len(self.lengths) - 1 and total + size > self.lengths[bucket]:
+            size = self.entries[name].size
+            if len(buckets) < len(lengths) and total + size > lengths[len(buckets) - 1]:
                 buckets.append({})
                 total = 0
             buckets[-1][name] = total
             total += size
         return buckets
 
-    def _factors(self, names: Collection[str], rest: Collection[str]) -> dict[str, int]:
-        """Returns the place of each P in its bucket, where matrices of one shape stand together.
+    def flaw(self, buckets: Sequence[Mapping[str, int]], rest: Sequence[str] = ()) -> str | None:
+        """Returns the reason why the hook state cannot have these buckets, or begin with them.
 
         Args:
-          names: The first parameters of the bucket, in their order.
-          rest: The other parameters of the bucket, in any order.
+          buckets: For each bucket, the parameters and the places of their errors.
+          rest: The parameters that come behind these in an unknown order.
         """
-        groups = {}
-        for name in itertools.chain(names, rest):
-            groups.setdefault(self._matrices[name], []).append(name)
-        places = {}
-        total = 0
-        for (rows, _, rank), alike in groups.items():
-            for name in alike:
-                places[name] = total
-                total += rows * rank
-        return places
+        for bucket, places in enumerate(buckets):
+            total = sum(self.entries[name].size for name in places)
+            is_whole = bool(self.lengths) and total == self.lengths[bucket]
+            following = rest
+            if is_whole or bucket < len(buckets) - 1:
+                following = ()
+            if self.lengths and not is_whole and not following:
+                return f"no parameter ends where bucket {bucket} does"
+            factors = {}
+            # Matrices of one shape stand together, so all parameters of the bucket must be known.
+            if not following or bucket >= len(self.lengths) - 1:
+                place = 0
+                for entry in in_hook_order(map(self.entries.get, (*places, *following))):
+                    factors[entry.name] = place
+                    place += entry.matrix[0] * self._ranks[entry.name]
+            for name, place in places.items():
+                flaw = self._flaw_at(name, bucket, place, factors.get(name))
+                if flaw:
+                    return flaw
+        if not rest and len(buckets) < len(self.lengths):
+            return f"no parameter is in bucket {len(buckets)}"
+        return None
 
-    def _flaw_at(self, name: str, bucket: int, place: int, factor: int | None) -> str | None:
+    def _flaw_of_place(self, name: str, bucket: int, place: int, factor: int | None) -> str | None:
         """Returns the reason why a parameter cannot have its error and factor at these places."""
-        key = (name, bucket, place, factor)
-        if key in self._flaws:
-            return self._flaws[key]
-        entry = self._entries[name]
-        rows, _, rank = self._matrices[name]
-        record = self._evidence.record
-        p = None
-        if factor is not None and bucket in record.p_memory_dict:
-            p = record.p_memory_dict[bucket][factor : factor + rows * rank]
-            if len(p) < rows * rank:
-                return f"P of bucket {bucket} would end before {name}"
-            p = p.reshape(rows, rank)
-        errors = []
-        for source in (record, self._evidence.mean):
-            error = None
-            if source is not None and bucket in source.error_dict:
-                flat = source.error_dict[bucket][place : place + entry.size]
-                error = entry.from_memory(flat)
-            errors.append(error)
-        part = BucketPart(entry, bucket, rank, errors[0], p, None)
-        self._flaws[key] = _flaw_of_part(part, errors[1], self._evidence)
-        return self._flaws[key]
-
-
-def _root_mean_square(arrays: Iterable[np.ndarray]) -> float:
-    squares = 0.0
-    count = 0
-    for array in arrays:
-        squares += float(np.sum(np.square(array, dtype=np.float64)))
-        count += array.size
-    return (squares / max(count, 1)) ** 0.5
+        entry = self.entries[name]
+        rows, _ = entry.matrix
+        rank = self._ranks[name]
+        mean = None
+        if bucket in self._means:
+            mean = self._means[bucket][place : place + entry.size]
+        if not rank and self._several and mean is not None:
+            error = self._errors[bucket][place : place + entry.size].astype(np.float64)
+            allowed = 1e-2 * np.linalg.norm(error) + self._rounding * np.sqrt(mean.size)
+            if np.linalg.norm(mean) > allowed:
+                return f"the errors of {name} would not cancel over the ranks"
+        if not rank or factor is None or bucket not in self.record.p_memory_dict:
+            return None
+        p = self.record.p_memory_dict[bucket][factor : factor + rows * rank]
+        if len(p) < rows * rank:
+            return f"P of bucket {bucket} would end before {name}"
+        tolerance = max(64 * np.sqrt(rows) * float(jnp.finfo(p.dtype).eps), 1e-3)
+        # A few columns are enough, and all columns of a full rank would take gigabytes.
+        p = p.reshape(rows, rank)[:, :_COLUMNS].astype(np.float64)
+        if not np.isfinite(p).all():
+            return None
+        if np.abs(p.T @ p - np.eye(p.shape[1])).max() > tolerance:
+            return f"the factors of {name} would not be orthonormal"
+        if mean is not None:
+            left_over = p.T @ mean.reshape(rows, -1)
+            if np.linalg.norm(left_over) > 1e-2 * np.linalg.norm(mean) + 1e-12:
+                return f"the error of {name} would not be what its factors left over"
+        return None
 
 
 def layout_of(
@@ -388,7 +300,12 @@ def layout_of(
             unexpected=unknown,
         )
     if of_user:  # in another order of equal sizes, parameters would get the state of others
-        flaw = _flaw_of(layout, _evidence_of(checkpoint))
+        test = _Test(checkpoint, layout.entries)
+        buckets = []
+        for bucket in layout.buckets:
+            (places,) = test.filled([entry.name for entry in bucket], ())
+            buckets.append(places)
+        flaw = test.flaw(buckets)
         if flaw:
             raise CheckpointMismatch(
                 f"The layout has another order than the hook state: {flaw}. Record it in the same "
@@ -398,70 +315,32 @@ def layout_of(
     return layout
 
 
-def _orders(
-    names: Sequence[str], model: Mapping[str, np.ndarray], test: _Test
-) -> dict[str, Sequence[str]]:
-    """Returns the usual orders of a model's parameters, by label.
+def _usual_orders(names: Sequence[str], test: _Test) -> Iterator[tuple[str, Iterable[str]]]:
+    """Yields the usual orders of a model's parameters, with labels.
 
     Args:
       names: The names of the trained parameters, in the order of definition.
-      model: The model's tensors by name.
       test: The test, which knows the lengths of the buckets.
     """
-    ready, whole = reversed_modules(names, model)
-    orders = {
-        "gradient-ready order": list(itertools.chain(*ready.values())),
-        "reversed definition order": names[::-1],
-        "reversed modules": list(itertools.chain(*whole.values())),
-    }
+    ready, whole = reversed_modules(names, test.entries)
+    yield "gradient-ready order", itertools.chain(*ready.values())
+    yield "reversed definition order", names[::-1]
+    yield "reversed modules", itertools.chain(*whole.values())
     # In the order of definition DDP makes the last bucket first.
-    buckets = _cut(names, test.lengths[::-1], model)
-    if buckets:
-        orders["definition order"] = list(itertools.chain(*buckets[::-1]))
-    return orders
+    buckets = test.filled(names, test.lengths[::-1])
+    yield "definition order", itertools.chain(*buckets[::-1])
 
 
-def _used_layouts(
-    checkpoint: Checkpoint, frozen: Collection[str], evidence: _Evidence
-) -> Iterator[tuple[str, BucketLayout]]:
-    """Yields the layouts that fit if modules use their parts in any order, with labels."""
-    model = checkpoint.model
-    for names in _trained(model, frozen):
-        test = _Test(names, model, evidence)
-        labels = ("gradient-ready order", "reversed modules")
-        for label, groups in zip(labels, reversed_modules(names, model), strict=True):
-            orders = used_orders(groups, model, lambda order, test=test: not test.flaw(order))
-            for place, order in enumerate(orders):
-                buckets = _cut(order, test.lengths, model)
-                if not buckets:
-                    continue
-                layout = BucketLayout.from_order(buckets, model)
-                if not layout.misfits(evidence.record):
-                    yield f"{label}, modules used in another order ({place})", layout
+def _unusual_orders(names: Sequence[str], test: _Test) -> Iterator[tuple[str, Iterable[str]]]:
+    """Yields the orders that fit if modules use their parts in any order, with labels."""
 
+    def can_begin(order: Sequence[str]) -> bool:
+        rest = dict.fromkeys(names)
+        for name in order:
+            del rest[name]
+        return not test.flaw(test.filled(order, test.lengths), tuple(rest))
 
-def _trained(model: Mapping[str, np.ndarray], frozen: Collection[str]) -> list[list[str]]:
-    """Returns the names of the trained parameters: without those that may be frozen, and all."""
-    every = trainable(model)
-    if not frozen:
-        return [every]
-    return [[name for name in every if name not in frozen], every]
-
-
-def _cut(
-    order: Sequence[str], lengths: Sequence[int], model: Mapping[str, np.ndarray]
-) -> list[Sequence[str]] | None:
-    """Cuts `order` into buckets of exactly `lengths` elements; None if that is impossible.
-
-    If no length is known, all names are one bucket.
-    """
-    if not lengths:
-        return [order]
-    ends = np.cumsum([model[name].size for name in order])
-    borders = np.cumsum(lengths)
-    # An empty tensor belongs to the bucket of the tensor before it.
-    cuts = np.searchsorted(ends, borders, side="right")
-    fits = bool(len(ends)) and np.array_equal(ends[cuts - 1], borders) and cuts[-1] == len(order)
-    if not fits:
-        return None
-    return [order[start:end] for start, end in itertools.pairwise([0, *cuts])]
+    labels = ("gradient-ready order", "reversed modules")
+    for label, groups in zip(labels, reversed_modules(names, test.entries), strict=True):
+        for place, order in enumerate(used_orders(groups, test.entries, can_begin)):
+            yield f"{label}, modules used in another order ({place})", order

@@ -20,7 +20,7 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
 from torch_bridge._base.files import no_file
-from torch_bridge._base.schema import is_optimizer, is_post_local, is_slots, record_from_slots
+from torch_bridge._base.schema import is_optimizer, is_state, record_from_slots
 from torch_bridge._base.tensors import unwrapped
 from torch_bridge._base.terminal import some
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
@@ -31,8 +31,16 @@ from torch_bridge._read.globals import way_out
 from torch_bridge._read.values import Forbidden, Global, Malformed, expect
 
 MODEL_KEYS = ("state_dict", "model_state_dict", "model")
-_HOOK_KEYS = ("comm_hook_state", "powersgd_state", "hook_state")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states")
+# Field of a `Checkpoint` -> the names of its entry in files, and its type. Tensors are not taken,
+# because a flat state_dict may have parameters with these names.
+_ENTRIES: dict[str, tuple[tuple[str, ...], Any]] = {
+    "model": (MODEL_KEYS, dict),
+    "powersgd": (("comm_hook_state", "powersgd_state", "hook_state"), dict | list | tuple),
+    "optimizer": (_OPTIMIZER_KEYS, dict),
+    "layout": (("layout",), str),
+    "hook": (("comm_hook",), Global),
+}
 # Errors of Python or NumPy for a value that no check has refused; the file is wrong.
 _UNFORESEEN = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 _EXPECTED = (
@@ -49,22 +57,15 @@ _PAIR_OF_FILES = (
     "model.safetensors with the package safetensors and save the dictionary by torch.save"
 )
 _OF_A_JOB = {"model.safetensors", "pytorch_model.bin", "optimizer.bin", "optimizer.pt"}
-# Files without a model that stand beside one: some of their entries, and what they are.
-_BESIDE_A_MODEL = (
-    ({"python", "numpy", "cpu"}, "the states of random number generators"),
-    ({"torch_manual_seed"}, "the states of random number generators"),
-    ({"last_epoch", "_step_count"}, "the state of a learning rate scheduler"),
-    ({"last_epoch", "num_bad_epochs"}, "the state of a learning rate scheduler"),
-    (
-        {"scale", "growth_factor"},
-        "the state of a GradScaler; give its scale to the model's checkpoint with "
-        "dataclasses.replace(checkpoint, loss_scale=...)",
-    ),
-    (
-        {"ds_version"},
-        "a part of a checkpoint of DeepSpeed; make one file of it first, with its zero_to_fp32.py",
-    ),
-)
+# Files without a model that stand beside one: their kind, and what a message calls it.
+_BESIDE_A_MODEL = {
+    "random numbers": "the states of random number generators",
+    "scheduler": "the state of a learning rate scheduler",
+    "GradScaler": "the state of a GradScaler; give its scale to the model's checkpoint with "
+    "dataclasses.replace(checkpoint, loss_scale=...)",
+    "DeepSpeed": "a part of a checkpoint of DeepSpeed; make one file of it first, with its "
+    "zero_to_fp32.py",
+}
 
 
 def load(
@@ -150,15 +151,13 @@ def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
         value, budget = read_archive(file, max_bytes)
         fields = _fields(expect(value, dict, "at its root"))
         fields["model"] = _model(fields["model"])
-        text = fields["layout"]
+        text = fields.get("layout")
         if text is not None:
             budget.claim(PARSED_BYTES * len(text))
             fields["layout"] = BucketLayout.from_json(text)
-        extra = {}
-        if isinstance(fields["extra"], dict):
-            extra = _text_keys(fields["extra"], "the file")
-        fields["extra"] = extra
-        size = fields["world_size"]
+        extra = fields.get("extra")
+        fields["extra"] = _text_keys(extra, "the file") if isinstance(extra, dict) else {}
+        size = fields.get("world_size")
         if type(size) is not int or not 0 < size <= MAX_RANKS:
             fields["world_size"] = None
         return Checkpoint(**fields)
@@ -183,84 +182,69 @@ def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
 
 
 def _fields(value: dict[Any, Any]) -> dict[str, Any]:
-    """Returns the fields of a `Checkpoint`, from the entries at the root of a file."""
+    """Returns the fields of a `Checkpoint`, from the entries at the root of a file.
+
+    Raises:
+      Malformed: The file is of another kind, which the message names.
+    """
     kind = value.get("format")  # may be a tensor, since a parameter may have this name
     if isinstance(kind, str) and kind == FORMAT:
         return read_document(value)
-    fields: dict[str, Any] = dict.fromkeys(("model", "layout", "extra", "world_size", "hook"))
     if is_optimizer(value):  # accelerate's optimizer.bin, optimizer.pt of a Trainer
-        return fields | {"model": {}, "optimizer": value}
+        return {"model": {}, "optimizer": value}
     rest = dict(value)
-    if is_slots(value):
+    if is_state(value, "PowerSGDState"):
         rest = {"comm_hook_state": value}
-    hook = _take(rest, ("comm_hook",), Global)
-    # Tensors are not taken, because a flat state_dict may have parameters with these names.
-    model = _take(rest, MODEL_KEYS, dict)
-    state = _take(rest, _HOOK_KEYS, dict | list | tuple)
-    fields["optimizer"] = _take(rest, _OPTIMIZER_KEYS, dict)
-    if fields["optimizer"] is None:
-        fields["optimizer"] = _only_optimizer(rest)
-    fields["layout"] = _take(rest, ("layout",), str)
+    for name in _OPTIMIZER_KEYS:
+        match rest.get(name):
+            case [entry] if is_optimizer(entry):  # Lightning's list; of several the user chooses
+                rest[name] = entry
+    fields: dict[str, Any] = dict.fromkeys(_ENTRIES)
+    for field, (names, kind) in _ENTRIES.items():
+        for name in names:
+            if fields[field] is None and isinstance(rest.get(name), kind):
+                fields[field] = rest.pop(name)
+    hook, state = fields["hook"], fields.pop("powersgd")
     if hook is not None:
         fields["hook"] = hook.name.rpartition(".")[2]
-    if is_post_local(state):
+    if is_state(state, "PostLocalSGDState"):
         rest["comm_hook_state"] = dict(state)
         fields["hook"] = fields["hook"] or "post_localSGD_hook"
-    elif is_slots(state):
+    elif is_state(state, "PowerSGDState"):
         fields["powersgd"] = (record_from_slots(state),)
     elif state is not None:
         raise Malformed("a `comm_hook_state` that is no PowerSGDState")
-    elif model is None:  # a flat state_dict, to which some loops add numbers such as the epoch
+    elif fields["model"] is None:  # a flat state_dict, to which some loops add such as the epoch
         tensors, others = _divided(rest)
-        if fields["optimizer"] and not tensors:
-            return fields | {"model": {}, "extra": others}
-        _refuse_files_beside_a_model(tensors, others)
-        return fields | {"model": rest, "extra": others}
-    return fields | {"model": model or {}, "extra": rest, "world_size": rest.get("world_size")}
+        if tensors or not fields["optimizer"]:
+            _refuse_files_beside_a_model(rest, tensors, others)
+            fields["model"] = rest
+        rest = others
+    fields["model"] = fields["model"] or {}
+    return fields | {"extra": rest, "world_size": rest.get("world_size")}
 
 
-def _take(mapping: dict[Any, Any], names: Sequence[str], kind: Any) -> Any:
-    """Removes and returns the first of these entries that has the type `kind`; else None."""
-    for name in names:
-        if isinstance(mapping.get(name), kind):
-            return mapping.pop(name)
-    return None
-
-
-def _only_optimizer(rest: dict[Any, Any]) -> dict[Any, Any] | None:
-    """Takes an optimizer that stands alone in a list, as Lightning writes it; else returns None.
-
-    A list of several stays, because the user must choose one.
-    """
-    for name in _OPTIMIZER_KEYS:
-        entry = rest.get(name)
-        if isinstance(entry, list | tuple) and len(entry) == 1 and is_optimizer(entry[0]):
-            del rest[name]
-            return entry[0]
-    return None
-
-
-def _refuse_files_beside_a_model(tensors: Mapping[Any, Any], others: Mapping[Any, Any]) -> None:
+def _refuse_files_beside_a_model(
+    entries: Mapping[Any, Any], tensors: Mapping[Any, Any], others: Mapping[Any, Any]
+) -> None:
     """Refuses files that hold no model, and says what they hold.
 
     Args:
-      tensors: The tensors at the root of the file.
-      others: All other entries at the root of the file.
+      entries: The entries at the root of the file.
+      tensors: The tensors among them.
+      others: All other entries.
 
     Raises:
       Malformed: The file is of a known other kind. Or its model has an unknown name.
     """
-    names = {*tensors, *others}
-    for marks, kind in _BESIDE_A_MODEL:
-        if marks <= names:
-            raise Malformed(f"no model, but {kind}")
-    if tensors:
-        return
+    for kind, name in _BESIDE_A_MODEL.items():
+        if is_state(entries, kind):
+            raise Malformed(f"no model, but {name}")
     like_models = []
     for name, entry in others.items():
         if isinstance(name, str) and isinstance(entry, dict) and _divided(entry)[0]:
             like_models.append(name)
-    if like_models:
+    if like_models and not tensors:
         raise Malformed(
             f"no model under its usual names ({', '.join(MODEL_KEYS)}). Tensors are in "
             f"{some(like_models)}: save the right entry again as 'state_dict', and an optimizer as "
@@ -311,27 +295,21 @@ def _merge(parts: Sequence[tuple[pathlib.Path, Checkpoint]]) -> Checkpoint:
     optimizers = []
     ranks = []
     for file, part in parts:
-        if part.optimizer is not None and not part.model and not part.powersgd:
-            optimizers.append(part)
-        else:
+        if part.model or part.powersgd or part.optimizer is None:
             ranks.append((file, part))
+        else:
+            optimizers.append(part.optimizer)
     if not ranks:
-        whole = optimizers.pop()
-    elif len(ranks) == 1:
-        whole = ranks[0][1]
-    else:
-        whole = _of_shards([part for _, part in ranks]) or _merge_ranks(ranks)
-    held = optimizers
+        ranks, optimizers = parts[:1], optimizers[1:]
+    whole = _of_shards([part for _, part in ranks]) or _merge_ranks(ranks)
     if whole.optimizer is not None:
-        held = [*optimizers, whole]
-    if len(held) > 1:
+        optimizers.append(whole.optimizer)
+    if len(optimizers) > 1:
         raise CheckpointMismatch(
-            f"The files hold {len(held)} optimizers. Pass the file of one, or convert "
+            f"The files hold {len(optimizers)} optimizers. Pass the file of one, or convert "
             "dataclasses.replace(checkpoint, optimizer=...)."
         )
-    for part in optimizers:
-        whole = dataclasses.replace(whole, optimizer=part.optimizer)
-    return whole
+    return dataclasses.replace(whole, optimizer=next(iter(optimizers), None))
 
 
 def _of_shards(parts: Sequence[Checkpoint]) -> Checkpoint | None:
@@ -351,31 +329,30 @@ def _of_shards(parts: Sequence[Checkpoint]) -> Checkpoint | None:
 
 def _merge_ranks(parts: Sequence[tuple[pathlib.Path, Checkpoint]]) -> Checkpoint:
     """Merges one checkpoint per rank into one; refuses files that do not belong together."""
-    first = parts[0][1]
+    first = next((part for _, part in parts if part.model), parts[0][1])
+    if len(parts) == 1:
+        return first
     records = []
-    layout = None
+    layouts = []
     wrong = []
-    files = collections.Counter()
-    for file, part in parts:
-        files[file.resolve()] += 1
-        records += part.powersgd
-        layout = layout or part.layout
-        if part.model and not first.model:
-            first = part
+    known = {}
+    files = collections.Counter(file.resolve() for file, _ in parts)
     for file, count in files.items():
         if count > 1:
             wrong.append(f"{file}: given {count} times")
-    known = _shared(first) | _shared(parts[0][1])
     for file, part in parts:
+        records += part.powersgd
+        layouts.append(part.layout)
         for name, value in _shared(part).items():
-            if value != known.get(name):
-                line = f"other {name}"
-                if isinstance(value, int | float):
-                    line = f"{name} {value}, not {known.get(name)}"
+            expected = known.setdefault(name, value)
+            line = f"other {name}"
+            if isinstance(value, int | float):
+                line = f"{name} {value}, not {expected}"
+            if value != expected:
                 wrong.append(f"{file}: {line}")
         if len(part.powersgd) != 1:
             wrong.append(f"{file}: {len(part.powersgd)} hook states where one was expected")
-            for place in part.unread_states:
+            for place in part.unread("PowerSGDState"):
                 wrong.append(f"{place} looks like one: save it as 'comm_hook_state'")
     if first.world_size is not None and len(parts) > first.world_size:
         wrong.append(f"{len(parts)} files of a run of {first.world_size} ranks")
@@ -388,7 +365,7 @@ def _merge_ranks(parts: Sequence[tuple[pathlib.Path, Checkpoint]]) -> Checkpoint
     return dataclasses.replace(
         first,
         powersgd=tuple(records),
-        layout=layout,
+        layout=next(filter(None, layouts), None),
         world_size=first.world_size or len(parts),
     )
 
