@@ -16,7 +16,7 @@ from torch_bridge._base.schema import PowerSGDRecord, is_optimizer
 from torch_bridge._base.tensors import trainable
 from torch_bridge._base.terminal import printable, some
 from torch_bridge._convert.doubts import doubts_of_file
-from torch_bridge._convert.optimizer_groups import doubts_about
+from torch_bridge._convert.optimizer_groups import doubts_of_schedulers
 from torch_bridge._convert.review import reviewed_layout
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of
@@ -87,7 +87,7 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
     notes = list(doubts_of_file(checkpoint, False))
     readable = "the optimizer" not in [kind for kind, _ in problems.errors]
     if checkpoint.optimizer is not None and checkpoint.model and readable:
-        notes += doubts_about(checkpoint.optimizer, {}, checkpoint.model, None, False)
+        notes += doubts_of_schedulers(checkpoint.optimizer["param_groups"], scheduled=False)
     return {"facts": facts, "parameters": parameters, "missing": missing, "notes": notes}
 
 
@@ -136,12 +136,12 @@ def _missing(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> list[str]
     if record is None:
         missing.append(
             "the PowerSGD state: save it as 'comm_hook_state', or with save_checkpoint. Without it "
-            f"gradients are averaged exactly{_seen(checkpoint.unread_states)}"
+            f"gradients are averaged exactly{_seen(checkpoint, 'PowerSGDState')}"
         )
     if checkpoint.optimizer is None:
         missing.append(
             "the optimizer: save it as 'optimizer', or load its own file together with this one"
-            f"{_seen(checkpoint.unread_optimizers)}"
+            f"{_seen(checkpoint, 'optimizer')}"
         )
     if checkpoint.example is None:
         missing.append(
@@ -151,11 +151,10 @@ def _missing(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> list[str]
     return missing
 
 
-def _seen(places: Sequence[str]) -> str:
+def _seen(checkpoint: Checkpoint, kind: str) -> str:
     """Returns the end of a sentence, about entries that look like the missing part."""
-    if not places:
-        return ""
-    return f". {some(places)} may be it"
+    places = list(checkpoint.unread(kind))
+    return f". {some(places)} may be it" if places else ""
 
 
 def _text(summary: Mapping[str, Any]) -> str:

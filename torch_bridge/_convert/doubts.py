@@ -12,7 +12,7 @@ import numpy as np
 from torch_bridge._base.plain import expression, nested
 from torch_bridge._base.schema import PowerSGDRecord, is_optimizer
 from torch_bridge._base.terminal import some
-from torch_bridge._convert.optimizer import HELD, UNUSED, OptimizerPlan, Rates, has_schedule
+from torch_bridge._convert.optimizer import HELD, UNUSED, OptimizerPlan
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.load import MODEL_KEYS
@@ -23,6 +23,23 @@ from torch_bridge._pairing.leaves import flatten
 _CLIPPING = re.compile(
     r"grad\w*clip|clip_?(grad|norm|val)|clipping|^clip$|max_(grad_)?norm", re.IGNORECASE
 )
+# Entries beside a model, or in it, that show that it is an average, and whose.
+_AVERAGED = (
+    (
+        {"current_model_state"},
+        ", as Lightning's WeightAveraging saves it. To continue the run convert "
+        "dataclasses.replace(checkpoint, model=checkpoint.extra['current_model_state'])",
+    ),
+    (
+        {"message_hub", "ema_state_dict"},
+        ": mmengine's EMAHook exchanges them. The trained weights are in "
+        "checkpoint.extra['ema_state_dict'], with `module.` before their names",
+    ),
+    (
+        {"n_averaged"},
+        ": torch's AveragedModel. To continue the run, save the model itself",
+    ),
+)
 # Q has the size of a gradient, and a moment has it too, or at most some ten times more or less. A
 # GradScaler's scale is usually 65,536.
 _SCALED = 500
@@ -31,7 +48,7 @@ _LARGEST = 1e9  # of a norm to which somebody clips
 
 def doubts_of_absence(checkpoint: Checkpoint) -> Iterator[str]:
     """Yields a warning if the file has no hook state, or no optimizer, under the usual names."""
-    states = checkpoint.unread_states
+    states = list(checkpoint.unread("PowerSGDState"))
     if not checkpoint.powersgd and (states or "powerSGD" in (checkpoint.hook or "")):
         seems = f"{states[0]} looks like one: " if states else ""
         yield (
@@ -40,7 +57,7 @@ def doubts_of_absence(checkpoint: Checkpoint) -> Iterator[str]:
         )
     if checkpoint.optimizer is not None:
         return
-    others = checkpoint.unread_optimizers
+    others = list(checkpoint.unread("optimizer"))
     if others:
         yield (
             "The checkpoint has no optimizer under the usual names, so that the chain has none. "
@@ -63,9 +80,13 @@ def doubts_of_file(checkpoint: Checkpoint, scheduled: bool) -> Iterator[str]:
       checkpoint: The checkpoint.
       scheduled: Whether the user passed a learning rate.
     """
-    averaged = _averaged(checkpoint)
-    if averaged:
-        yield averaged
+    names = checkpoint.extra.keys() | checkpoint.model.keys()
+    for marks, sentence in _AVERAGED:
+        if marks <= names:
+            yield (
+                "The model in the file is an average (EMA or SWA) of the trained weights"
+                f"{sentence}."
+            )
     for name in MODEL_KEYS:
         place = expression((name,))
         if isinstance(checkpoint.extra.get(name), Mapping):
@@ -73,50 +94,39 @@ def doubts_of_file(checkpoint: Checkpoint, scheduled: bool) -> Iterator[str]:
                 f"The file has a second model, {place}, and the first one is converted. For the "
                 f"other convert dataclasses.replace(checkpoint, model={place})."
             )
-    if checkpoint.optimizer is None or not is_optimizer(checkpoint.optimizer):
+    optimizer = checkpoint.optimizer
+    if optimizer is None or not is_optimizer(optimizer):
         return
-    others = checkpoint.unread_optimizers
+    others = list(checkpoint.unread("optimizer"))
     if others:
         yield (
             f"The file has further optimizers, which are left out: {some(others)}. Convert each "
             "with optimizer_from_torch, and the parameters that it updates."
         )
-    schedulers = _schedulers(checkpoint)
+    schedulers = list(checkpoint.unread("scheduler"))
+    # `doubts_of_schedulers` warns if one has written `initial_lr` beside `lr`.
+    scheduled = scheduled or any("initial_lr" in group for group in optimizer["param_groups"])
     if schedulers and not scheduled:
         yield (
             f"The file has a learning rate scheduler, {schedulers[0]}, and optax does not read it: "
             "the rate stays as it is. Pass learning_rate=, the same schedule in Optax."
         )
-    clipping = _clipping(checkpoint.extra)
+    clipping = []
+    for keys, value in nested(checkpoint.extra):
+        name = str(keys[-1])
+        if isinstance(value, int | float) and 0 < abs(value) < _LARGEST and _CLIPPING.search(name):
+            clipping.append(f"{name:.40}={value}")
     if clipping:
         yield (
             f"{some(clipping)} in the file: if the torch loop called clip_grad_norm_, put "
             "optax.clip_by_global_norm(max_norm) between run.reducer and run.optimizer."
         )
-    if "step" in checkpoint.optimizer:
+    if "step" in optimizer:
         yield (
             "The optimizer has an entry `step`, as torch's PostLocalSGDOptimizer writes it. It "
             "averages the parameters from time to time, and run.reducer averages the gradients in "
             "each step. Wrap run.optimizer in jaxcomp.local_sgd instead."
         )
-
-
-def _averaged(checkpoint: Checkpoint) -> str | None:
-    """Returns a warning if the model is an average of the weights that the optimizer updates."""
-    sentence = "The model in the file is an average (EMA or SWA) of the trained weights"
-    if isinstance(checkpoint.extra.get("current_model_state"), Mapping):
-        return (
-            f"{sentence}, as Lightning's WeightAveraging saves it. To continue the run convert "
-            "dataclasses.replace(checkpoint, model=checkpoint.extra['current_model_state'])."
-        )
-    if "message_hub" in checkpoint.extra and "ema_state_dict" in checkpoint.extra:
-        return (
-            f"{sentence}: mmengine's EMAHook exchanges them. The trained weights are in "
-            "checkpoint.extra['ema_state_dict'], with `module.` before their names."
-        )
-    if "n_averaged" in checkpoint.model:
-        return f"{sentence}: torch's AveragedModel. To continue the run, save the model itself."
-    return None
 
 
 def doubts_of_dtypes(params: Any, like: Any) -> Iterator[str]:
@@ -140,45 +150,18 @@ def _bits(leaf: Any) -> int:
     return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 0
 
 
-def _schedulers(checkpoint: Checkpoint) -> list[str]:
-    """Lists the schedulers in a file whose optimizer does not show that it had one.
-
-    `doubts_about` warns of the others, which have written `initial_lr` beside `lr`.
-    """
-    groups = (checkpoint.optimizer or {}).get("param_groups", ())
-    if any("initial_lr" in group for group in groups):
-        return []
-    places = []
-    for keys, value in nested(checkpoint.extra):
-        if isinstance(value, Mapping) and "last_epoch" in value and "_last_lr" in value:
-            places.append(expression(keys))
-    return places
-
-
-def _clipping(entries: Mapping[Any, Any]) -> list[str]:
-    """Lists the numbers in a file, such as the job's arguments, whose names are about clipping."""
-    names = []
-    for keys, value in nested(entries):
-        name = keys[-1]
-        is_number = isinstance(value, int | float) and 0 < abs(value) < _LARGEST
-        if is_number and _CLIPPING.search(str(name)):
-            names.append(f"{name!s:.40}={value}")
-    return names
-
-
 def doubts_of_steps(
-    plan: OptimizerPlan, layout: BucketLayout | None, calls: int, rates: Rates, step: int | None
+    plan: OptimizerPlan, layout: BucketLayout | None, calls: int | None, step: int | None
 ) -> Iterator[str]:
     """Yields a warning for each difference between the optimizer's steps and the hook's calls.
 
     Args:
       plan: The plan of the optimizer.
       layout: The bucket layout, or None if it is unknown.
-      calls: The number of calls of the hook.
-      rates: The learning rates, of which a schedule continues from a step.
+      calls: The number of calls of the hook; None if the file has no hook state.
       step: The step that the user passed, or None.
     """
-    if step is None and plan.counted not in (0, calls) and has_schedule(rates):
+    if step is None and plan.has_schedule and plan.counted not in (0, calls or plan.counted):
         yield (
             f"Adam has counted {plan.counted} steps and the hook {calls}, as with gradient "
             "accumulation, skipped steps or a fresh hook state; the schedule continues from "

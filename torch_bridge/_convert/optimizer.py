@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -21,8 +21,10 @@ from torch_bridge._convert.optimizer_groups import (
     Document,
     Entry,
     ParamNames,
-    doubts_about,
+    doubts_of_entries,
+    doubts_of_schedulers,
     read_entries,
+    recorded_names,
 )
 from torch_bridge._convert.torch_updates import UnusedState, held, until_gradient
 from torch_bridge._hook.buckets import BucketLayout
@@ -113,13 +115,11 @@ def optimizer_from_torch(
     """
     model = named(model)
     pairs = paired_for(model, params, pairs).pairs
-    plan = OptimizerPlan.of(optimizer, model, pairs, param_names, None)
-    for doubt in doubts_about(
-        optimizer, plan.entries, model, param_names, scheduled=learning_rate is not None
-    ):
+    plan = OptimizerPlan.of(optimizer, model, pairs, param_names, None, learning_rate)
+    for doubt in plan.doubts():
         warnings.warn(doubt, stacklevel=2)
-    tx = plan.transformation(params, learning_rate)
-    return tx, plan.state(tx.init(params), plan.taken(learning_rate, step))
+    tx = plan.transformation(params)
+    return tx, plan.state(tx.init(params), plan.taken(step))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,14 +127,22 @@ class OptimizerPlan:
     """The plan for each leaf's updates, with the state that torch kept for it.
 
     Attributes:
+      optimizer: The optimizer's ``state_dict()``.
+      model: Torch state dict of the model.
       entries: Torch parameter -> its entry in the optimizer.
+      are_named: Whether the user or the optimizer names the parameters.
       pairs: The pairs of these parameters.
       parts: Path of a leaf -> the part that updates it; a frozen leaf without state has no part.
+      rates: The user's learning rate of each param group; None means the rate in the file.
     """
 
+    optimizer: Document
+    model: Document
     entries: Mapping[str, Entry]
+    are_named: bool
     pairs: Pairs
     parts: Mapping[Path, _Part]
+    rates: Sequence[optax.ScalarOrSchedule | None]
 
     @classmethod
     def of(
@@ -144,6 +152,7 @@ class OptimizerPlan:
         pairs: Pairs,
         param_names: ParamNames,
         layout: BucketLayout | None,
+        learning_rate: Rates,
     ) -> OptimizerPlan:
         """Makes the plan for the parameters of an optimizer.
 
@@ -154,8 +163,10 @@ class OptimizerPlan:
           param_names: The optimizer's names of its parameters, as for `optimizer_from_torch`.
           layout: The bucket layout. A parameter in no bucket gets no gradient, even if the
             optimizer has it. None, or a layout without buckets, leaves that open.
+          learning_rate: The user's learning rates, as for `optimizer_from_torch`.
 
         Raises:
+          ValueError: The number of rates is not the number of param groups.
           CheckpointMismatch: The torch parameters of one leaf are updated differently, or one
             parameter is several leaves.
         """
@@ -165,9 +176,7 @@ class OptimizerPlan:
         if layout and layout.entries:
             known = layout.entries
         moving = names_in(pairs, known)
-        begun = False
-        for entry in entries.values():
-            begun = begun or bool(entry.state)
+        begun = any(entry.state for entry in entries.values())
         pairs = _of_optimizer(pairs, entries)
         parts = {}
         split = []
@@ -182,39 +191,58 @@ class OptimizerPlan:
                 "taken different numbers of steps, or only some of them are frozen.",
                 ambiguous=split,
             )
-        updated = {}
-        for path, part in parts.items():
-            if part:
-                updated[path] = part
-        return cls(entries, pairs, updated)
+        for path in [path for path, part in parts.items() if part is None]:
+            del parts[path]
+        groups = max((entry.group + 1 for entry in entries.values()), default=0)
+        rates = learning_rate
+        if not isinstance(rates, Sequence):
+            rates = [rates] * groups
+        if len(rates) != groups:
+            raise ValueError(
+                f"The optimizer has {groups} param groups, and `learning_rate` gives "
+                f"{len(rates)} rates. Give one for all, or one for each group."
+            )
+        are_named = recorded_names(optimizer, param_names) is not None
+        return cls(optimizer, model, entries, are_named, pairs, parts, rates)
+
+    def doubts(self) -> Iterator[str]:
+        """Yields warnings: torch schedulers that stop here, uncertain names, and other dtypes."""
+        scheduled = any(rate is not None for rate in self.rates)
+        yield from doubts_of_entries(self.entries, self.model, self.are_named)
+        yield from doubts_of_schedulers(self.optimizer["param_groups"], scheduled)
+
+    def with_names(self) -> dict[str, Any]:
+        """Returns the optimizer's state dict with the names of the parameters in its groups."""
+        groups = []
+        for number, group in enumerate(self.optimizer["param_groups"]):
+            names = [name for name, entry in self.entries.items() if entry.group == number]
+            groups.append(dict(group, param_names=names))
+        return dict(self.optimizer, param_groups=groups)
+
+    @property
+    def has_schedule(self) -> bool:
+        """Returns True if a learning rate is a schedule, which needs a step to continue from."""
+        return any(map(callable, self.rates))
 
     @property
     def counted(self) -> int:
         """Returns the number of updates that Adam has counted; 0 for SGD, which does not count."""
-        counted = 0
-        for entry in self.entries.values():
-            counted = max(counted, entry.step)
-        return counted
+        return max((entry.step for entry in self.entries.values()), default=0)
 
-    def taken(self, rates: Rates, step: int | None, calls: int | None = None) -> int:
+    def taken(self, step: int | None, calls: int | None = None) -> int:
         """Returns the number of updates so far, from which a schedule continues.
 
         Args:
-          rates: The learning rates; only a schedule needs the number.
           step: The user's number. None means Adam's count or, with SGD, the hook's.
           calls: The number of calls of the hook; None if the file has no hook state.
 
         Raises:
-          ValueError: `rates` has a schedule, and nothing has counted the updates. Or it has
-            another number of rates than there are param groups.
+          ValueError: A learning rate is a schedule, and nothing has counted the updates.
         """
-        self._rates(rates)
         if step is not None:
             return step
-        counts = False
-        for entry in self.entries.values():
-            counts = counts or entry.hyper.algorithm != "sgd"
-        if has_schedule(rates) and not counts and calls is None:
+        counts = any(entry.hyper.algorithm != "sgd" for entry in self.entries.values())
+        if self.has_schedule and not counts and calls is None:
             raise ValueError(
                 "`learning_rate` is a schedule, and nothing in the file counts the steps from "
                 "which it continues: torch.optim.SGD does not. Pass `step`, the number of updates "
@@ -231,22 +259,13 @@ class OptimizerPlan:
                 paused.append("/".join(path))
         return paused
 
-    def transformation(self, params: Any, rates: Rates) -> optax.GradientTransformation:
-        """Makes the Optax transformation.
-
-        Args:
-          params: The Flax parameters.
-          rates: The learning rates instead of those in the file, or None.
-
-        Raises:
-          ValueError: The number of rates is not the number of param groups.
-        """
+    def transformation(self, params: Any) -> optax.GradientTransformation:
+        """Makes the Optax transformation of a tree of parameters."""
         hypers = {entry.group: entry.hyper for entry in self.entries.values()}
-        several = self._rates(rates)
         inner = {}
         for part in sorted(set(self.parts.values())):
             hyper = hypers[part.group]
-            rate = several[part.group]
+            rate = self.rates[part.group]
             inner[part.label] = hyper.transformation(rate, part.terms, _PAUSES[part.pause])
         tree = flatten(params)
         if len(inner) == 1 and len(self.parts) == len(tree.leaves):
@@ -256,24 +275,6 @@ class OptimizerPlan:
         for path, part in self.parts.items():
             labels[path] = part.label
         return optax.multi_transform(inner, tree.with_leaves(labels))
-
-    def _rates(self, rates: Rates) -> list[optax.ScalarOrSchedule | None]:
-        """Returns one learning rate for each param group; None means the rate in the file.
-
-        Raises:
-          ValueError: The number of rates is not the number of param groups.
-        """
-        groups = 0
-        for entry in self.entries.values():
-            groups = max(groups, entry.group + 1)
-        if not isinstance(rates, Sequence):
-            return [rates] * groups
-        if len(rates) != groups:
-            raise ValueError(
-                f"The optimizer has {groups} param groups, and `learning_rate` gives "
-                f"{len(rates)} rates. Give one for all, or one for each group."
-            )
-        return list(rates)
 
     def state(self, fresh: Any, taken: int) -> Any:
         """Fills a fresh state of the transformation with torch's moments and counts.
@@ -306,13 +307,6 @@ class OptimizerPlan:
 
         known = (*MOMENTS, optax.ScaleByScheduleState)
         return jax.tree.map(filled, fresh, is_leaf=lambda node: isinstance(node, known))
-
-
-def has_schedule(rates: Rates) -> bool:
-    """Returns True if a learning rate is a schedule, which needs a step to continue from."""
-    if isinstance(rates, Sequence):
-        return any(map(callable, rates))
-    return callable(rates)
 
 
 def _refuse_untied(pairs: Pairs, model: Document) -> None:

@@ -409,20 +409,6 @@ def _is_name(key: Any) -> bool:
     return isinstance(key, str) and not key.isdecimal()
 
 
-def with_names(optimizer: Document, entries: Mapping[str, Entry]) -> dict[str, Any]:
-    """Returns an optimizer's state dict with the names of the parameters in its groups.
-
-    Args:
-      optimizer: The optimizer's ``state_dict()``; it does not change.
-      entries: Parameter name -> entry, from `read_entries`.
-    """
-    groups = []
-    for number, group in enumerate(optimizer["param_groups"]):
-        names = [name for name, entry in entries.items() if entry.group == number]
-        groups.append(dict(group, param_names=names))
-    return dict(optimizer, param_groups=groups)
-
-
 def _names_by_order(
     optimizer: Document,
     model: Document,
@@ -484,32 +470,24 @@ def _counts_up(first: str, second: str) -> bool:
     return list(map(int, _NUMBER.findall(first))) < list(map(int, _NUMBER.findall(second)))
 
 
-def doubts_about(
-    optimizer: Document,
-    entries: Mapping[str, Entry],
-    model: Document,
-    param_names: ParamNames,
-    scheduled: bool,
+def doubts_of_entries(
+    entries: Mapping[str, Entry], model: Document, are_named: bool
 ) -> Iterator[str]:
-    """Yields warnings: torch schedulers that stop here, uncertain names, and dtypes that change.
+    """Yields warnings about the parameters: uncertain names, and dtypes that change.
 
     Args:
-      optimizer: The optimizer's ``state_dict()``.
       entries: Parameter name -> entry, from `read_entries`.
       model: Torch state dict of the model.
-      param_names: The user's names, or None.
-      scheduled: Whether the user passed a learning rate.
+      are_named: Whether the user or the optimizer names the parameters.
     """
-    if recorded_names(optimizer, param_names) is None:
-        for first, second in _alike(list(entries), model):
-            if entries[second].state:
-                yield (
-                    f"The optimizer does not name its parameters, so the order of the model is "
-                    f"used. If it was given them in another order, {printable(first)} and "
-                    f"{printable(second)}, of one shape, get each other's state: pass "
-                    f"param_names=."
-                )
-                break
+    for first, second in _alike(list(entries), model):
+        if entries[second].state and not are_named:
+            yield (
+                f"The optimizer does not name its parameters, so the order of the model is used. "
+                f"If it was given them in another order, {printable(first)} and "
+                f"{printable(second)}, of one shape, get each other's state: pass param_names=."
+            )
+            break
     cast = []
     for name, entry in entries.items():
         dtype = _dtype_name(model[name])
@@ -522,14 +500,20 @@ def doubts_about(
             f"Moments of another dtype than their parameters are cast to it, as torch's "
             f"load_state_dict does: {some(cast)}."
         )
-    groups = optimizer["param_groups"]
+
+
+def doubts_of_schedulers(groups: Sequence[Document], scheduled: bool) -> Iterator[str]:
+    """Yields warnings about torch schedulers, which stop in Flax.
+
+    Args:
+      groups: The optimizer's ``param_groups``.
+      scheduled: Whether the user passed a learning rate.
+    """
     for group in groups:
         lowest = group.get("base_momentum")
         highest = group.get("max_momentum")
         if lowest != highest:
-            kind = "momentum"
-            if "betas" in group:
-                kind = "betas"
+            kind = "betas" if "betas" in group else "momentum"
             yield (
                 f"A scheduler of the torch run (OneCycleLR or CyclicLR with cycle_momentum) drives "
                 f"the optimizer's `{kind}` as well, between base_momentum={lowest} and "
@@ -538,14 +522,8 @@ def doubts_about(
                 f"with optax.inject_hyperparams and put the state into it."
             )
             break
-    rates = []
-    was_scheduled = False
-    for group in groups:
-        was_scheduled = was_scheduled or "initial_lr" in group
-        rate = f"{_number('lr', group['lr']):g}"
-        if rate not in rates:
-            rates.append(rate)
-    if was_scheduled and not scheduled:
+    if not scheduled and any("initial_lr" in group for group in groups):
+        rates = {f"{_number('lr', group['lr']):g}" for group in groups}
         yield (
             f"A learning rate scheduler ran in torch (`initial_lr` stands beside `lr`), and no "
             f"file holds its schedule: the rate stays at {', '.join(sorted(rates))}. Pass "

@@ -20,12 +20,13 @@ from torch_bridge._convert.doubts import (
     doubts_of_steps,
 )
 from torch_bridge._convert.optimizer import OptimizerPlan, Rates
-from torch_bridge._convert.optimizer_groups import ParamNames, doubts_about, with_names
+from torch_bridge._convert.optimizer_groups import ParamNames
 from torch_bridge._convert.powersgd import filled_state
 from torch_bridge._convert.review import reducer_of, reviewed_layout
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
+from torch_bridge._pairing.decide import Paired
 from torch_bridge._pairing.evidence import Apply, Example
 from torch_bridge._pairing.leaves import MatrixDimsFn, flatten, matrix_dims_of, trained
 from torch_bridge._pairing.options import PairOptions
@@ -193,94 +194,91 @@ def to_flax(
     refuse_other_than_checkpoint(checkpoint, "checkpoint")
     if apply:
         example = example or checkpoint.example
+    # Which tensor is which leaf, and where in the hook's buffers it is.
     problems = Problems()
-    paired = None
+    paired = Paired(())
     if checkpoint.model:
         with problems.about("which tensor is which leaf"):
             paired = paired_for(checkpoint.model, like, pairs, options, apply, example)
-    if paired is not None:
-        with problems.about("the bucket layout"):
-            layout = layout_of(checkpoint, layout, paired.pairs)
-    if paired is None or problems.errors:
+            with problems.about("the bucket layout"):
+                layout = layout_of(checkpoint, layout, paired.pairs)
+    if problems.errors or not checkpoint.model:
         reviewed_layout(checkpoint, layout, missing_ranks, param_names, problems)
     problems.raise_all()
-    assert paired is not None
+    # The parameters, and how the reducer cuts them into matrices.
     params = flatten(like).with_leaves(leaves_from_torch(paired.pairs, checkpoint.model))
     trained_params = trained(params)
     trained_pairs = pairs_of(trained_params, paired.pairs)
     matrix_dims = matrix_dims or matrix_dims_of(trained_pairs)
+    # The hook with its state, and the optimizer.
     reducer = optax.identity()
     with problems.about("the hook"):
         reducer = reducer_of(checkpoint, axis_name, matrix_dims)
+    mean = None
+    calls = None
+    reducer_state = None
+    if checkpoint.powersgd:
+        calls = checkpoint.powersgd[0].iter
+        with problems.about("the hook's state"):
+            mean = mean_of_ranks(checkpoint, missing_ranks)
+            reducer_state = filled_state(mean, trained_params, trained_pairs, layout, matrix_dims)
+    else:
+        reducer_state = reducer.init(trained_params)
     plan = None
-    calls = 0
+    taken = 0
     if checkpoint.optimizer is not None:
         with problems.about("the optimizer"):
             plan = OptimizerPlan.of(
-                checkpoint.optimizer, checkpoint.model, trained_pairs, param_names, layout
+                checkpoint.optimizer,
+                checkpoint.model,
+                trained_pairs,
+                param_names,
+                layout,
+                learning_rate,
             )
-            calls = plan.counted
-    mean = None
-    calls_of_hook = None
-    if checkpoint.powersgd:
-        calls = calls_of_hook = checkpoint.powersgd[0].iter
-        with problems.about("the hook's state"):
-            mean = mean_of_ranks(checkpoint, missing_ranks)
-            state = filled_state(mean, trained_params, trained_pairs, layout, matrix_dims)
-    else:
-        state = reducer.init(trained_params)
-    taken = calls
-    if plan:
-        with problems.about("the learning rate"):
-            taken = plan.taken(learning_rate, step, calls_of_hook)
+            taken = plan.taken(step, calls)
     problems.raise_all()
-    scheduled = learning_rate is not None
-    doubts = [*doubts_of_absence(checkpoint), *doubts_of_file(checkpoint, scheduled)]
+    # What the file may mean that it does not say.
+    doubts = [
+        *doubts_of_absence(checkpoint),
+        *doubts_of_file(checkpoint, learning_rate is not None),
+    ]
     doubts += doubts_of_dtypes(params, like)
-    if plan and checkpoint.optimizer:
-        doubts += doubts_of_steps(plan, layout, calls, learning_rate, step)
+    if plan:
+        doubts += doubts_of_steps(plan, layout, calls, step)
         if mean is not None and checkpoint.loss_scale is None:
             doubts += doubts_of_scale(mean, layout, plan)
-        doubts += doubts_about(
-            checkpoint.optimizer, plan.entries, checkpoint.model, param_names, scheduled
-        )
+        doubts += plan.doubts()
     mean = None  # frees the errors' memory before the optimizer state is allocated
     for doubt in doubts:
         warnings.warn(doubt, stacklevel=2)
     if consume:
         for record in checkpoint.powersgd:
             record.error_dict.clear()
-    optimizer = None
+    optimizer = plan and plan.transformation(trained_params)
     optimizer_state = None
-    if plan:
-        optimizer = plan.transformation(trained_params, learning_rate)
+    if plan and optimizer:
         optimizer_state = plan.state(optimizer.init(trained_params), taken)
     completed = None
     if consume:
         checkpoint.model.clear()
         (checkpoint.optimizer or {}).clear()
     else:
-        named_groups = checkpoint.optimizer
-        if plan and named_groups:
-            named_groups = with_names(named_groups, plan.entries)
+        named_groups = plan and plan.with_names()
         completed = dataclasses.replace(checkpoint, layout=layout, optimizer=named_groups)
     if step is None:
-        step = calls
-    difference = None
-    control = None
-    if paired.apart is not None:
-        difference = paired.apart.largest
-        control = paired.apart.control
+        step = taken if calls is None else calls
+    apart = paired.apart
     return FlaxRun(
         params,
         reducer,
-        state,
+        reducer_state,
         optimizer,
         optimizer_state,
         step,
-        difference,
+        apart and apart.largest,
         paired.pairs,
-        control,
+        apart and apart.control,
         completed,
         matrix_dims,
     )

@@ -216,7 +216,7 @@ class _Test:
             # Matrices of one shape stand together, so all parameters of the bucket must be known.
             if not following or bucket >= len(self.lengths) - 1:
                 place = 0
-                for entry in in_hook_order(map(self.entries.get, (*places, *following))):
+                for entry in in_hook_order(map(self.entries.__getitem__, (*places, *following))):
                     factors[entry.name] = place
                     place += entry.matrix[0] * self._ranks[entry.name]
             for name, place in places.items():
