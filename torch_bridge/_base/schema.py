@@ -154,7 +154,7 @@ def is_state(value: object, kind: str) -> bool:
     """
     if not isinstance(value, Mapping):
         return False
-    return any(marks <= value.keys() for marks in _MARKS[kind])
+    return any(marks <= value.keys() for marks in _MARKS.get(kind, ()))
 
 
 def is_optimizer(value: Any) -> bool:

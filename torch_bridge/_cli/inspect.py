@@ -27,6 +27,15 @@ _LONG = 200  # the most characters of a name in the table
 _FACT = "{:<{}}  {}"
 _LINE = "{:>16}  {:>12}  {:>14}  {:>6}  {:>9}  {:>9}  {}"
 _HEADER = ("shape", "matrix", "rank", "bucket", "|q|", "|error|", "parameter")
+# Parts that a conversion can do without -> how to save them.
+_DISPENSABLE = {
+    "PowerSGDState": "the PowerSGD state: save it as 'comm_hook_state', or with save_checkpoint. "
+    "Without it gradients are averaged exactly",
+    "optimizer": "the optimizer: save it as 'optimizer', or load its own file together with this "
+    "one",
+    "example": "an example: save_checkpoint(..., example=inputs), or pass apply= and "
+    "example=(inputs, outputs). Without it names and shapes decide, and the rest is asked",
+}
 
 
 def inspect(options: argparse.Namespace) -> None:
@@ -49,19 +58,30 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
     """
     record = next(iter(checkpoint.powersgd), None)
     facts = _facts(checkpoint, record)
+    present = {
+        "PowerSGDState": record,
+        "optimizer": checkpoint.optimizer,
+        "example": checkpoint.example,
+    }
+    missing = []
+    for kind, sentence in _DISPENSABLE.items():
+        places = checkpoint.unread(kind)
+        if places:
+            sentence += f". {some(list(places))} may be it"
+        if present[kind] is None:
+            missing.append(sentence)
     problems = Problems()
     known = reviewed_layout(checkpoint, layout, "error", None, problems)
-    missing = _missing(checkpoint, record)
     for kind, error in problems.errors:
         missing.append(f"{kind}: {error}")
     parts = {}
     if record is not None:
         facts["layout"] = "unknown"
-        if known is not None:
-            source = "in the file" if checkpoint.layout else "inferred"
-            facts["layout"] = f"{'given' if layout else source}, {len(known.buckets)} bucket(s)"
-            if not known.misfits(record):
-                parts = known.parts(checkpoint.mean)
+    if record is not None and known is not None:
+        source = "in the file" if checkpoint.layout else "inferred"
+        facts["layout"] = f"{'given' if layout else source}, {len(known.buckets)} bucket(s)"
+        if not known.misfits(record):
+            parts = known.parts(checkpoint.mean)
     parameters = []
     wild = {}
     # Without a layout the parameters' shapes show which ones torch compresses.
@@ -72,20 +92,18 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
         part = parts.get(entry.name)
         if part is not None:
             row["bucket"] = part.bucket
-            norms = {"error_norm": _norm(part.error)}
-            if part.rank:
-                norms["q_norm"] = _norm(part.q)
-            for key, norm in norms.items():
-                if norm is None or math.isfinite(norm):
-                    row[key] = norm
-                else:  # JSON has no NaN
-                    wild[entry.name] = key
+            row["error_norm"] = _norm(part.error)
+            row["q_norm"] = _norm(part.q if part.rank else None)
+        for key in ("q_norm", "error_norm"):
+            if row[key] is not None and not math.isfinite(row[key]):
+                wild[entry.name] = key
+                row[key] = None  # JSON has no NaN
         parameters.append(row)
     if wild:
         afresh = "(never used, or the run diverged); it starts afresh"
         missing.append(f"a finite state of {some(list(wild))} {afresh}")
     notes = list(doubts_of_file(checkpoint, False))
-    readable = "the optimizer" not in [kind for kind, _ in problems.errors]
+    readable = "the optimizer" not in dict(problems.errors)
     if checkpoint.optimizer is not None and checkpoint.model and readable:
         notes += doubts_of_schedulers(checkpoint.optimizer["param_groups"], scheduled=False)
     return {"facts": facts, "parameters": parameters, "missing": missing, "notes": notes}
@@ -130,33 +148,6 @@ def _facts(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> dict[str, s
     return facts
 
 
-def _missing(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> list[str]:
-    """Returns a line for each part that a conversion can do without, if the file lacks it."""
-    missing = []
-    if record is None:
-        missing.append(
-            "the PowerSGD state: save it as 'comm_hook_state', or with save_checkpoint. Without it "
-            f"gradients are averaged exactly{_seen(checkpoint, 'PowerSGDState')}"
-        )
-    if checkpoint.optimizer is None:
-        missing.append(
-            "the optimizer: save it as 'optimizer', or load its own file together with this one"
-            f"{_seen(checkpoint, 'optimizer')}"
-        )
-    if checkpoint.example is None:
-        missing.append(
-            "an example: save_checkpoint(..., example=inputs), or pass apply= and "
-            "example=(inputs, outputs). Without it names and shapes decide, and the rest is asked"
-        )
-    return missing
-
-
-def _seen(checkpoint: Checkpoint, kind: str) -> str:
-    """Returns the end of a sentence, about entries that look like the missing part."""
-    places = list(checkpoint.unread(kind))
-    return f". {some(places)} may be it" if places else ""
-
-
 def _text(summary: Mapping[str, Any]) -> str:
     """Returns a summary as text: the facts, a table of parameters, and the missing parts."""
     facts, parameters = summary["facts"], summary["parameters"]
@@ -168,8 +159,15 @@ def _text(summary: Mapping[str, Any]) -> str:
         size = math.prod(row["shape"])
         dense += size
         sent += row["rank"] * sum(row["matrix"]) or size
+        cells = [_times(row["shape"]) or "scalar", "", "not compressed"]
+        if row["rank"]:
+            cells[1:] = [_times(row["matrix"]), row["rank"]]
+        for key in ("bucket", "q_norm", "error_norm"):
+            cells.append("" if row[key] is None else f"{row[key]:.4g}")
+        name = row["name"]
+        cells.append(printable(name if len(name) <= _LONG else f"{name[:_LONG]}..."))
         if number < _ROWS:
-            lines.append(_LINE.format(*_cells(row)))
+            lines.append(_LINE.format(*cells))
     if len(parameters) > _ROWS:
         lines.append(f"{len(parameters) - _ROWS:,} more parameters; --json has all.")
     if sent:
@@ -178,16 +176,6 @@ def _text(summary: Mapping[str, Any]) -> str:
         for line in summary[title]:
             lines.append(f"{title}: {printable(line, keep=chr(10))}")
     return "\n".join(lines)
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    cells = [_times(row["shape"]) or "scalar", "", "not compressed"]
-    if row["rank"]:
-        cells[1:] = [_times(row["matrix"]), str(row["rank"])]
-    for key in ("bucket", "q_norm", "error_norm"):
-        cells.append("" if row[key] is None else f"{row[key]:.4g}")
-    name = row["name"]
-    return [*cells, printable(name if len(name) <= _LONG else f"{name[:_LONG]}...")]
 
 
 def _times(shape: Sequence[int]) -> str:

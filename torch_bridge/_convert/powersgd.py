@@ -13,7 +13,7 @@ import numpy as np
 
 import jaxcomp
 from jaxcomp import PowerSGDState
-from jaxcomp.extend import LeafPlan, plan_leaves
+from jaxcomp.extend import plan_leaves
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import BUFFERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy
@@ -226,15 +226,26 @@ def _common_matrices(
             continue  # frozen in torch
         plan, part = plans[pair.path], parts[names[pair.torch_name]]
         rows, cols = part.entry.matrix
+        columns = part.entry.columns() if part.rank else None
         try:
-            if part.rank and plan.view:
-                matrices.append(CommonMatrix(pair, part, _rows_of_q(plan, pair, part)))
-            elif plan.view:
+            if not plan.view:
+                if part.rank and pair.rows:
+                    exact.append("/".join(pair.path))
+                elif 0 < part.rank < min(rows, cols):  # at full rank torch's compression is exact
+                    raise CheckpointMismatch(f"compressed by torch only ({rows} x {cols})")
+            elif not part.rank:
                 raise CheckpointMismatch("compressed by jaxcomp only")
-            elif part.rank and pair.rows:
-                exact.append("/".join(pair.path))
-            elif 0 < part.rank < min(rows, cols):  # at full rank torch's compression is exact
-                raise CheckpointMismatch(f"compressed by torch only ({rows} x {cols})")
+            elif plan.view.batch:
+                raise CheckpointMismatch("several matrices in one leaf, which have several Q")
+            elif columns is None:
+                raise CheckpointMismatch(
+                    f"its strides {part.entry.strides} mix torch's rows and columns"
+                )
+            elif plan.rank != part.rank:
+                raise CheckpointMismatch(f"rank {plan.rank}, torch has {part.rank}")
+            else:
+                q_rows = columns[pair.column_order(plan.view.dims.cols)]
+                matrices.append(CommonMatrix(pair, part, q_rows))
         except CheckpointMismatch as error:
             line = f"{plan.path} {plan.shape} <- {pair.torch_name} {pair.torch_shape}"
             problems.append(f"{line}: {error.message}")
@@ -247,25 +258,6 @@ def _common_matrices(
             parameters=("matrix_dims",),
         )
     return matrices, exact
-
-
-def _rows_of_q(plan: LeafPlan, pair: Pair, part: BucketPart) -> np.ndarray:
-    """Returns the positions of the rows of a leaf's Q in torch's Q: ``q = torch_q[positions]``.
-
-    The result is an int array of shape (cols,).
-
-    Raises:
-      CheckpointMismatch: torch compresses another matrix than jaxcomp.
-    """
-    assert plan.view is not None
-    if plan.view.batch:
-        raise CheckpointMismatch("several matrices in one leaf, which have several Q")
-    columns = part.entry.columns()
-    if columns is None:
-        raise CheckpointMismatch(f"its strides {part.entry.strides} mix torch's rows and columns")
-    if plan.rank != part.rank:
-        raise CheckpointMismatch(f"rank {plan.rank}, torch has {part.rank}")
-    return columns[pair.column_order(plan.view.dims.cols)]
 
 
 # --- to torch -----------------------------------------------------------------------------------
@@ -340,7 +332,20 @@ def record_of_state(
       CheckpointMismatch: As in `powersgd_to_torch`.
     """
     count = int(np.asarray(state.count))
-    old = like.powersgd[0] if like.powersgd else _born_in_jax(state, count)
+    if like.powersgd:
+        old = like.powersgd[0]
+    else:  # the run began in JAX; torch's defaults
+        factors = jax.tree.leaves(state.q)
+        old = PowerSGDRecord(
+            max([1, *(q.shape[-1] for q in factors)]),
+            0,
+            error_dict={},
+            p_memory_dict={},
+            q_memory_dict={},
+            start_powerSGD_iter=max(2, count),
+            use_error_feedback=bool(jax.tree.leaves(state.residual)),
+            warm_start=bool(factors),
+        )
     record = dataclasses.replace(old, iter=count, error_dict={}, p_memory_dict={}, q_memory_dict={})
     if not old.buckets and count == old.iter:  # only counters and hyperparameters
         return record
@@ -353,33 +358,14 @@ def record_of_state(
         )
     # `_fill` writes through views of these buffers; a second copy would double the memory.
     for name, sizes in layout.buffer_sizes(record).items():
-        keeps = record.use_error_feedback if name == "error_dict" else record.warm_start
-        for bucket, size in sizes.items():
-            if keeps:
-                getattr(record, name)[bucket] = np.zeros(size, np.float32)
+        if record.use_error_feedback if name == "error_dict" else record.warm_start:
+            buffers = {bucket: np.zeros(size, np.float32) for bucket, size in sizes.items()}
+            getattr(record, name).update(buffers)
     matrices, _ = _common_matrices(params, pairs, record, layout, matrix_dims)
     _check_state(state, params, record, matrices, matrix_dims)
     _fill(record, layout, state, matrices)
     _as_before(record, old, loss_scale_of(like))
     return record
-
-
-def _born_in_jax(state: PowerSGDState, count: int) -> PowerSGDRecord:
-    """Makes the record of a run that began in JAX, with torch's defaults."""
-    factors = jax.tree.leaves(state.q)
-    rank = 1
-    for q in factors:
-        rank = max(rank, q.shape[-1])
-    return PowerSGDRecord(
-        rank,
-        0,
-        error_dict={},
-        p_memory_dict={},
-        q_memory_dict={},
-        start_powerSGD_iter=max(2, count),
-        use_error_feedback=bool(jax.tree.leaves(state.residual)),
-        warm_start=bool(factors),
-    )
 
 
 def _fill(

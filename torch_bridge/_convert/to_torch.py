@@ -86,7 +86,8 @@ def to_torch(
     Raises:
       CheckpointMismatch: Parts do not fit `like`, or are missing; the error lists all. Or the
         outputs of `module` are not those of `apply`.
-      ValueError: `module` is passed without `apply`, or `like` has no example.
+      ValueError: `module` is passed without `apply`, or `like` has no example. Or `like` is a run
+        of ``to_flax(..., consume=True)``.
       OSError: The file cannot be written.
 
     Warns:
@@ -104,7 +105,12 @@ def to_torch(
         matrix_dims = matrix_dims or like.matrix_dims
         if pairs is None and not options:
             pairs = like.pairs
-        like = _origin(like)
+        if like.checkpoint is None:
+            raise ValueError(
+                "`like` is a run of to_flax(..., consume=True), which emptied its checkpoint. Read "
+                "the file again: pass like=torch_bridge.load(...) and pairs=run.pairs."
+            )
+        like = like.checkpoint
     refuse_other_than_checkpoint(like, "like")
     import_torch()
     reducers, opt_state = _split(opt_state)
@@ -161,20 +167,6 @@ def to_torch(
     if path is not None:
         write_document(pathlib.Path(path), document)
     return document
-
-
-def _origin(run: FlaxRun) -> Checkpoint:
-    """Returns the checkpoint that a run came from.
-
-    Raises:
-      ValueError: ``to_flax(..., consume=True)`` has emptied it.
-    """
-    if run.checkpoint is None:
-        raise ValueError(
-            "`like` is a run of to_flax(..., consume=True), which emptied its checkpoint. Read the "
-            "file again: pass like=torch_bridge.load(...) and pairs=run.pairs."
-        )
-    return run.checkpoint
 
 
 def _refuse_other_model(like: Checkpoint, pairs: Pairs) -> None:
