@@ -126,27 +126,25 @@ def _add_conversion(add: Callable[..., Any]) -> None:
 def read_files(options: argparse.Namespace) -> None:
     """Replaces the paths of ``--layout`` and ``--param-names`` by the contents of the files.
 
+    The memory of the parser is charged to a budget before a file is read.
+
     Raises:
       CheckpointMismatch: A file is not valid JSON, or takes more than `max_bytes`.
     """
-    options.layout = _read(options.layout, BucketLayout.from_json, options.max_bytes)
-    if options.command != "inspect":
-        options.param_names = _read(options.param_names, _names, options.max_bytes)
-
-
-def _read(path: pathlib.Path | None, parse: Callable[[str], Any], max_bytes: int | None) -> Any:
-    """Reads a JSON file; charges the memory of the parser to a budget before it reads."""
-    if path is None:
-        return None
-    if kind := no_file(path):
-        raise CheckpointMismatch(f"{path} is {kind}, and must be a file of JSON.")
-    size = path.stat().st_size
-    try:
-        Budget(size, max_bytes).claim(PARSED_BYTES * size)
-        return parse(path.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        names = getattr(error, "parameters", ())
-        raise CheckpointMismatch(f"{path}: {error}", parameters=names) from error
+    for name, parse in (("layout", BucketLayout.from_json), ("param_names", _names)):
+        path = getattr(options, name, None)
+        if path is None:
+            continue
+        kind = no_file(path)
+        if kind:
+            raise CheckpointMismatch(f"{path} is {kind}, and must be a file of JSON.")
+        size = path.stat().st_size
+        try:
+            Budget(size, options.max_bytes).claim(PARSED_BYTES * size)
+            setattr(options, name, parse(path.read_text("utf-8")))
+        except (ValueError, RecursionError) as error:
+            parameters = getattr(error, "parameters", ())
+            raise CheckpointMismatch(f"{path}: {error}", parameters=parameters) from error
 
 
 def _names(text: str) -> Any:

@@ -70,9 +70,7 @@ def convert_to_flax(options: argparse.Namespace) -> None:
         # `to-torch` needs these again.
         config["pairs"] = [dataclasses.asdict(pair) for pair in run.pairs]
         config["param_names"] = options.param_names
-        config["layout"] = None
-        if options.layout is not None:
-            config["layout"] = options.layout.to_json()
+        config["layout"] = options.layout and options.layout.to_json()
         # As in a TrainState, the other collections of linen variables stand beside `params`.
         state = {"step": np.int32(run.step), "opt_state": run.opt_state}
         of_variables = flatten(run.params).collections
@@ -148,10 +146,7 @@ def _pairs_in(config: Mapping[str, Any]) -> tuple[Pair, ...] | None:
     pairs = []
     try:
         for entry in entries:
-            fields = {}
-            for name, value in entry.items():
-                fields[name] = _as_tuples(value)
-            pair = Pair(**fields)
+            pair = Pair(**_as_tuples(entry))
             if pair.packing is not None:
                 pair = dataclasses.replace(pair, packing=Packing(*pair.packing))
             pairs.append(pair)
@@ -167,6 +162,8 @@ def _as_tuples(value: Any) -> Any:
     """Makes tuples of the lists that JSON has in their place."""
     if isinstance(value, list):
         return tuple(map(_as_tuples, value))
+    if isinstance(value, dict):
+        return dict(zip(value, map(_as_tuples, value.values()), strict=True))
     return value
 
 
@@ -254,11 +251,10 @@ def _check_out(options: argparse.Namespace) -> None:
         )
     if not os.path.lexists(out):  # a link to a missing file counts as existing
         return
+    kinds = ("file", "folder")
     if out.is_dir() != to_folder:
-        present = "folder"
-        needed = "file"
-        if to_folder:
-            present, needed = needed, present
-        raise CheckpointMismatch(f"{out} is a {present}. --out must be a {needed} here.")
+        raise CheckpointMismatch(
+            f"{out} is a {kinds[not to_folder]}. --out must be a {kinds[to_folder]} here."
+        )
     if not (to_folder or options.force):
         raise CheckpointMismatch(f"{out} is there already. Pass --force to overwrite it.")

@@ -20,6 +20,7 @@ from torch_bridge._convert.optimizer_groups import (
     MOMENTS,
     Document,
     Entry,
+    Hyperparameters,
     ParamNames,
     doubts_of_entries,
     doubts_of_schedulers,
@@ -46,6 +47,7 @@ class _Part(NamedTuple):
     step: int  # the updates that Adam has counted
     terms: int  # number of torch parameters whose sum is the leaf
     pause: str  # `HELD`: frozen, the state is kept; `UNUSED`: no gradient yet; "": updated
+    hyper: Hyperparameters  # those of the param group
 
     @property
     def label(self) -> str:
@@ -261,19 +263,16 @@ class OptimizerPlan:
 
     def transformation(self, params: Any) -> optax.GradientTransformation:
         """Makes the Optax transformation of a tree of parameters."""
-        hypers = {entry.group: entry.hyper for entry in self.entries.values()}
-        inner = {}
-        for part in sorted(set(self.parts.values())):
-            hyper = hypers[part.group]
-            rate = self.rates[part.group]
-            inner[part.label] = hyper.transformation(rate, part.terms, _PAUSES[part.pause])
         tree = flatten(params)
-        if len(inner) == 1 and len(self.parts) == len(tree.leaves):
+        labels = dict.fromkeys(tree.leaves, _FROZEN)
+        inner = {}
+        for path, part in sorted(self.parts.items()):
+            labels[path] = part.label
+            rate = self.rates[part.group]
+            inner[part.label] = part.hyper.transformation(rate, part.terms, _PAUSES[part.pause])
+        if len(inner) == 1 and _FROZEN not in labels.values():
             return next(iter(inner.values()))
         inner[_FROZEN] = optax.set_to_zero()
-        labels = dict.fromkeys(tree.leaves, _FROZEN)
-        for path, part in self.parts.items():
-            labels[path] = part.label
         return optax.multi_transform(inner, tree.with_leaves(labels))
 
     def state(self, fresh: Any, taken: int) -> Any:
@@ -288,7 +287,7 @@ class OptimizerPlan:
             for key in fields.values():
                 tensors = {}
                 for name, entry in self.entries.items():
-                    if entry.state.get(key) is not None:
+                    if key in entry.state:
                         tensors[name] = entry.state[key]
                 pairs = [pair for pair in self.pairs if pair.torch_name in tensors]
                 kept[key] = leaves_from_torch(pairs, tensors, mean=True)
@@ -362,17 +361,15 @@ def _part(pair: Pair, entry: Entry, begun: bool, frozen: bool) -> _Part | None:
             f"The optimizer moves {pair.torch_name}, which flax.nnx.GRUCell does not have. "
             "Use flax.linen.GRUCell."
         )
+    # With plain SGD a gradient of zeros changes nothing, so the leaf needs no pause.
     elif begun and hyper.keeps and not entry.state:
-        # With plain SGD a gradient of zeros changes nothing, so the leaf needs no pause.
-        pause = UNUSED
-        if hyper.algorithm == "sgd" and not hyper.weight_decay:
-            pause = ""
+        pause = "" if hyper.algorithm == "sgd" and not hyper.weight_decay else UNUSED
     if pair.terms > 1 and hyper.algorithm == "adam" and hyper.weight_decay:
         raise CheckpointMismatch(
             f"{'/'.join(pair.path)} is the sum of {pair.terms} torch biases, whose L2 "
             "penalties Adam normalises one by one. Use AdamW, or no weight decay on biases."
         )
-    return _Part(entry.group, entry.step, pair.terms, pause)
+    return _Part(entry.group, entry.step, pair.terms, pause, hyper)
 
 
 # --- to torch -----------------------------------------------------------------------------------
@@ -423,27 +420,23 @@ def optimizer_to_torch(
     pairs = paired_for(model, params, pairs).pairs
     entries = read_entries(like, model, param_names, pairs, layout)
     pairs = _of_optimizer(pairs, entries)
-    tensors = {}  # torch's name of a moment -> parameter name -> array
+    moments = {}  # torch's name of a moment -> parameter name -> array
     for key, leaves in kept_moments(state).items():
         # A packed tensor is converted only if all its leaves have the moment.
-        lacking = set()
-        for pair in pairs:
-            if pair.path not in leaves:
-                lacking.add(pair.torch_name)
+        lacking = {pair.torch_name for pair in pairs if pair.path not in leaves}
         whole = [pair for pair in pairs if pair.torch_name not in lacking]
-        if key != "step":
-            tensors[key] = tensors_from_flax(whole, leaves, mean=True)
-            continue
-        tensors[key] = {}
-        for pair in whole:
-            tensors[key][pair.torch_name] = np.array(leaves[pair.path], np.float32)
+        if key == "step":
+            steps = {pair.torch_name: np.array(leaves[pair.path], np.float32) for pair in whole}
+            moments[key] = steps
+        else:
+            moments[key] = tensors_from_flax(whole, leaves, mean=True)
     filled = {}
     without = []
     for name, entry in entries.items():
         kept = {}
         for key in entry.hyper.keeps:
-            if name in tensors.get(key, ()):
-                kept[key] = to_tensor(tensors[key][name], copy=False)
+            if name in moments.get(key, ()):
+                kept[key] = to_tensor(moments[key][name], copy=False)
         if len(kept) < len(entry.hyper.keeps):
             without.append(name)
         elif kept:

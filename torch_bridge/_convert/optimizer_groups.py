@@ -398,15 +398,11 @@ def recorded_names(optimizer: Document, param_names: ParamNames) -> list[str] | 
             names = group.get("param_names")
             if names is None:
                 names = group["params"]
-                if not all(map(_is_name, names)):
+                # An index may have become text.
+                if not all(isinstance(n, str) and not n.isdecimal() for n in names):
                     return None
             param_names.append(names)
     return jax.tree.leaves(list(param_names))
-
-
-def _is_name(key: Any) -> bool:
-    """Returns True for a name in the place of an index; an index may have become text."""
-    return isinstance(key, str) and not key.isdecimal()
 
 
 def _names_by_order(

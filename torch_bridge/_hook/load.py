@@ -118,16 +118,14 @@ def load(
             f"`max_bytes` must be a positive number of bytes, got {max_bytes}. Leave it out for "
             "three times the size of the file and 64 MiB more."
         )
-    if isinstance(paths, Mapping):
-        raise TypeError(
-            "`paths` must be one path, or a list of one for each rank, got a dictionary. Pass the "
-            "file's name, not what torch.load made of it."
-        )
     try:
+        if isinstance(paths, Mapping):
+            raise TypeError
         files = [pathlib.Path(path) for path in paths]
     except TypeError as error:
         raise TypeError(
-            f"`paths` must be one path, or a list of one for each rank, got {paths!r}."
+            f"`paths` must be one path, or a list of one for each rank, got a "
+            f"{type(paths).__name__}. Pass the file's name, not what torch.load made of it."
         ) from error
     if not files:
         raise CheckpointMismatch("`paths` must name at least one file, got an empty list.")
