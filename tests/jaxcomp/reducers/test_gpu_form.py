@@ -11,7 +11,7 @@ from tests.helpers.control import apart, assert_no_further
 from tests.helpers.leaves import by_layer, random_grads
 from tests.helpers.runners import AXIS, simulate
 
-SHAPES = {"wide": (136, 200), "tall": (200, 136), "twin": (136, 200), "stack": (2, 150, 132)}
+SHAPES = {"wide": (136, 200), "twin": (136, 200), "tall stack": (2, 200, 136)}
 # Pairs of parts whose products an NVIDIA GPU adds up, the smallest first.
 PAIRS = ((1, 1), (2, 0), (0, 2), (1, 0), (0, 1), (0, 0))
 
@@ -65,7 +65,6 @@ def on_gpus(monkeypatch):
     ("rank", "dtype", "wire", "atol"),
     [
         (1, jnp.float32, None, 2e-5),
-        (8, jnp.float32, None, 2e-5),
         (128, jnp.float32, None, 2e-5),
         (32, jnp.bfloat16, jnp.bfloat16, 6e-2),
         (32, jnp.float32, jnp.int8, 0.3),
@@ -92,15 +91,17 @@ def test_an_update_is_that_of_the_cpu(rank, dtype, wire, atol, on_gpus):
     jax.tree.map(compare, run(), expected)
 
 
-def losses_of_training(rank, move=lambda params: params):
-    """Trains a small network for 20 steps on two replicas; returns the losses."""
+def training(rank):
+    """Returns a function that trains a small network for 20 steps, and returns the losses.
+
+    There are two replicas. They begin with what `move` makes of the first parameters.
+    """
     mesh = jax.make_mesh((2,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     rng = np.random.default_rng(0)
-    params = {
+    begun = {
         "in": np.float32(rng.normal(size=(40, 64)) / 8),
         "out": np.float32(rng.normal(size=(64, 30)) / 8),
     }
-    params = move(params)
     inputs = np.float32(rng.normal(size=(32, 40)))
     targets = np.float32(np.sin(inputs @ rng.normal(size=(40, 30))))
 
@@ -109,26 +110,30 @@ def losses_of_training(rank, move=lambda params: params):
 
     tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, min_compression_rate=1.0)
     averaged = jaxcomp.value_and_grad(loss, tx, mesh=mesh)
-    state = averaged.init(params)
 
     @jax.jit
     def step(params, state):
         (value, grads), state = averaged(state, params, inputs, targets)
         return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads), state, value
 
-    losses = []
-    for _ in range(20):
-        params, state, value = step(params, state)
-        losses.append(float(value))
-    return np.array(losses)
+    def losses(move=lambda params: params):
+        params = move(begun)
+        state = averaged.init(params)
+        found = []
+        for _ in range(20):
+            params, state, value = step(params, state)
+            found.append(float(value))
+        return np.array(found)
+
+    return losses
 
 
-@pytest.mark.parametrize("rank", [2, 12])
-def test_training_is_that_of_the_cpu(rank, on_gpus):
-    expected = losses_of_training(rank)
-    control = losses_of_training(rank, apart)
+def test_training_is_that_of_the_cpu(on_gpus):
+    train = training(rank=8)
+    expected = train()
+    control = train(apart)
     on_gpus()
-    assert_no_further(losses_of_training(rank), expected, control)
+    assert_no_further(training(rank=8)(), expected, control)
     assert expected[-1] < 0.9 * expected[0]
 
 

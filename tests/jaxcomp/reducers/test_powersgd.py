@@ -71,7 +71,7 @@ shapes = st.one_of(
 leaves = st.tuples(shapes, st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]))
 
 
-@settings(max_examples=5)  # each compiles a program of its own, of several leaves
+@settings(max_examples=3)  # each compiles a program of its own, of several leaves
 @given(
     kinds=st.lists(leaves, min_size=4, max_size=4),
     rank=st.integers(1, 5),
@@ -114,6 +114,7 @@ OPTIONS = {
 }
 
 
+@settings(max_examples=16)
 @given(
     st.fixed_dictionaries({name: st.sampled_from(values) for name, values in OPTIONS.items()}),
     st.sampled_from([{}, {"weight": 2.0}]),
