@@ -16,7 +16,7 @@ from tests.helpers.torch_files import archive, assemble, sized, text, whole
 CANARY = "a-hostile-file-was-here"
 PACKED = zipfile.ZIP_DEFLATED
 SYSTEM = assemble(f"os:system 'touch {CANARY}' TUPLE1 REDUCE")
-DEEP = assemble("(EMPTY_LIST) * 100000 (APPEND) * 99999")
+DEEP = assemble("(EMPTY_LIST) * 40000 (APPEND) * 39999")
 
 
 # --- pickles that run code --------------------------------------------------------------------
@@ -187,7 +187,7 @@ COPIED = {
     "an array of terabytes": "numpy.core.multiarray:_reconstruct numpy:ndarray EMPTY_TUPLE NONE"
     " TUPLE3 REDUCE MARK 1 1099511627776 TUPLE1 numpy:dtype 'f8' TUPLE1 REDUCE NEWFALSE abcd"
     " TUPLE BUILD",
-    "tuples in each other": "EMPTY_LIST (TUPLE1) * 200000",
+    "tuples in each other": "EMPTY_LIST (TUPLE1) * 60000",
     "bytes by number": "builtins:bytes 1000000000000 TUPLE1 REDUCE",
     "a bytearray by number": "builtins:bytearray 1000000000000 TUPLE1 REDUCE",
 }
