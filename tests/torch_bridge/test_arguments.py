@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 import jaxcomp
 from tests.helpers.leaves import equal, normal
 from tests.helpers.runners import simulate
+from tests.helpers.tables import numbers, rows
 from torch_bridge import (
     matrix_dims_of,
     pair,
@@ -124,30 +125,32 @@ def test_hooks_that_live_elsewhere():
         reducer_from_torch("ALLREDUCE", axis_name="data", random_seed=1)
 
 
-@pytest.mark.parametrize(
-    ("path", "shape", "rows"),
-    [
-        ("Dense_0/kernel", (4, 8), (1,)),
-        ("Conv_0/kernel", (7, 7, 512, 3), (3,)),
-        ("ConvTranspose_0/kernel", (3, 3, 4, 8), (2,)),
-        ("attn/query/kernel", (8, 2, 4), (1, 2)),
-        ("attn/out/kernel", (2, 4, 8), (2,)),
-        ("attn/qkv/kernel", (8, 3, 2, 4), (1, 2, 3)),
-        ("Embed_0/embedding", (50, 4), (0,)),
-        ("pos", (1, 9, 4), (0,)),
-        ("Dense_0/bias", (4,), None),
-    ],
-)
-def test_torch_matrix_dims(path, shape, rows):
+# A leaf, its shape, and the axes that are rows; a vector has none.
+MATRICES = rows("""
+Dense_0/kernel | 4 8 | 1
+Conv_0/kernel | 7 7 512 3 | 3
+ConvTranspose_0/kernel | 3 3 4 8 | 2
+attn/query/kernel | 8 2 4 | 1 2
+attn/out/kernel | 2 4 8 | 2
+attn/qkv/kernel | 8 3 2 4 | 1 2 3
+Embed_0/embedding | 50 4 | 0
+pos | 1 9 4 | 0
+Dense_0/bias | 4 |
+""")
+
+
+@pytest.mark.parametrize(("path", "shape", "row_axes"), MATRICES)
+def test_torch_matrix_dims(path, shape, row_axes):
+    shape = numbers(shape)
     names = tuple(path.split("/"))
     dims = torch_matrix_dims(names, np.zeros(shape))
     keys = tuple(jax.tree_util.DictKey(name) for name in names)
     struct = jax.ShapeDtypeStruct(shape, jnp.float32)
     assert torch_matrix_dims(keys, struct) == dims
-    if rows is None:
+    if not row_axes:
         assert dims is None
     else:
-        assert dims.rows == rows
+        assert dims.rows == numbers(row_axes)
         assert sorted(dims.rows + dims.cols) == list(range(len(shape)))
 
 

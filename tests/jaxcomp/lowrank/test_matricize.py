@@ -9,26 +9,31 @@ import pytest
 from jaxcomp import MatrixDims
 from jaxcomp._lowrank import matrices
 from jaxcomp.extend import MatrixView, default_matrix_dims, plan_leaves
+from tests.helpers.tables import numbers, rows
 
 
 def dims_of(shape, name="kernel"):
     return default_matrix_dims((jax.tree_util.DictKey(name),), jnp.zeros(shape))
 
 
-@pytest.mark.parametrize(
-    ("shape", "name", "rows", "cols"),
-    [
-        ((8, 4), "kernel", (1,), (0,)),  # dense (in, out): torch's (out, in)
-        ((3, 3, 16, 32), "kernel", (3,), (0, 1, 2)),  # HWIO: (O, HWI)
-        ((64, 4, 16), "kernel", (1, 2), (0,)),  # attention (E, heads, head)
-        ((4, 16, 64), "kernel", (2,), (0, 1)),  # attention's output (heads, head, E)
-        ((3, 3, 1, 32), "kernel", (3,), (0, 1, 2)),  # depthwise: a tie goes to the later cut
-        ((100, 8), "embedding", (0,), (1,)),  # (vocab, features), as in torch
-    ],
-)
-def test_default_rule_and_no_transpose(shape, name, rows, cols):
+# A shape and the last part of its path, and which axes are rows and columns, as in torch: those of
+# Dense (in, out) are (out, in), of HWIO (O, HWI), of attention (E, heads, head) and back. In a
+# depthwise kernel a tie goes to the later cut. An embedding is (vocab, features).
+RULE = rows("""
+8 4 | kernel | 1 | 0
+3 3 16 32 | kernel | 3 | 0 1 2
+64 4 16 | kernel | 1 2 | 0
+4 16 64 | kernel | 2 | 0 1
+3 3 1 32 | kernel | 3 | 0 1 2
+100 8 | embedding | 0 | 1
+""")
+
+
+@pytest.mark.parametrize(("shape", "name", "row_axes", "columns"), RULE)
+def test_default_rule_and_no_transpose(shape, name, row_axes, columns):
+    shape = numbers(shape)
     dims = dims_of(shape, name)
-    assert dims == MatrixDims((), rows, cols)
+    assert dims == MatrixDims((), numbers(row_axes), numbers(columns))
     view = MatrixView(shape, dims)
     lowered = jax.jit(view.matricize).lower(jnp.zeros(shape))
     assert "transpose" not in lowered.as_text()

@@ -8,9 +8,11 @@ import pytest
 import jaxcomp
 from jaxcomp._wire.program import read_message
 from tests.helpers import hlo
+from tests.helpers.tables import rows
 
 SMALL = jax.sharding.AbstractMesh((2, 2), ("x", "y"))
 LARGE = jax.sharding.AbstractMesh((2, 2, 2), ("a", "b", "c"))
+MESHES = {"xy": SMALL, "abc": LARGE}
 ADD = """
 %add (a: f32[], b: f32[]) -> f32[] {
   %a = f32[] parameter(0)
@@ -36,28 +38,28 @@ def of_line(line, mesh, shape="f32[8]"):
     return collective
 
 
-FORMS = [
-    ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", LARGE, "a"),
-    ("replica_groups=[2,2]<=[2,2]T(1,0)", SMALL, "x"),
-    ("replica_groups=[2,2]<=[4]", SMALL, "y"),
-    ("replica_groups=[4,1]<=[4]", SMALL, ""),
-    ("replica_groups=mesh['slow'=2,'fast'=2] {'slow'}", SMALL, "x"),
-    ("replica_groups=mesh['slow'=2,'fast'=2] {'fast'}", SMALL, "y"),
-    ("replica_groups=mesh['s'=2,'t'=2,'u'=2] {'s','u'}", LARGE, "ac"),
-    # The devices 0 2 1 3 in a row, cut in two columns.
-    ("replica_groups=mesh['s'=2,'t'=2], device_ids=([2,2]T(1,0)) {'s'}", SMALL, "y"),
-    # An axis of four is one of two and one of two more, before or behind.
-    ("replica_groups=mesh['s'=2,'t'=4] {'t':(1)2}", LARGE, "b"),
-    ("replica_groups=mesh['s'=2,'t'=4] {'t':(2)2}", LARGE, "c"),
-    ("replica_groups={}", SMALL, "xy"),
-    ("replica_groups={}", LARGE, "abc"),
-]
+# A form, the axes of the mesh, and those that it is about. An axis of four is one of two and one of
+# two more, before or behind; T(1,0) puts the devices 0 2 1 3 in a row.
+FORMS = rows("""
+replica_groups={{0,4},{1,5},{2,6},{3,7}} | abc | a
+replica_groups=[2,2]<=[2,2]T(1,0) | xy | x
+replica_groups=[2,2]<=[4] | xy | y
+replica_groups=[4,1]<=[4] | xy |
+replica_groups=mesh['slow'=2,'fast'=2] {'slow'} | xy | x
+replica_groups=mesh['slow'=2,'fast'=2] {'fast'} | xy | y
+replica_groups=mesh['s'=2,'t'=2,'u'=2] {'s','u'} | abc | ac
+replica_groups=mesh['s'=2,'t'=2], device_ids=([2,2]T(1,0)) {'s'} | xy | y
+replica_groups=mesh['s'=2,'t'=4] {'t':(1)2} | abc | b
+replica_groups=mesh['s'=2,'t'=4] {'t':(2)2} | abc | c
+replica_groups={} | xy | xy
+replica_groups={} | abc | abc
+""")
 
 
 @pytest.mark.parametrize(("form", "mesh", "axes"), FORMS)
 def test_replica_groups_are_read_in_every_form(form, mesh, axes):
     line = f"f32[8] all-reduce(%p), channel_id=1, {form}, use_global_device_ids=true, to_apply=%add"
-    assert of_line(line, mesh).axes == tuple(axes)
+    assert of_line(line, MESHES[mesh]).axes == tuple(axes)
 
 
 def test_the_pairs_of_a_permutation_are_read():
@@ -67,30 +69,31 @@ def test_the_pairs_of_a_permutation_are_read():
     assert of_line(line, LARGE).axes == ("a", "b")
 
 
-TYPES = [
-    ("pred[8]", "pred", 8, 8),
-    ("s8[3,5]", "s8", 15, 15),
-    ("bf16[3,5]", "bf16", 15, 30),
-    ("f16[7]", "f16", 7, 14),
-    ("f64[]", "f64", 1, 8),
-    ("c64[2]", "c64", 2, 16),
-    ("s4[7]", "s4", 7, 4),
-    ("f8e4m3fn[6]", "f8e4m3fn", 6, 6),
-    ("f8e8m0fnu[6]", "f8e8m0fnu", 6, 6),
-    ("f4e2m1fn[5]", "f4e2m1fn", 5, 3),
-    ("u1[9]", "u1", 9, 2),
-    ("c128[2]", "c128", 2, 32),
-    ("u64[3]", "u64", 3, 24),
-    ("f32[0,4]", "f32", 0, 0),
-]
+# A shape, its type, and the number of values and of bytes.
+TYPES = rows("""
+pred[8] | pred | 8 | 8
+s8[3,5] | s8 | 15 | 15
+bf16[3,5] | bf16 | 15 | 30
+f16[7] | f16 | 7 | 14
+f64[] | f64 | 1 | 8
+c64[2] | c64 | 2 | 16
+s4[7] | s4 | 7 | 4
+f8e4m3fn[6] | f8e4m3fn | 6 | 6
+f8e8m0fnu[6] | f8e8m0fnu | 6 | 6
+f4e2m1fn[5] | f4e2m1fn | 5 | 3
+u1[9] | u1 | 9 | 2
+c128[2] | c128 | 2 | 32
+u64[3] | u64 | 3 | 24
+f32[0,4] | f32 | 0 | 0
+""")
 
 
 @pytest.mark.parametrize(("shape", "element", "values", "size"), TYPES)
 def test_element_types_and_their_bytes(shape, element, values, size):
     line = f"{shape} collective-permute(%p), channel_id=1, source_target_pairs={{{{0,1}}}}"
     collective = of_line(line, SMALL, shape)
-    assert collective.arrays == ((element, values),)
-    assert collective.bytes == size
+    assert collective.arrays == ((element, int(values)),)
+    assert collective.bytes == int(size)
 
 
 def test_what_is_not_known_is_refused():
