@@ -58,8 +58,9 @@ TINY = ("--tiny", "--models", "mlp", "--rates", "100mbit", "--strategies", "powe
 
 
 @pytest.mark.torch
-def test_a_small_run_measures_both_frameworks_or_is_refused(tmp_path):
-    arguments = command(*TINY, "--steps", 20, "--out", tmp_path)
+def test_a_small_run_measures_what_it_sends_or_is_refused(tmp_path):
+    """In JAX; test_time_to_loss.py starts processes of both frameworks."""
+    arguments = command(*TINY, "--frameworks", "jax", "--steps", 20, "--out", tmp_path)
     done = subprocess.run(
         arguments, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
@@ -71,16 +72,13 @@ def test_a_small_run_measures_both_frameworks_or_is_refused(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "cluster.json").read_text())
     assert found["complete"]
-    assert [c["framework"] for c in found["cases"]] == ["jax", "torch"]
-    ours, torch = (Case(**c) for c in found["cases"])
+    (ours,) = (Case(**case) for case in found["cases"])
     # Two factors of each of three matrices, and the biases.
     assert ours.payload == 4 * (4 * (64 + 128 + 128 + 128 + 128 + 10) + 128 + 128 + 10)
-    for one in (ours, torch):
-        assert len(one.seconds) == len(one.tx_bytes) == 2
-        # Small messages: headers and acknowledgements weigh more than with the large models.
-        sent = figures_of(one).wire
-        assert ours.payload < sent < ours.payload + 6_000
-        assert sum(one.rx_bytes) == pytest.approx(sum(one.tx_bytes), rel=0.01)
+    assert len(ours.seconds) == len(ours.tx_bytes) == 2
+    # Small messages: headers and acknowledgements weigh more than with the large models.
+    assert ours.payload < figures_of(ours).wire < ours.payload + 6_000
+    assert sum(ours.rx_bytes) == pytest.approx(sum(ours.tx_bytes), rel=0.01)
     assert table(all_figures(found["cases"])) in (tmp_path / "cluster.md").read_text()
     assert (tmp_path / "cluster.png").stat().st_size > 1_000
 

@@ -101,8 +101,10 @@ def test_a_tail_is_what_predict_gap_reads_and_is_read_once(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("tiny: ")
     (row,) = read_runs(path)
     assert list(row["tails"]) == ["1", "2", "3", "4"]
-    trainer = Trainer(config, exact.build(config))
-    carry = trainer.advance(trainer.start(0), 0, 0, 4)
+    trainer = runs.trainer(exact)
+    carry = trainer.start(0)
+    for step in range(4):
+        carry = trainer.advance(carry, 0, step, step + 1)
     expected = jaxcomp.predict_gap(carry[1], 2).tail
     assert row["tails"]["4"]["2"] == pytest.approx(expected, abs=1e-3)
     several = [row["tails"][step]["2"] for step in ("2", "3", "4")]
@@ -124,11 +126,11 @@ def test_one_program_serves_every_rate(tmp_path):
 def test_a_run_with_the_same_rank_first_is_the_run_without(tmp_path):
     runs = Runs(tmp_path / "runs.jsonl", TINY, Setting, "benchmarks.optimizers")
     whole = Setting("adamw", 1e-2, rank=2)
-    joined = dataclasses.replace(whole, exact_steps=1, first_rank=2)
+    joined = dataclasses.replace(whole, exact_steps=TINY.eval_every, first_rank=2)
     assert runs.loss(joined, 0) == pytest.approx(runs.loss(whole, 0), abs=1e-4)
     assert joined.bytes_sent(TINY) == whole.bytes_sent(TINY)
     higher = dataclasses.replace(joined, first_rank=4)
-    assert higher.sent == "rank 2 after 1 steps of rank 4"
+    assert higher.sent == "rank 2 after 2 steps of rank 4"
     assert higher.bytes_sent(TINY) > whole.bytes_sent(TINY)
 
 
