@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxcomp._adviser.model import Calibration, Link
-from jaxcomp._base.stats import CompressionStats
+from jaxcomp._base.stats import CompressionStats, aligned
 from jaxcomp._base.typing import AxisName
 from jaxcomp._bytes.units import with_unit
 from jaxcomp._reducers.transformation import Transformation
@@ -178,21 +178,9 @@ class Advice:
             "computation a step",
             "",
         ]
-        lines += self._table()
+        rows = [_HEADER, *(prediction.row for prediction in self.predictions)]
+        lines.append(aligned("<" + ">" * (len(_HEADER) - 1), rows))
         lines += ["", *textwrap.wrap(f"{self.verdict} {self.reason}", _WIDTH)]
         for note in self.notes:
             lines += textwrap.wrap(f"- {note}", _WIDTH, subsequent_indent="  ")
         return "\n".join(lines)
-
-    def _table(self) -> list[str]:
-        """Returns the lines of the table of predictions; numbers are flush right."""
-        rows = [_HEADER, *(prediction.row for prediction in self.predictions)]
-        columns = zip(*rows, strict=True)
-        widths = [max(map(len, column)) for column in columns]
-        lines = []
-        for name, *cells in rows:
-            line = name.ljust(widths[0])
-            for cell, width in zip(cells, widths[1:], strict=True):
-                line += "  " + cell.rjust(width)
-            lines.append(line)
-        return lines

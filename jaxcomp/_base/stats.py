@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp._base.leaves import is_floating, leaf_dtype, leaf_name
-from jaxcomp._base.typing import PyTree
+from jaxcomp._base.typing import PyTree, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LeafStats:
     """Bytes of one leaf in one step, or in a whole run."""
 
     path: str
-    shape: tuple[int, ...]
+    shape: Shape
     rank: int  # 0 for a leaf that is not compressed
     bytes_before: int  # plain all-reduce in the leaf's dtype
     bytes_after: int  # payload of the collectives after compression
@@ -104,19 +104,28 @@ class CompressionStats:
         return _ratio(self.bytes_before, self.bytes_after)
 
     def __str__(self) -> str:
-        width = len("total")
+        rows: list[Sequence[str]] = [("leaf", "shape", "rank", "before", "after", "ratio")]
         for leaf in self.leaves:
-            width = max(width, len(leaf.path))
-        row = f"{{:<{width}}}  {{:>18}}  {{:>4}}  {{:>13,}}  {{:>13,}}  {{:>6.1f}}".format
-        lines = [f"{'leaf':<{width}}  {'shape':>18}  rank         before          after   ratio"]
-        for leaf in self.leaves:
-            rank = leaf.rank or "-"
-            before = leaf.bytes_before
-            lines.append(
-                row(leaf.path, str(leaf.shape), rank, before, leaf.bytes_after, leaf.ratio)
-            )
-        lines.append(row("total", "", "", self.bytes_before, self.bytes_after, self.ratio))
-        return "\n".join(lines)
+            rows.append(_row(leaf.path, str(leaf.shape), str(leaf.rank or "-"), leaf))
+        rows.append(_row("total", "", "", self))
+        return aligned("<>>>>>", rows)
+
+
+def _row(name: str, shape: str, rank: str, stats: LeafStats | CompressionStats) -> Sequence[str]:
+    before = f"{stats.bytes_before:,}"
+    return name, shape, rank, before, f"{stats.bytes_after:,}", f"{stats.ratio:.1f}"
+
+
+def aligned(sides: str, rows: Sequence[Sequence[str]]) -> str:
+    """Writes rows of texts as a table; `sides` has ``<`` or ``>`` for each column."""
+    formats = []
+    for side, column in zip(sides, zip(*rows, strict=True), strict=True):
+        formats.append(f"{side}{max(map(len, column))}")
+    lines = []
+    for row in rows:
+        cells = map(format, row, formats)
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def whole_run(

@@ -8,7 +8,6 @@ asked too.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomp._base.checks import is_traced
 from jaxcomp._base.leaves import compute_dtype, is_masked, leaf_name, widest
-from jaxcomp._base.typing import Array, KeyPath, PyTree
+from jaxcomp._base.stats import aligned
+from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._mesh.collectives import varying
 from jaxcomp._mesh.per_replica import OWNER, has_rows, is_reducer_state, leaves_marked, marks
 from jaxcomp._states.consolidate import consolidate, layout_of
@@ -55,16 +55,15 @@ class Diagnostics(NamedTuple):
         if is_traced(self.share):
             return repr(self)
         values: Diagnostics = jax.device_get(self)
-        width = max(len("leaf"), *map(len, values.leaves))
-        lines = [f"{'leaf':<{width}}   share     output   residual  rank"]
+        table = [("leaf", "share", "output", "residual", "rank", "")]
         for name, row in (*values.leaves.items(), ("all", values)):
-            line = f"{name:<{width}}  {row.share:>6.1%}  "
-            line += f"{row.output_norm:>9.1e}  {row.residual_norm:>9.1e}"
+            rank = remark = ""
             if isinstance(row, LeafDiagnostics):
-                rank = row.singular_values.shape[-1]
-                line += f"  {rank:>4}  {_remark(row)}"
-            lines.append(line.rstrip())
-        return "\n".join(lines)
+                rank = str(row.singular_values.shape[-1])
+                remark = _remark(row)
+            norms = (f"{row.output_norm:.1e}", f"{row.residual_norm:.1e}")
+            table.append((name, f"{row.share:.1%}", *norms, rank, remark))
+        return aligned("<>>>><", table)
 
 
 def diagnostics(state: PyTree) -> Diagnostics:
@@ -118,29 +117,27 @@ def diagnostics(state: PyTree) -> Diagnostics:
       Optimization. NeurIPS 2019. Algorithm 1.
     """
     marks(state)  # refuses a state that has lost its classes
-    paths: list[KeyPath] = []
-    nodes: list[Any] = []
+    nodes = {}
     for path, node in jax.tree.leaves_with_path(state, is_leaf=_is_low_rank):
         if _is_low_rank(node):
             _check_not_local(node)
-            paths.append(path)
-            nodes.append(node)
+            nodes[jax.tree_util.keystr(path)] = node
     # Compiled as one program: op by op, a float32 copy of all residuals would be made on the way.
-    return jax.jit(functools.partial(_measured, paths))(nodes)
+    return jax.jit(_measured)(nodes)
 
 
-def _measured(paths: Sequence[KeyPath], nodes: Sequence[Any]) -> Diagnostics:
-    """Measures several states, each with its path in the tree.
+def _measured(nodes: dict[str, Any]) -> Diagnostics:
+    """Measures several states, by their path in the tree.
 
     Raises:
       ValueError: If no leaf of these states has both a residual and a factor.
     """
     leaves: dict[str, LeafDiagnostics] = {}
     by_place: dict[str, LeafDiagnostics] = {}
-    for path, node in zip(paths, nodes, strict=True):
+    for place, node in nodes.items():
         for name, leaf in _of_state(node).items():
             leaves[name] = leaf
-            by_place[jax.tree_util.keystr(path) + name] = leaf
+            by_place[place + name] = leaf
     if not leaves:
         raise ValueError(
             "`state` must hold a state of jaxcomp.powersgd in which a leaf has a residual and a "
@@ -151,13 +148,8 @@ def _measured(paths: Sequence[KeyPath], nodes: Sequence[Any]) -> Diagnostics:
     # Short names where they are clear: most states hold one reducer.
     if len(leaves) < len(by_place):  # several states have a leaf of the same name
         leaves = by_place
-    output_norms = []
-    residual_norms = []
-    for leaf in leaves.values():
-        output_norms.append(leaf.output_norm)
-        residual_norms.append(leaf.residual_norm)
-    output_norm = _norm_of_norms(output_norms)
-    residual_norm = _norm_of_norms(residual_norms)
+    output_norm = _norm_of_norms([leaf.output_norm for leaf in leaves.values()])
+    residual_norm = _norm_of_norms([leaf.residual_norm for leaf in leaves.values()])
     return Diagnostics(_share(output_norm, residual_norm), output_norm, residual_norm, leaves)
 
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp._base.leaves import in_words, is_key, leaf_name
+from jaxcomp._base.stats import aligned
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
 from jaxcomp._mesh.explicit import split_axis
@@ -73,20 +74,17 @@ def examined(
     judge = functools.partial(_verdict, shares)
     verdicts = jax.tree.map(judge, whole, swapped, halves)
     table = [("output", "type", "aux", "")]
-    leaves = jax.tree.leaves(whole)
-    for i, (path, verdict) in enumerate(jax.tree.leaves_with_path(verdicts)):
-        name = "the loss"
-        if i > 0:
-            name = leaf_name(path[1:])
-        word = "-"
-        if verdict.word is not None:
-            word = repr(verdict.word)
-        table.append((name, described(leaves[i][0]), word, verdict.remark))
-    columns = zip(*table, strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    for row in table:
-        line = "  ".join(map(str.ljust, row, widths))
-        print(line.rstrip())
+    for (path, verdict), x in zip(
+        jax.tree.leaves_with_path(verdicts), jax.tree.leaves(whole), strict=True
+    ):
+        name = leaf_name(path[1:])
+        if len(table) == 1:
+            name = "the loss"
+        word = repr(verdict.word)
+        if verdict.word is None:
+            word = "-"
+        table.append((name, described(x[0]), word, verdict.remark))
+    print(aligned("<<<<", table))
     if verdicts[0].word == "sum":
         (loss,) = whole[0]
         first, second = halves[0]
@@ -117,13 +115,11 @@ def _on_replicas(
         axis = split_axis(spec)
         if axis is None:
             return x
-        return jnp.stack(jnp.split(jnp.asarray(x), replicas, axis))
+        return x.reshape(*x.shape[:axis], replicas, -1, *x.shape[axis + 1 :])
 
-    in_axes = jax.tree.map(lambda spec: None if split_axis(spec) is None else 0, specs)
-    on_one = only_replica(function, others)
-    mapped = jax.vmap(on_one, (in_axes,), 0, first, replicas)
-    split = jax.tree.map(parts, arrays, specs)
-    results = jax.jit(mapped)(split)
+    in_axes = jax.tree.map(split_axis, specs)
+    mapped = jax.vmap(only_replica(function, others), (in_axes,), 0, first, replicas)
+    results = jax.jit(mapped)(jax.tree.map(parts, arrays, specs))
     return jax.tree.map(lambda x: np.asarray(in_words(x)), results)
 
 
@@ -153,13 +149,13 @@ def _verdict(
     wide: Any = np.float64
     if np.iscomplexobj(whole):
         wide = np.complex128
-    whole = whole[0].astype(wide)
-    swapped = swapped[0].astype(wide)
+    (whole,) = whole.astype(wide)
+    (swapped,) = swapped.astype(wide)
     first, second = halves.astype(wide)
     scale = max(map(_largest, (whole, first, second)))
-    rounding = precision * scale
     if not np.isfinite(scale):
         return Verdict(None, "not finite in this batch: take another one")
+    rounding = precision * scale
     if whole.shape != first.shape:
         return _of_rows(whole, first, second, rounding)
     by_order = _largest(whole - swapped)
@@ -167,20 +163,23 @@ def _verdict(
         return Verdict(None, "neither: depends on the order of the examples, or is drawn at random")
     # Two orders are a small sample of the rounding of sums, so with a margin.
     rounding += 4 * by_order
+    expected = {
+        "mean": np.average((first, second), axis=0, weights=shares),
+        "sum": first + second,
+        "larger": np.maximum(first, second),
+        "smaller": np.minimum(first, second),
+    }
+    misses = {kind: _largest(whole - value) for kind, value in expected.items()}
     apart = _largest(first - second)
-    misses = _misses(shares, whole, first, second)
     # Equal halves decide nothing between a mean and a maximum, but a floating output that is the
     # same for all examples is averaged without harm.
     if apart == 0 and misses["mean"] <= rounding < scale and averages and precision == _ROUNDING:
         return Verdict("mean", "the same in both halves")
-    fitting = []
-    for kind, miss in misses.items():
-        # A mean in 16 bits may be off by rounding, but the larger or smaller value is exact.
-        if miss == 0 or (kind in ("mean", "sum") and miss <= rounding):
-            fitting.append(kind)
+    # A mean in 16 bits may be off by rounding, but the larger or smaller value is exact.
+    tolerances = {"mean": rounding, "sum": rounding, "larger": 0, "smaller": 0}
+    fitting = [kind for kind, miss in misses.items() if miss <= tolerances[kind]]
     if len(fitting) > 1:
-        alike = " or ".join(fitting)
-        remark = f"{alike} of both halves: take another batch, or say it yourself"
+        remark = f"{' or '.join(fitting)} of both halves: take another batch, or say it yourself"
         if apart == 0 and not averages:
             remark += '; "mean" keeps what is always the same, as a counter or a key'
         return Verdict(None, remark)
@@ -191,37 +190,15 @@ def _verdict(
         if apart**2 / 8 > rounding * scale:
             return Verdict("mean")
         return Verdict("mean", f"as far as halves that differ by {apart / scale:.1g} show")
-    return _of_no_kind(misses, scale, equal_shares=bool(shares[0] == shares[1]))
-
-
-def _misses(
-    shares: np.ndarray, whole: np.ndarray, first: np.ndarray, second: np.ndarray
-) -> dict[str, float]:
-    """Returns how far an output is from each combination of those of the two halves."""
-    expected = {
-        "mean": (shares[0] * first + shares[1] * second) / shares.sum(),
-        "sum": first + second,
-        "larger": np.maximum(first, second),
-        "smaller": np.minimum(first, second),
-    }
-    misses = {}
-    for kind, value in expected.items():
-        misses[kind] = _largest(whole - value)
-    return misses
-
-
-def _of_no_kind(misses: dict[str, float], scale: float, *, equal_shares: bool) -> Verdict:
-    """Says which combination an output is nearest to, and what to do with it."""
     nearest = min(misses, key=misses.__getitem__)
     remedy = '"stack" it, or return what it is made of'
     # Without weights a mean over unequal counts is near the mean of the halves, but not equal.
-    if nearest == "mean" and equal_shares:
+    if nearest == "mean" and shares[0] == shares[1]:
         remedy = f"If it is a mean over a count, such as tokens, pass weight=; else {remedy}"
-    off = misses[nearest] / scale
     return Verdict(
         None,
-        f"neither: nearest is the {nearest} of both halves, {off:.1g} of the largest value off. "
-        f"{remedy}",
+        f"neither: nearest is the {nearest} of both halves, {misses[nearest] / scale:.1g} of the "
+        f"largest value off. {remedy}",
     )
 
 
