@@ -17,7 +17,6 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -88,11 +87,9 @@ def check_axis_name(axis_name: Any) -> Any:
     names = axis_name
     if not isinstance(axis_name, tuple):
         names = (axis_name,)
-    named = bool(names)
-    for name in names:
-        named &= isinstance(name, str) and name != ""
+    texts = {name for name in names if isinstance(name, str) and name}
     # A repeated axis would count its replicas twice; `lax.psum` refuses it only inside of a step.
-    if not named or len(set(names)) < len(names):
+    if not names or len(texts) < len(names):
         raise ValueError(
             f"`axis_name` must be a string or a tuple of distinct strings, got {axis_name!r}. Pass "
             "the axis_name of your pmap or vmap, or the mesh axis of your shard_map."
@@ -148,20 +145,19 @@ def check_number(name: str, value: Any, minimum: float, maximum: float = math.in
     """
     if is_traced(value):
         return value
-    is_array = isinstance(value, jax.Array) and value.ndim == 0
-    if is_array:
-        usable = value.dtype != jnp.bool_
-    else:
-        usable = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+    number = value
+    if isinstance(value, jax.Array) and value.ndim == 0:
+        number = value.item()
+    usable = isinstance(number, (int, float, np.number)) and not isinstance(number, bool)
     # NaN fails both comparisons; infinity passes them if there is no maximum.
-    if not usable or not minimum <= value <= maximum or value == math.inf:
+    if not usable or not minimum <= number <= maximum or number == math.inf:
         bounds = f"at least {minimum:g}"
         if maximum < math.inf:
             bounds += f" and at most {maximum:g}"
         raise ValueError(f"`{name}` must be a finite number, {bounds}, got {value!r}.")
-    if is_array:
+    if isinstance(value, jax.Array):
         return value
-    return float(value)
+    return float(number)
 
 
 def check_static_number(name: str, value: Any, minimum: float, maximum: float = math.inf) -> float:

@@ -12,8 +12,10 @@ Array: TypeAlias = jax.Array
 PyTree: TypeAlias = Any
 KeyPath: TypeAlias = tuple[Any, ...]
 DType: TypeAlias = np.dtype | type | str
+Shape: TypeAlias = tuple[int, ...]
+Axes: TypeAlias = tuple[str, ...]
 # One mapped axis, or several that together enumerate the replicas.
-AxisName: TypeAlias = str | tuple[str, ...]
+AxisName: TypeAlias = str | Axes
 
 
 class MatrixDims(NamedTuple):

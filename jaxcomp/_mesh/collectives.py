@@ -14,6 +14,7 @@ is packed.
 from __future__ import annotations
 
 import functools
+import heapq
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
 
 from jaxcomp._base.leaves import alike, clipped, put_at, widest
-from jaxcomp._base.typing import Array, AxisName, PyTree
+from jaxcomp._base.typing import Array, Axes, AxisName, PyTree
 
 # An array of at least this number of bytes is a separate operand. Over gloo one more operand costs
 # about 0.2 ms, less than packing and unpacking a megabyte. On GPU, launching a copy of this size
@@ -44,48 +45,41 @@ _MOST_OPERANDS = 128
 T = TypeVar("T")
 
 
-def mesh_axes(kind: AxisType, mesh: Any = None) -> tuple[str, ...]:
+def mesh_axes(kind: AxisType, mesh: Any = None) -> Axes:
     """Returns the axes of one kind of a mesh; None takes the mesh of the context.
 
     `jax.shard_map` makes its axes Manual; `jax.vmap` does not change the mesh.
     """
-    if mesh is None:
-        mesh = get_abstract_mesh()
-    names = []
-    for name, other in zip(mesh.axis_names, mesh.axis_types, strict=True):
-        if other == kind:
-            names.append(name)
-    return tuple(names)
+    mesh = mesh or get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(name for name in kinds if kinds[name] == kind)
 
 
-def other_axes(*kinds: AxisType) -> tuple[str, ...]:
+def other_axes(*kinds: AxisType) -> Axes:
     """Returns the unmapped mesh axes with more than one device, of all kinds or of some.
 
     Arrays may be sharded over them, and for Auto axes JAX does not tell which ones. A flat vector
     of several arrays could not keep their shardings: the compiler would gather each array first.
     """
-    shape = get_abstract_mesh().shape
-    names = []
+    names: list[str] = []
     for kind in kinds or (AxisType.Auto, AxisType.Explicit):
-        for name in mesh_axes(kind):
-            if shape[name] > 1:
-                names.append(name)
-    return tuple(names)
+        names.extend(mesh_axes(kind))
+    shape = get_abstract_mesh().shape
+    return tuple(filter(lambda name: shape[name] > 1, names))
 
 
 def known_equal(x: Any, axis_name: AxisName) -> bool:
     """Tells whether JAX knows that `x` is equal on all replicas (only under `check_vma=True`)."""
-    axes = vma_axes(axis_name)
-    return bool(axes) and varying(x).isdisjoint(axes)
+    return axes_known_equal(x, axis_name) == axis_tuple(axis_name)
 
 
-def axes_known_equal(x: Any, axis_name: AxisName) -> tuple[str, ...]:
+def axes_known_equal(x: Any, axis_name: AxisName) -> Axes:
     """Returns the axes in `axis_name` along which JAX knows that `x` is equal."""
     known = varying(x)
     return tuple(name for name in vma_axes(axis_name) if name not in known)
 
 
-def axis_tuple(axis_name: AxisName | None) -> tuple[str, ...]:
+def axis_tuple(axis_name: AxisName | None) -> Axes:
     """Returns axis names as a tuple; None, an entry of a PartitionSpec, gives ()."""
     if isinstance(axis_name, tuple):
         return axis_name
@@ -132,21 +126,15 @@ def varying(x: Any) -> frozenset[str]:
     shape = x
     if not isinstance(x, jax.ShapeDtypeStruct):  # which JAX takes for no value, but has the field
         shape = jax.typeof(x)
-    kind = shape.manual_axis_type
-    if kind is None:
-        return frozenset()
-    return kind.varying
+    return getattr(shape.manual_axis_type, "varying", frozenset())
 
 
-def vma_axes(axis_name: AxisName) -> tuple[str, ...]:
+def vma_axes(axis_name: AxisName) -> Axes:
     """Returns the axes whose replication JAX tracks: all under `check_vma=True`, else none."""
     axis_size(axis_name)  # names an axis that is not bound
-    names = []
-    for name in axis_tuple(axis_name):
-        # JAX does not tell whether check_vma is on, but only then the index has a varying type.
-        if name in varying(lax.axis_index(name)):
-            names.append(name)
-    return tuple(names)
+    # JAX does not tell whether check_vma is on, but only then the index has a varying type.
+    indices = {name: lax.axis_index(name) for name in axis_tuple(axis_name)}
+    return tuple(name for name in indices if varying(indices[name]))
 
 
 def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
@@ -261,9 +249,9 @@ def reduce_mean(
     several all-reduces, so factors, which the next product waits for, are always packed. On a mesh
     with unmapped axes each array is sent in its own shape, and so keeps its sharding.
 
-    Arrays that are cast to the wire dtype are also divided by a power of two before the sum. This
-    rounds nothing, and no sum of 16-bit gradients overflows if their mean does not. Other arrays
-    are not divided, because that would need a copy.
+    If an array is cast to the wire dtype, all are also divided by a power of two before the sum.
+    This rounds nothing, and no sum of 16-bit gradients overflows if their mean does not. Otherwise
+    they are not divided, because that would need a copy.
 
     Args:
       parts: Arrays of any shapes and floating dtypes; means and sent have the same.
@@ -292,51 +280,43 @@ def reduce_mean(
     dtypes = [part.dtype for part in parts]
     dtype = widest([wire_dtype, *dtypes])
     exact = dtype == wire_dtype  # no array is wider than the wire
+    scale = 1.0
+    if not exact or set(dtypes) != {dtype}:
+        scale = 0.5 ** math.ceil(math.log2(replicas))
     shares = []
-    scales = []
-    columns = 0  # columns of the widest factor
     for i, part in enumerate(parts):
         value = part.astype(dtype)
         if i < factors:
             value = clipped(value, wire_dtype)
-            columns = max(columns, part.shape[-1])
-        scale = 1.0
-        if not exact or part.dtype != dtype:
-            scale = 0.5 ** math.ceil(math.log2(replicas))
-        scales.append(scale)
         shares.append(value * scale)
     values, unpacked = _operands(shares, factors)
+    if not exact:
+        values = [_rounded(value, wire_dtype) for value in values]
     automatic = other_axes(AxisType.Auto)
-    for i, value in enumerate(values):
-        if not exact:
-            values[i] = _rounded(value, wire_dtype)
-        if automatic and i < factors:
-            values[i] = _laid_out(values[i])
+    if automatic:
+        values[:factors] = map(_laid_out, values[:factors])
     totals = _psum(values, axis_name, dtype)
-    zeros_or_nan = []
-    for i, total in enumerate(totals):
-        # The mean is finite if the sum is. XLA's CPU backend would write all results of isfinite to
-        # memory and then combine them. It sums x - x, which is 0 or NaN, while it reads x.
-        zeros_or_nan.append(jnp.sum(total - total))
-        # What was sent, as a replica that decodes it sees it.
-        values[i] = values[i].astype(dtype)
-        if not exact and columns > _FUSED_COLUMNS:
-            # Cast once, here. For fewer columns every use of a factor casts it: fewer kernels on
-            # GPUs.
-            totals[i] = lax.optimization_barrier(total)
-            values[i] = lax.optimization_barrier(values[i])
-    means = unpacked(totals)
+    # The means are finite if the sums are. XLA's CPU backend would write all results of isfinite to
+    # memory and then combine them. It sums x - x, which is 0 or NaN, while it reads x.
+    zeros_or_nan = [jnp.sum(total - total) for total in totals]
+    # What was sent, as a replica that decodes it sees it.
+    values = [value.astype(dtype) for value in values]
+    columns = [part.shape[-1] for part in parts[:factors]]
+    if not exact and max(columns, default=0) > _FUSED_COLUMNS:
+        # Cast once, here. For fewer columns every use of a factor casts it: fewer kernels on GPUs.
+        totals, values = jax.tree.map(lax.optimization_barrier, (totals, values))
+    means = _divided(unpacked(totals), replicas * scale, dtypes)
+    if automatic:
+        # Undo `_laid_out`: else the products of the factors would get its sharding.
+        means[:factors] = map(_whole, means[:factors])
     sent = list(parts)
     if not exact:
-        sent = unpacked(values)
-    for i, part in enumerate(parts):
-        means[i] = (means[i] / (replicas * scales[i])).astype(part.dtype)
-        if automatic and i < factors:
-            # Undo `_laid_out`: else the products of the factors would get its sharding.
-            means[i] = _whole(means[i])
-        if not exact:
-            sent[i] = (sent[i] / scales[i]).astype(part.dtype)
+        sent = _divided(unpacked(values), scale, dtypes)
     return Reduced(means, sent, (jnp.stack(zeros_or_nan) == 0).all())
+
+
+def _divided(xs: Sequence[Array], divisor: float, dtypes: Sequence[Any]) -> list[Array]:
+    return [(x / divisor).astype(dtype) for x, dtype in zip(xs, dtypes, strict=True)]
 
 
 def _rounded(value: Array, dtype: Any) -> Array:
@@ -362,27 +342,21 @@ def _operands(
     Returns:
       The operands, and a function that unpacks such operands to arrays.
     """
-    large = []
-    for i in range(factors, len(parts)):
-        if parts[i].nbytes >= _OWN_OPERAND_BYTES:
-            large.append(i)
-    large.sort(key=lambda i: -parts[i].nbytes)
-    alone = large[:_MOST_OPERANDS]
+    large = [i for i in range(factors, len(parts)) if parts[i].nbytes >= _OWN_OPERAND_BYTES]
+    alone = heapq.nlargest(_MOST_OPERANDS, large, key=lambda i: parts[i].nbytes)
     if other_axes() or len(parts) - len(alone) <= 1:  # a single array keeps its shape
         return parts, list
-    operands: list[Any] = [None]  # the flat vector comes first
     packed: list[Any] = list(parts)
     for i in alone:
-        operands.append(parts[i])
         packed[i] = None  # not a leaf for `ravel_pytree`, so positions stay
-    operands[0], unravel = jax.flatten_util.ravel_pytree(packed)
+    flat, unravel = jax.flatten_util.ravel_pytree(packed)
 
     def unpacked(operands: list[Array]) -> list[Array]:
         arrays = unravel(operands[0])
         put_at(arrays, alone, operands[1:])
         return arrays
 
-    return operands, unpacked
+    return [flat, *(parts[i] for i in alone)], unpacked
 
 
 def _whole(x: Array) -> Array:
@@ -399,15 +373,11 @@ def _laid_out(x: Array) -> Array:
     axes = other_axes(AxisType.Auto)
     shape = get_abstract_mesh().shape
     devices = math.prod(shape[name] for name in axes)
-    divisible = []
-    for axis, length in enumerate(x.shape):
-        if length % devices == 0:
-            divisible.append((length, axis))
+    divisible = [axis for axis, length in enumerate(x.shape) if length % devices == 0]
     if not x.size or not divisible:
         return x
-    _, longest = max(divisible)
     spec: list[Any] = [None] * x.ndim
-    spec[longest] = axes
+    spec[max(divisible, key=lambda axis: (x.shape[axis], axis))] = axes
     # Replicate first: the compiler propagates shardings backwards too, into gradient and model.
     return lax.with_sharding_constraint(_whole(x), PartitionSpec(*spec))
 
@@ -470,10 +440,7 @@ def gather(x: Array, axis_name: AxisName) -> Array:
 
 def maximum(x: Array, axis_name: AxisName) -> Array:
     """Returns the elementwise maximum over the replicas, for values that have no mean."""
-    x = as_local(x, axis_name)
-    if _vmapped_on_explicit_axes():
-        return jnp.max(gather(x, axis_name), axis=0)
-    return lax.pmax(x, axis_name)
+    return _over_replicas(lax.pmax, jnp.max, as_local(x, axis_name), axis_name)
 
 
 def total(x: Array, axis_name: AxisName) -> Array:
@@ -481,24 +448,20 @@ def total(x: Array, axis_name: AxisName) -> Array:
     if x.dtype == jnp.bool_:  # a sum of flags counts them
         x = x.astype(jnp.int32)
     # `lax.psum` refuses a value whose type varies along a part of the axes only.
-    (summed,) = _sums([as_local(x, axis_name)], axis_name)
-    return summed
+    return _over_replicas(lax.psum, jnp.sum, as_local(x, axis_name), axis_name)
 
 
-def _vmapped_on_explicit_axes() -> bool:
-    """Tells whether the replicas are those of `jax.vmap`, on a mesh with Explicit axes.
+def _over_replicas(
+    collective: Callable[..., Any], reduce: Callable[..., Array], xs: PyTree, axis_name: AxisName
+) -> Any:
+    """Calls a collective, or does the same with gathered rows where JAX cannot.
 
-    There `lax.psum` and `lax.pmax` of a mapped array end in an error of jax 0.11 and 0.12 ("Length
-    of sharding.spec"), but `lax.all_gather` does not.
+    On a mesh with Explicit axes, `lax.psum` and `lax.pmax` over an axis of `jax.vmap` end in an
+    error of jax 0.11 and 0.12 ("Length of sharding.spec"), but `lax.all_gather` does not.
     """
-    return bool(mesh_axes(AxisType.Explicit)) and not mesh_axes(AxisType.Manual)
-
-
-def _sums(xs: list[Array], axis_name: AxisName) -> list[Array]:
-    """Sums each array over the replicas in its dtype."""
-    if _vmapped_on_explicit_axes():
-        return [jnp.sum(gather(x, axis_name), axis=0, dtype=x.dtype) for x in xs]
-    return lax.psum(xs, axis_name)
+    if mesh_axes(AxisType.Explicit) and not mesh_axes(AxisType.Manual):
+        return jax.tree.map(lambda x: reduce(gather(x, axis_name), axis=0).astype(x.dtype), xs)
+    return collective(xs, axis_name)
 
 
 def _psum(xs: list[Array], axis_name: AxisName, dtype: Any) -> list[Array]:
@@ -509,10 +472,11 @@ def _psum(xs: list[Array], axis_name: AxisName, dtype: Any) -> list[Array]:
     """
 
     def summed(xs: list[Array]) -> Any:
-        return optax.tree.cast(_sums(xs, axis_name), dtype)
+        totals = _over_replicas(lax.psum, jnp.sum, xs, axis_name)
+        return optax.tree.cast(totals, dtype)
 
-    def summed_wide(xs: list[Array]) -> list[Array]:
-        return _sums([x.astype(dtype) for x in xs], axis_name)
+    def summed_wide(xs: list[Array]) -> Any:
+        return summed([x.astype(dtype) for x in xs])
 
     if xs[0].dtype != jnp.bfloat16:
         return summed(xs)

@@ -18,16 +18,21 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.flatten_util
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxcomp._base.leaves import alike, all_finite
-from jaxcomp._base.typing import Array, AxisName
+from jaxcomp._base.leaves import alike, all_finite, put_at
+from jaxcomp._base.typing import Array, AxisName, Shape
 from jaxcomp._mesh.collectives import Reduced, axis_size, exchange, gather
 
 _SCALE_BYTES = 4
 # Arrays with more values are not stacked, because the copy costs more than it saves.
 _LARGE = 1 << 19
+# Places of four integers of six bits in a word.
+_SHIFTS = np.arange(0, 24, 6, dtype=np.int32)
 _WORD = 4  # bytes; each array begins on a whole word of a row
 
 
@@ -39,7 +44,7 @@ class _Layout:
     replicas: int
 
     @property
-    def share_shape(self) -> tuple[int, ...]:
+    def share_shape(self) -> Shape:
         """Returns the shape of one replica's share."""
         raise NotImplementedError
 
@@ -66,9 +71,9 @@ class _Layout:
         return shares.swapaxes(0, 1)
 
     def join(self, shares: Array) -> Array:
-        """Inverts `cut`; returns arrays ``(arrays, size)``."""
+        """Inverts `cut`; returns the arrays flat, one behind the other."""
         together = shares.swapaxes(0, 1).reshape(shares.shape[1], -1)
-        return together[:, : self.size]
+        return together[:, : self.size].ravel()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,16 +100,13 @@ class BlockLayout(_Layout):
         return 2 ** (self.bits - 1) - 1
 
     @property
-    def share_shape(self) -> tuple[int, ...]:
+    def share_shape(self) -> Shape:
         """Returns the shape of one replica's share: blocks, and values in a block."""
         return (self.blocks, self.length)
 
     @property
     def _integer_bytes(self) -> int:
-        count = self.blocks * self.length
-        if self.bits == 6:
-            return 3 * _quotient_up(count, 4)
-        return count
+        return self.bits // 2 * _quotient_up(self.blocks * self.length, 4)
 
     @property
     def _payload(self) -> int:
@@ -113,22 +115,16 @@ class BlockLayout(_Layout):
     def encode(self, shares: Array) -> Array:
         """Rounds shares ``(..., blocks, length)`` to nearest; returns ``(..., row_bytes)`` int8."""
         integers, scales = _quantize(shares, self.levels)
-        integers = integers.reshape(*shares.shape[:-2], self.blocks * self.length)
-        if self.bits == 6:
-            integers = _packed(integers)
-        row = jnp.concatenate([integers, _as_bytes(scales)], axis=-1)
+        packed = _packed(integers.reshape(*shares.shape[:-2], -1), self.bits)
+        row = jnp.concatenate([packed, _as_bytes(scales)], axis=-1)
         return _padded(row, self.row_bytes)
 
     def decode(self, rows: Array, dtype: Any) -> Array:
         """Inverts `encode`, in the floating dtype asked for."""
-        integers = rows[..., : self._integer_bytes]
-        if self.bits == 6:
-            integers = _unpacked(integers)[..., : self.blocks * self.length]
-        integers = integers.reshape(*rows.shape[:-1], *self.share_shape)
-        encoded_scales = rows[..., self._integer_bytes : self._payload]
-        scales = _from_bytes(encoded_scales, jnp.float32)
-        values = integers.astype(dtype)
-        return values * scales.astype(dtype)[..., None]
+        packed, scales, _ = jnp.split(rows, [self._integer_bytes, self._payload], axis=-1)
+        integers = _unpacked(packed, self.bits)[..., : self.blocks * self.length]
+        values = integers.reshape(*rows.shape[:-1], *self.share_shape).astype(dtype)
+        return values * _from_bytes(scales, jnp.float32).astype(dtype)[..., None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +134,7 @@ class ExactLayout(_Layout):
     dtype: Any  # the wire dtype
 
     @property
-    def share_shape(self) -> tuple[int, ...]:
+    def share_shape(self) -> Shape:
         """Returns the shape of one replica's share."""
         return (_quotient_up(self.size, self.replicas),)
 
@@ -191,20 +187,36 @@ def mean_by_shares(
         return Reduced(means, sent, jnp.array(True))
     kinds = []
     shares = []
+    unravels = []
+    widths = []
     for positions in groups:
+        flat, unravel = jax.flatten_util.ravel_pytree([parts[i] for i in positions])
         layout = layouts[positions[0]]
-        arrays = [parts[i].reshape(-1, layout.size) for i in positions]
         kinds.append(layout)
-        shares.append(layout.cut(jnp.concatenate(arrays)))
-    wire = _encoded(kinds, shares)
-    received = _decoded(kinds, exchange(wire, axis_name), shares)
-    averaged = list(map(_mean_of_rows, received))
-    wire_of_means = _encoded(kinds, averaged)
-    outputs = _decoded(kinds, gather(wire_of_means[0], axis_name), shares)
+        shares.append(layout.cut(flat))
+        unravels.append(unravel)
+        widths.append(layout.row_bytes * (flat.size // layout.size))
+    ends = np.cumsum(widths)[:-1]
+
+    def encoded(shares: Sequence[Array]) -> Array:
+        # The rows of all groups side by side, (replicas, bytes).
+        rows = [kind.encode(x).reshape(len(x), -1) for kind, x in zip(kinds, shares, strict=True)]
+        return jnp.concatenate(rows, axis=1)
+
+    def decoded(rows: Array) -> list[Array]:
+        each = []
+        for layout, x, part in zip(kinds, shares, jnp.split(rows, ends, axis=1), strict=True):
+            each.append(layout.decode(part.reshape(len(rows), -1, layout.row_bytes), x.dtype))
+        return each
+
+    wire = encoded(shares)
+    averaged = list(map(_mean_of_rows, decoded(exchange(wire, axis_name))))
+    wire_of_means = encoded(averaged)
+    outputs = decoded(gather(wire_of_means[0], axis_name))
 
     owner = lax.axis_index(axis_name)
-    rounded = _decoded(kinds, wire_of_means, shares)
-    for k, local in enumerate(_decoded(kinds, wire, shares)):
+    rounded = decoded(wire_of_means)
+    for k, local in enumerate(decoded(wire)):
         # Only the replica that summed a share knows the share's second rounding. It is added to
         # that replica's contribution, so that the mean of the contributions is the output.
         once = lax.dynamic_index_in_dim(local, owner)
@@ -212,8 +224,8 @@ def mean_by_shares(
         # `replicas` times the rounding may exceed the float range.
         twice = jnp.where(jnp.isfinite(twice), twice, once)
         local = lax.dynamic_update_index_in_dim(local, twice, owner, axis=0)
-        _put(means, groups[k], kinds[k].join(outputs[k]))
-        _put(sent, groups[k], kinds[k].join(local))
+        put_at(means, groups[k], unravels[k](kinds[k].join(outputs[k])))
+        put_at(sent, groups[k], unravels[k](kinds[k].join(local)))
     return Reduced(means, sent, all_finite(outputs))
 
 
@@ -223,44 +235,12 @@ def _groups(parts: Sequence[Array], layouts: Sequence[Layout]) -> list[list[int]
     Without groups a GPU would launch every kernel once for each part.
     """
     kinds: list[Any] = []
-    for i, part in enumerate(parts):
-        kind = None
+    for part, layout in zip(parts, layouts, strict=True):
+        kind = (layout, part.dtype)
         if part.size > _LARGE:
-            kind = i  # a kind of its own
-        elif part.size:
-            kind = (layouts[i], part.dtype)
-        kinds.append(kind)
+            kind = len(kinds)  # a kind of its own
+        kinds.append(kind if part.size else None)
     return alike(kinds)
-
-
-def _put(parts: list[Array], positions: Sequence[int], arrays: Array) -> None:
-    """Writes rows of `arrays`, ``(arrays, size)``, to `parts` at `positions`, in their shapes."""
-    start = 0
-    for i in positions:
-        end = start + parts[i].size // arrays.shape[1]
-        parts[i] = arrays[start:end].reshape(parts[i].shape)
-        start = end
-
-
-def _encoded(layouts: Sequence[Layout], shares: Sequence[Array]) -> Array:
-    """Writes the rows of all groups side by side, ``(replicas, bytes)``."""
-    rows = []
-    for layout, x in zip(layouts, shares, strict=True):
-        rows.append(layout.encode(x).reshape(len(x), -1))
-    return jnp.concatenate(rows, axis=1)
-
-
-def _decoded(layouts: Sequence[Layout], rows: Array, like: Sequence[Array]) -> list[Array]:
-    """Inverts `_encoded`; `like` has the number of arrays of each layout, and their dtypes."""
-    shares = []
-    start = 0
-    for layout, x in zip(layouts, like, strict=True):
-        arrays = x.shape[1]
-        end = start + arrays * layout.row_bytes
-        encoded = rows[:, start:end].reshape(len(rows), arrays, layout.row_bytes)
-        shares.append(layout.decode(encoded, x.dtype))
-        start = end
-    return shares
 
 
 def _mean_of_rows(x: Array) -> Array:
@@ -295,30 +275,28 @@ def _quantize(x: Array, levels: int) -> tuple[Array, Array]:
     return integers, jnp.where(finite, scale, jnp.nan)
 
 
-def _packed(integers: Array) -> Array:
-    """Packs 6-bit integers ``(..., count)`` as int8 ``(..., 3 * ceil(count / 4))``."""
-    count = integers.shape[-1]
-    words = _quotient_up(count, 4)
-    whole = _padded(integers, 4 * words)
-    whole = lax.bitcast_convert_type(whole, jnp.uint8)
+def _packed(integers: Array, bits: int) -> Array:
+    """Packs integers ``(..., count)`` as int8, every four of them in `bits` / 2 bytes."""
+    whole = _padded(integers, 4 * _quotient_up(integers.shape[-1], 4))
+    if bits == 8:
+        return whole
     # The low six bits of two's complement are those of the number, negative or not.
-    bits = whole.astype(jnp.uint32) & 63
-    fours = bits.reshape(*integers.shape[:-1], -1, 4)
-    a, b, c, d = jnp.moveaxis(fours, -1, 0)
-    joined = a | (b << 6) | (c << 12) | (d << 18)
+    fours = whole.astype(jnp.int32).reshape(*whole.shape[:-1], -1, 4) & 63
+    joined = jnp.sum(fours << jnp.broadcast_to(_SHIFTS, fours.shape), axis=-1)
     three = lax.bitcast_convert_type(joined, jnp.int8)[..., :3]  # the fourth byte is 0
-    return three.reshape(*integers.shape[:-1], -1)
+    return three.reshape(*whole.shape[:-1], -1)
 
 
-def _unpacked(packed: Array) -> Array:
+def _unpacked(packed: Array, bits: int) -> Array:
     """Inverts `_packed`, with up to three zeros at the end."""
+    if bits == 8:
+        return packed
     three = packed.reshape(*packed.shape[:-1], -1, 3)
-    words = lax.bitcast_convert_type(_padded(three, 4), jnp.uint32)
-    shifted = [words, words >> 6, words >> 12, words >> 18]
-    four = jnp.stack(shifted, axis=-1) & 63
-    # Extends the sign of six bits to eight bits.
-    signed = (four.astype(jnp.int8) ^ 32) - 32
-    return signed.reshape(*packed.shape[:-1], -1)
+    words = lax.bitcast_convert_type(_padded(three, 4), jnp.int32)
+    fours = (words[..., None] >> jnp.broadcast_to(_SHIFTS, (*words.shape, 4))) & 63
+    # Extends the sign of six bits.
+    signed = (fours ^ 32) - 32
+    return signed.astype(jnp.int8).reshape(*packed.shape[:-1], -1)
 
 
 def _as_bytes(x: Array) -> Array:

@@ -67,14 +67,13 @@ def share_of_mean(weight: Any, axis_name: AxisName) -> tuple[Array, Array]:
     """
     if not hasattr(weight, "dtype"):
         weight = np.asarray(weight)
-    if np.size(weight) != 1 or not is_real(weight.dtype):
+    if weight.size != 1 or not is_real(weight.dtype):
         raise ValueError(
-            f"`weight` must be one number for this replica, got shape {np.shape(weight)} of dtype "
+            f"`weight` must be one number for this replica, got shape {weight.shape} of dtype "
             f"{weight.dtype}. Map the array of all replicas' weights along the axis, as the batch."
         )
-    scalar = jnp.asarray(weight).astype(jnp.float32).reshape(())
     # `lax.psum` refuses a value whose type varies along a part of the axes only.
-    scalar = as_local(scalar, axis_name)
+    scalar = as_local(jnp.asarray(weight).astype(jnp.float32).reshape(()), axis_name)
     scalar = jnp.where(scalar >= 0, scalar, jnp.nan)
     mean = reduce_mean([scalar], axis_name, jnp.float32).means[0]
     usual = (mean >= _LEAST) & (mean <= 1 / _LEAST)
@@ -117,9 +116,8 @@ def averaged(tree: PyTree, axis_name: AxisName, weight: Any = None) -> tuple[PyT
         wide = weighted(wide, share)
         counted = mean_weight != 0
     means = mean_each(wide, axis_name).means
-    for i, leaf in enumerate(leaves):
-        means[i] = means[i].astype(leaf.dtype)
-    return with_leaves(tree, means), counted
+    cast = [mean.astype(leaf.dtype) for mean, leaf in zip(means, leaves, strict=True)]
+    return with_leaves(tree, cast), counted
 
 
 def weighted_gradients(gradients: PyTree, weight: Any, axis_name: AxisName) -> PyTree:
