@@ -9,6 +9,8 @@ boxes), so these functions look at what a leaf is before they read its dtype.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -205,24 +207,13 @@ def with_leaves(tree: PyTree, arrays: Sequence[Array]) -> PyTree:
 
 
 def is_array(leaf: Any) -> bool:
-    """Tells whether a leaf is an array of JAX or NumPy, and not a Python value or object."""
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    """Tells whether a leaf is an array of JAX or NumPy, or the shape of one."""
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
 def arrays_only(tree: PyTree) -> PyTree:
     """Returns the tree with None in place of leaves that are not arrays."""
     return jax.tree.map(lambda x: x if is_array(x) else None, tree)
-
-
-def arrays_or_shapes(tree: PyTree) -> PyTree:
-    """Returns the tree with None in place of leaves that are neither arrays nor shape structs."""
-
-    def kept(leaf: Any) -> Any:
-        if is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
-        return None
-
-    return jax.tree.map(kept, tree)
 
 
 def with_arrays(tree: PyTree, arrays: PyTree) -> PyTree:
@@ -237,11 +228,8 @@ def nodes_of(tree: PyTree, is_node: Callable[[Any], bool]) -> list[Any]:
 
 def replaced(tree: PyTree, old: Any, new: Any) -> PyTree:
     """Returns a tree with the node `old` replaced by `new`."""
-
-    def is_old(node: Any) -> bool:
-        return node is old
-
-    return jax.tree.map(lambda node: new if is_old(node) else node, tree, is_leaf=is_old)
+    is_old = functools.partial(operator.is_, old)
+    return jax.tree.map(lambda node: new if node is old else node, tree, is_leaf=is_old)
 
 
 def is_masked(node: Any) -> bool:
@@ -268,13 +256,8 @@ def in_words(leaf: Any) -> Any:
 
 def all_finite(leaves: Sequence[Array]) -> Array:
     """Returns a bool scalar: True if every floating value is finite."""
-    flags = []
-    for leaf in leaves:
-        if is_floating(leaf):
-            flags.append(jnp.isfinite(leaf).all())
-    if not flags:
-        return jnp.array(True)
-    return jnp.stack(flags).all()
+    flags = [jnp.isfinite(leaf).all() for leaf in filter(is_floating, leaves)]
+    return jnp.all(jnp.array(flags, bool))
 
 
 def nan_unless(finite: Array, values: Sequence[Array]) -> list[Array]:
@@ -315,9 +298,7 @@ def _is_box(node: Any) -> bool:
 def _content(node: Any) -> Any:
     # Boxes nest, such as an nnx Param of a Partitioned. One with several values has no content that
     # could stand in its place, so it stays.
-    inside = []
-    if _is_box(node):
-        inside = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
-    if len(inside) != 1:
+    inside = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+    if not _is_box(node) or len(inside) != 1:
         return node
     return unboxed(inside[0])

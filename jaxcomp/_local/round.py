@@ -27,12 +27,12 @@ from jaxcomp._base.typing import AxisName, KeyPath, PyTree
 from jaxcomp._local.fragments import Streaming, numbered, part_of, put_back
 from jaxcomp._local.sync import InnerInit, LocalSGDState, Sync, total
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound, owner_id
-from jaxcomp._mesh.explicit import Boundary, replicas_on, typed_specs
+from jaxcomp._mesh.explicit import explicit_inside, replicas_on, typed_specs
 from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
 from jaxcomp._reducers.transformation import Transformation, shown
-from jaxcomp._states.place import shard_state, state_specs
-from jaxcomp._training.arguments import split_spec, weight_spec
-from jaxcomp._training.on_mesh import call_on_replicas, check_params, check_replica_axis
+from jaxcomp._states.place import shard_state
+from jaxcomp._training.arguments import split_spec
+from jaxcomp._training.on_mesh import call_on_replicas, check_params
 from jaxcomp._training.outputs import one_level
 
 # (params, inner state, batch) -> (params, inner state, auxiliary)
@@ -137,12 +137,8 @@ class LocalSGDRound:
         """Runs the round on every replica of a mesh."""
         axis_name = self.axis_name
         axes = axis_tuple(axis_name)
-        replicas = replicas_on(mesh, axes)
-        check_replica_axis(state, mesh, axis_name)
-        check_params(params, mesh, axes)
         # Arrays of NumPy have no types to read specs from.
         params, state, batches, weight = jax.tree.map(jnp.asarray, (params, state, batches, weight))
-        boundary = Boundary(mesh, axes)
         # A step gets one replica's state without its row, and one batch.
         rows = typed_specs((state.inner, batches))
         of_a_step = jax.tree.map(lambda spec: P(*spec[1:]), rows)
@@ -153,32 +149,34 @@ class LocalSGDRound:
             if leaf.ndim > 1:  # else one value for each step, the same on all replicas
                 spec = P(None, axis_name)
             name = f"{leaf_name(path)} of the batches"
-            return split_spec(name, leaf, spec, axis_name, replicas)
+            return split_spec(name, leaf, spec, axis_name, replicas_on(mesh, axes))
 
         def step(*arrays: PyTree) -> Any:
-            return boundary.explicit(lambda arrays: self.step_fn(*arrays), step_specs)(arrays)
+            whole_step = explicit_inside(
+                lambda arrays: self.step_fn(*arrays), step_specs, mesh, axes
+            )
+            return whole_step(arrays)
 
-        def on_replica(*inputs: PyTree) -> Any:
+        def on_replica(state: PyTree, arrays: Any, weight: Any) -> Any:
             inside = dataclasses.replace(self, step_fn=step)
-            params, state, auxiliary = inside._on_replica(*inputs)
+            params, state, auxiliary = inside._on_replica(arrays[0], state, arrays[1], weight)
             auxiliary = as_local(jax.tree.map(jnp.asarray, auxiliary), axis_name)
-            return params, state, jax.tree.map(lambda leaf: leaf[None], auxiliary)
+            return None, jax.tree.map(lambda leaf: leaf[None], auxiliary), params, state
 
-        states = state_specs(state, axis_name)
-        weights = None
-        if weight is not None:
-            weights = weight_spec(weight, {}, axis_name, replicas)
         shared = jax.tree.map(lambda leaf: P(), params)
-        batch_specs = jax.tree.map_with_path(batch_spec, batches)
-        in_specs = (shared, states, batch_specs, weights)
-        return call_on_replicas(
+        _, auxiliary, params, state = call_on_replicas(
             on_replica,
-            (params, state, batches, weight),
-            in_specs,
-            out_specs=(P(), states, P(axis_name)),
-            types=(typed_specs(params), typed_specs(state), P(axis_name)),
-            boundary=boundary,
+            state,
+            (params, batches),
+            weight,
+            specs=(shared, jax.tree.map_with_path(batch_spec, batches)),
+            examples={},
+            params=params,
+            mesh=mesh,
+            axis_name=axis_name,
+            state_axis=axis_name,
         )
+        return params, state, auxiliary
 
     def _on_replica(
         self, params: PyTree, state: LocalSGDState, batches: Any, weight: Any

@@ -28,7 +28,7 @@ import numpy as np
 import optax
 
 from jaxcomp._base.leaves import key_names, leaf_name, nodes_of
-from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
+from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import local_if_bound
 
 # States of other libraries with per-replica fields. MultiSteps accumulates local gradients; like
@@ -151,6 +151,17 @@ def leaves_marked(state: PyTree, *kinds: str) -> dict[str, Any]:
     return chosen
 
 
+def map_local(function: Callable[[Any], Any], state: PyTree) -> PyTree:
+    """Maps a function over the per-replica leaves of a state; replicated leaves stay."""
+
+    def mapped(leaf: Any, mark: str) -> Any:
+        if mark == SHARED:
+            return leaf
+        return function(leaf)
+
+    return jax.tree.map(mapped, state, marks(state))
+
+
 def no_owner(axis_name: AxisName) -> Array:
     """Returns the owner of a fresh residual: float32 scalar 0."""
     return local_if_bound(jnp.zeros([], jnp.float32), axis_name)
@@ -182,10 +193,7 @@ def without_row(state: PyTree) -> PyTree:
     Raises:
       ValueError: If a leaf has rows of several replicas.
     """
-
-    def taken_out(path: KeyPath, leaf: Any, mark: str) -> Any:
-        if mark == SHARED:
-            return leaf
+    for name, leaf in leaves_marked(state, LOCAL, OWNER).items():
         if leaf.shape[0] != 1:
             fix = (
                 "Map the state over the replicas: place it with jaxcomp.shard_state and give "
@@ -201,20 +209,12 @@ def without_row(state: PyTree) -> PyTree:
                     f"show that they are averaged. If they are not: {fix}"
                 )
             raise ValueError(
-                f"The leaf {leaf_name(path)} of the state has the rows of {leaf.shape[0]} "
+                f"The leaf {name} of the state has the rows of {leaf.shape[0]} "
                 f"replicas, but this function runs on one replica. {fix}"
             )
-        return leaf.reshape(leaf.shape[1:])
-
-    return jax.tree.map_with_path(taken_out, state, marks(state))
+    return map_local(lambda leaf: leaf.reshape(leaf.shape[1:]), state)
 
 
 def with_row(state: PyTree) -> PyTree:
     """Inverts `without_row`."""
-
-    def put_in(leaf: Any, mark: str) -> Any:
-        if mark == SHARED:
-            return leaf
-        return jnp.expand_dims(leaf, 0)
-
-    return jax.tree.map(put_in, state, marks(state))
+    return map_local(lambda leaf: jnp.expand_dims(leaf, 0), state)

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcomp._base.leaves import is_masked, leaf_name, nodes_of, replaced
 from jaxcomp._base.typing import Array, PyTree
@@ -86,10 +85,7 @@ def _has_residual(node: Any) -> bool:
 
 def _is_one_array(state: Any) -> bool:
     """Tells whether the residual is a single array, as in `batched_powersgd`, and not a tree."""
-    # The only leaf of a bare array is the array itself.
-    return jax.tree.all(
-        jax.tree.map(lambda x: x is state.residual, state.residual, is_leaf=is_masked)
-    )
+    return jax.tree.structure(state.residual, is_leaf=is_masked).num_nodes == 1
 
 
 def _adapted(old: Any, new: Any) -> Any:
@@ -102,11 +98,11 @@ def _adapted(old: Any, new: Any) -> Any:
     if isinstance(new, PowerSGDState):
         q = _carried_over(_resized, old.q, new.q, "q")
         return state._replace(count=old.count, q=q)
-    inner = new.inner
-    if type(old.inner) is type(inner):
-        inner = old.inner
-        if _has_residual(inner):
-            inner = _adapted(inner, new.inner)
+    inner = old.inner
+    if type(inner) is not type(new.inner):
+        inner = new.inner
+    elif _has_residual(inner):
+        inner = _adapted(inner, new.inner)
     return state._replace(count=old.count, inner=inner)
 
 
@@ -128,13 +124,13 @@ def _carried_over(
     results: list[Any] = []
     wrong = ""
     for (path, fresh), value in zip(leaves, values, strict=True):
-        result = fresh
-        if not is_masked(fresh) and not is_masked(value):
-            result = function(jnp.asarray(value), fresh)
-        if result is None:
-            shapes = f"{np.shape(value)} in the state, {np.shape(fresh)} for `reducer`"
-            wrong += f"\n  {field}{leaf_name(path)}: {shapes}"
-        results.append(result)
+        if is_masked(fresh) or is_masked(value):
+            results.append(fresh)
+            continue
+        results.append(function(jnp.asarray(value), fresh))
+        if results[-1] is None:
+            wrong += f"\n  {field}{leaf_name(path)}: {value.shape} in the state, {fresh.shape} for"
+            wrong += " `reducer`"
     if wrong:
         raise ValueError(f"The state belongs to other parameters or matrix_dims:{wrong}")
     return treedef.unflatten(results)

@@ -21,13 +21,12 @@ from jax.sharding import AxisType
 
 from jaxcomp._base.checks import check_axis_name, is_traced
 from jaxcomp._base.leaves import compute_dtype, in_words, is_floating, is_key
-from jaxcomp._base.typing import Array, AxisName, PyTree
+from jaxcomp._base.typing import Array, AxisName, PyTree, Shape
 from jaxcomp._mesh.collectives import axis_size, maximum, mesh_axes, owner_id
 from jaxcomp._mesh.per_replica import (
     LOCAL,
     OWNER,
     SHARED,
-    has_rows,
     leaves_marked,
     marks,
     without_row,
@@ -112,9 +111,15 @@ def layout_of(state: PyTree) -> Layout:
     owners = leaves_marked(state, OWNER)
     local = leaves_marked(state, LOCAL, OWNER)
     for name, owner in owners.items():
-        common = _owner_of_all(jnp.asarray(owner))
-        if not is_traced(common) and float(common) != 0:
-            raise ValueError(_one_replica(name, owner))
+        if not is_traced(owner) and float(_owner_of_all(jnp.asarray(owner))) != 0:
+            raise ValueError(
+                f"The state holds the residual of one replica only, as {name} shows, and the "
+                "residuals of the other replicas would be lost. Do not take the first copy of a "
+                "state, as flax's unreplicate does: call jaxcomp.consolidate on all copies. Also "
+                "pmap(out_axes=None), and shard_map(check_vma=False) with P(), return the arrays "
+                "of one replica only: pass them jaxcomp.state_axes(state) or "
+                "jaxcomp.state_specs(state, axis_name)."
+            )
     # Owners are scalars, so an axis is that of the replicas. Without owners a common leading axis
     # is taken for it, but leaves without one are no mistake.
     lengths = _lengths(owners or local)
@@ -125,39 +130,32 @@ def layout_of(state: PyTree) -> Layout:
     shared = leaves_marked(state, SHARED)
     # Nearly every state has a replicated scalar, so this condition is rarely met by chance.
     everything = _lengths(shared) == lengths
-    if everything:
-        for name, leaf in shared.items():
-            _check_equal_rows(name, leaf)
+    for name, leaf in shared.items():
+        if not everything or is_traced(leaf):
+            continue
+        rows = in_words(leaf)
+        # NaN differs from itself, and a run that has diverged on all replicas may be saved.
+        both_nan = (rows != rows) & (rows[:1] != rows[:1])
+        if not ((rows == rows[:1]) | both_nan).all():
+            raise ValueError(
+                f"The replicated leaf {name} differs between the replicas. Start every replica "
+                "from the same values; or, if the leaf has no axis of replicas, call "
+                "consolidate(state, axis_name) inside the mapped function."
+            )
     ((length,),) = lengths
     return Layout(length, everything)
 
 
-def _lengths(values: dict[str, Any]) -> set[tuple[int, ...]]:
+def _lengths(values: dict[str, Any]) -> set[Shape]:
     """Returns the set of the lengths of leading axes; a scalar adds ()."""
     return {np.shape(value)[:1] for value in values.values()}
-
-
-def _check_equal_rows(name: str, leaf: Any) -> None:
-    """Refuses a replicated leaf whose rows differ; a traced leaf passes."""
-    if is_traced(leaf):
-        return
-    leaf = in_words(leaf)
-    # NaN differs from itself, and a run that has diverged on all replicas may be saved.
-    both_nan = (leaf != leaf) & (leaf[:1] != leaf[:1])
-    if not ((leaf == leaf[:1]) | both_nan).all():
-        raise ValueError(
-            f"The replicated leaf {name} differs between the replicas. Start every replica from "
-            "the same values; or, if the leaf has no axis of replicas, call consolidate(state, "
-            "axis_name) inside the mapped function."
-        )
 
 
 def _mean_of_rows(leaf: Any) -> Any:
     """Averages over axis 0 in float32 or wider; takes the maximum if the leaf is not floating."""
     if not is_floating(leaf):
         return _largest(leaf, functools.partial(jnp.max, axis=0))
-    leaf = jnp.asarray(leaf)
-    return leaf.astype(compute_dtype(leaf.dtype)).mean(axis=0).astype(leaf.dtype)
+    return jnp.mean(leaf, axis=0, dtype=compute_dtype(leaf.dtype)).astype(leaf.dtype)
 
 
 def _largest(leaf: Any, maximum: Callable[[Array], Array]) -> Any:
@@ -165,17 +163,13 @@ def _largest(leaf: Any, maximum: Callable[[Array], Array]) -> Any:
     if is_key(leaf):
         words = maximum(jax.random.key_data(leaf))
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(leaf))
-    if leaf.dtype == jnp.bool_:
-        return maximum(jnp.asarray(leaf, jnp.int32)).astype(jnp.bool_)
     return maximum(leaf)
 
 
 def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
     """Consolidates a state inside of a mapped function, with one all-reduce for each dtype."""
-    # In a state without an owner, shard_map leaves per-replica leaves as rows of length 1.
-    lengths = _lengths(leaves_marked(state, LOCAL))
     replicas = axis_size(axis_name)
-    if has_rows(state) or (lengths == {(1,)} and not leaves_marked(state, OWNER)):
+    if layout_of(state).replicas == 1:  # the row that shard_map leaves
         state = without_row(state)
     kinds = marks(state)
 
@@ -234,17 +228,4 @@ def _no_axis(local: dict[str, Any]) -> str:
         "Outside of a mapped function every per-replica leaf of a state needs one leading axis of "
         f"replicas, of equal length:{shapes}\nPass what pmap or jaxcomp.data_parallel returned, or "
         "call consolidate(state, axis_name) inside the mapped function."
-    )
-
-
-def _one_replica(name: str, owner: Any) -> str:
-    why = "its owner is not 0"
-    if np.ndim(owner):
-        why = "the owners of its rows are not all different"
-    return (
-        f"The state holds the residual of one replica only ({why}: {name}), and the residuals of "
-        "the other replicas would be lost. Do not take the first copy of a state, as flax's "
-        "unreplicate does: call jaxcomp.consolidate on all copies. Also pmap(out_axes=None), and "
-        "shard_map(check_vma=False) with P(), return the arrays of one replica only: pass them "
-        "jaxcomp.state_axes(state) or jaxcomp.state_specs(state, axis_name)."
     )

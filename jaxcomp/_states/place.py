@@ -18,10 +18,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomp._base.checks import answers_other_names, check_axis_name, check_int, is_traced
 from jaxcomp._base.leaves import leaf_name
-from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
+from jaxcomp._base.typing import Array, Axes, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
 from jaxcomp._mesh.explicit import check_mesh_axes, known_sharding, over_axes, replicas_on
-from jaxcomp._mesh.per_replica import OWNER, SHARED, has_foreign, has_rows, leaves_marked, marks
+from jaxcomp._mesh.per_replica import (
+    OWNER,
+    SHARED,
+    has_foreign,
+    has_rows,
+    leaves_marked,
+    map_local,
+    marks,
+)
+from jaxcomp._reducers.reducer import check_state
 from jaxcomp._states.consolidate import Layout, consolidate, layout_of
 
 
@@ -111,12 +120,9 @@ def stack_replicas(state: PyTree, replicas: int) -> PyTree:
     replicas = check_int("replicas", replicas, 1)
     state, has_axis = _for_replicas(state, replicas)
 
-    def repeated(leaf: Any, mark: str) -> Any:
-        if has_axis or mark == SHARED:
-            return leaf
-        return jnp.broadcast_to(leaf, (replicas, *np.shape(leaf)))
-
-    return jax.tree.map(repeated, state, marks(state))
+    if has_axis:
+        return state
+    return map_local(lambda x: jnp.broadcast_to(x, (replicas, *np.shape(x))), state)
 
 
 @answers_other_names
@@ -163,12 +169,14 @@ def shard_state(
         _check_structure(state, like)
     state, has_axis = _for_replicas(state, replicas, like)
     if like is not None:
-        _check_shapes(state, like, replicas, has_axis)
+        of_one = state
+        if has_axis:
+            of_one = map_local(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+        check_state(of_one, like)
 
     def place(path: KeyPath, leaf: Any, mark: str, expected: Any) -> Any:
         # The sharding over other axes; for a tracer on Auto axes it is unknown.
-        parts = list(known_spec(expected, mesh))
-        parts += [None] * (np.ndim(expected) - len(parts))
+        parts = tuple(known_spec(expected, mesh))
         if mark != SHARED and has_axis and like is None:
             parts = parts[1:]  # the spec is of the leaf with its axis of replicas
         check_not_spread(path, expected, PartitionSpec(*parts), axes)
@@ -213,35 +221,7 @@ def _check_structure(state: PyTree, like: PyTree) -> None:
     )
 
 
-def _check_shapes(state: PyTree, like: PyTree, replicas: int, has_axis: bool) -> None:
-    """Refuses leaves whose shape, after their axis of replicas, is not the expected one.
-
-    Raises:
-      ValueError: If shapes differ; the message lists the leaves.
-    """
-    wrong: list[str] = []
-
-    def compare(path: KeyPath, leaf: Any, mark: str, expected: Any) -> None:
-        shape = np.shape(expected)
-        fitting = shape
-        allowed = f"{shape}"
-        if mark != SHARED:
-            allowed += f" or (replicas, *{shape})"
-            if has_axis:
-                fitting = (replicas, *shape)
-        if np.shape(leaf) != fitting:
-            wrong.append(f"\n  {leaf_name(path)}: expected {allowed}, got {np.shape(leaf)}")
-
-    jax.tree.map_with_path(compare, state, marks(state), like)
-    if wrong:
-        raise ValueError(
-            f"The state does not fit these parameters and this reducer:{''.join(wrong)}\nPass what "
-            "the training step or consolidate returned; for another rank, call jaxcomp.adapt_state "
-            "first."
-        )
-
-
-def check_not_spread(path: KeyPath, leaf: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> None:
+def check_not_spread(path: KeyPath, leaf: Any, spec: PartitionSpec, axes: Axes) -> None:
     """Refuses a leaf that is sharded over the axis of the replicas; the message names it."""
     along = list(filter(None, over_axes(spec, axes)))
     if along:

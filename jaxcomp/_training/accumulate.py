@@ -19,6 +19,7 @@ from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree
 from jaxcomp._mesh.collectives import switch
 from jaxcomp._mesh.weights import refuse_misspelt_weight
+from jaxcomp._reducers.reducer import in_dtypes_of
 from jaxcomp._reducers.transformation import Transformation, bytes_of, shown
 
 
@@ -129,13 +130,8 @@ def accumulate(
             change = (gradient.astype(dtype) - mean) / seen.astype(dtype)
             return (mean + change).astype(total.dtype)
 
-        def in_its_dtype(mean: Array, gradient: Array) -> Array:
-            if not is_floating(gradient):
-                return gradient
-            return mean.astype(gradient.dtype)
-
         total = jax.tree.map(add, state.acc_grads, updates)
-        mean = jax.tree.map(in_its_dtype, total, updates)
+        mean = in_dtypes_of(updates, total)
 
         def emit() -> tuple[PyTree, PyTree, PyTree]:
             result, new = inner.update(mean, state.inner_opt_state, params, **extra_args)

@@ -81,7 +81,7 @@ def check_keywords(kwargs: dict[str, Any], function: Callable[..., Any]) -> None
 
 def split_specs(
     args: tuple[Any, ...],
-    params_at: list[int],
+    whole_at: list[int],
     batch_specs: Any,
     axis_name: AxisName,
     mesh: Any,
@@ -90,8 +90,8 @@ def split_specs(
     """Finds how each array is split: by `batch_specs`, or by its sharding on the mesh.
 
     Args:
-      args: The positional arguments of the call.
-      params_at: The positions of the parameters.
+      args: The arguments of the call.
+      whole_at: The positions of those that every replica gets whole, such as the parameters.
       batch_specs: As for `data_parallel`.
       axis_name: The axis or axes of the replicas.
       mesh: The mesh. None if the arrays already belong to one replica; specs then only find the
@@ -128,13 +128,13 @@ def split_specs(
             return None
         return spec
 
-    each = _one_each(batch_specs, len(args), params_at, axis_name, mesh)
+    each = _one_each(batch_specs, len(args), whole_at, axis_name, mesh)
     # None within a tree of specs means the default, as it does for a whole argument.
     each = jax.tree.broadcast(each, args, is_leaf=lambda node: node is None)
     specs = jax.tree.map_with_path(spec_of, args, each)
     if mesh is not None:  # else somebody else has split the batch
         _check_examples(rows, keys)
-        _check_lists(args, params_at, set(rows.values()))
+        _check_lists(args, whole_at, set(rows.values()))
         if not examples:
             # Every replica would compute the whole batch, so nothing would be parallel.
             raise ValueError(
@@ -159,7 +159,7 @@ def _usual_spec(leaf: Any, axis_name: AxisName, mesh: Any) -> PartitionSpec:
 
 
 def _one_each(
-    batch_specs: Any, number: int, params_at: list[int], axis_name: AxisName, mesh: Any
+    batch_specs: Any, number: int, whole_at: list[int], axis_name: AxisName, mesh: Any
 ) -> tuple[Any, ...]:
     """Returns a tree of specs for each argument: P() for parameters, None if none is given."""
     for spec in jax.tree.leaves(batch_specs):
@@ -174,7 +174,7 @@ def _one_each(
                     f"`batch_specs` names the axis {name!r}; the mesh has "
                     f"{', '.join(map(repr, mesh.axis_names))}."
                 )
-    others = number - len(params_at)
+    others = number - len(whole_at)
     each = [batch_specs] * others
     # Exactly these types: a PartitionSpec, or a named tuple of specs, is one for all arguments.
     if type(batch_specs) in (tuple, list):
@@ -185,7 +185,7 @@ def _one_each(
             "arguments besides the parameters. Pass one specification for all of them, or a tuple "
             "with one for each."
         )
-    for i in sorted(params_at):
+    for i in sorted(whole_at):
         each.insert(i, PartitionSpec())
     return tuple(each)
 
@@ -235,18 +235,18 @@ def _check_examples(rows: dict[str, int], keys: dict[str, Any]) -> None:
       ValueError: If two leaves have different numbers of rows (the message names them), or a leaf
         may be a key or examples.
     """
-    for name, length in rows.items():
-        first = next(iter(rows))
-        if length != rows[first]:
-            raise ValueError(
-                f"The leaf {name} has {length} rows, and {first} has {rows[first]}. By default "
-                "every array with axes counts as examples and is split between the replicas. Pass "
-                "batch_specs, a PartitionSpec for each argument, with P() for arrays that every "
-                "replica gets whole (tables, statistics, another model's weights)."
-            )
+    lengths = {length: name for name, length in rows.items()}
+    if len(lengths) > 1:
+        (first, batch), (second, other), *_ = lengths.items()
+        raise ValueError(
+            f"The leaf {other} has {second} rows, and {batch} has {first}. By default every array "
+            "with axes counts as examples and is split between the replicas. Pass batch_specs, a "
+            "PartitionSpec for each argument, with P() for arrays that every replica gets whole "
+            "(tables, statistics, another model's weights)."
+        )
     for name, key in keys.items():
         # Other leaves that are split have as many rows, or there are none: it may be either.
-        if {len(key)}.issuperset(rows.values()):
+        if {len(key)}.issuperset(lengths):
             raise ValueError(
                 f"The leaf {name} is {key.dtype} of shape {key.shape}: a key of "
                 "jax.random.PRNGKey, or as many examples. Pass jax.random.key(seed), or "
@@ -254,17 +254,17 @@ def _check_examples(rows: dict[str, int], keys: dict[str, Any]) -> None:
             )
 
 
-def _check_lists(args: tuple[Any, ...], params_at: list[int], lengths: set[int]) -> None:
+def _check_lists(args: tuple[Any, ...], whole_at: list[int], lengths: set[int]) -> None:
     """Refuses a list of Python numbers that may be the batch, or a part of it.
 
     Raises:
       ValueError: If it finds one; the message names the argument.
     """
     for i, arg in enumerate(args):
-        listed = isinstance(arg, (list, tuple)) and i not in params_at
-        kinds = set(map(type, jax.tree.leaves(arg)))
-        numbers = bool(kinds) and kinds <= {int, float}
-        if listed and numbers and (not lengths or len(arg) in lengths):
+        if not isinstance(arg, (list, tuple)) or i in whole_at:
+            continue
+        numbers = set(map(type, jax.tree.leaves(arg))) in ({int}, {float}, {int, float})
+        if numbers and (not lengths or len(arg) in lengths):
             raise ValueError(
                 f"Argument {i} is a {type(arg).__name__} of Python numbers, which are not split "
                 "between the replicas. Pass an array: np.asarray(batch)."

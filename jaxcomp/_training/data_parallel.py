@@ -18,22 +18,27 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxcomp._base.checks import answers_other_names, check_flag
-from jaxcomp._base.leaves import arrays_only, arrays_or_shapes, with_arrays
-from jaxcomp._base.typing import Array, AxisName, PyTree
+from jaxcomp._base.checks import answers_other_names, check_flag, is_traced
+from jaxcomp._base.leaves import arrays_only, with_arrays
+from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
-from jaxcomp._mesh.explicit import Boundary, check_mesh_axes, replicas_on, split_axis, typed_specs
+from jaxcomp._mesh.explicit import (
+    check_mesh_axes,
+    explicit_inside,
+    replicas_on,
+    split_axis,
+    typed_specs,
+)
 from jaxcomp._mesh.per_replica import is_reducer_state, reducer_states
 from jaxcomp._mesh.weights import weighted_gradients
 from jaxcomp._reducers.reducer import Reducer, in_dtypes_of
 from jaxcomp._reducers.transformation import Transformation
-from jaxcomp._states.place import shard_state, state_specs
+from jaxcomp._states.place import shard_state
 from jaxcomp._training.arguments import (
     check_keywords,
     on_replica,
@@ -49,18 +54,16 @@ from jaxcomp._training.on_mesh import (
     call_on_replicas,
     check_differentiable,
     check_params,
-    check_replica_axis,
     named_axis,
     the_mesh,
 )
 from jaxcomp._training.outputs import (
-    Outputs,
     as_array,
+    by_kind,
     check_aux,
     put_together,
     reduced,
     taken_apart,
-    with_kinds,
 )
 from jaxcomp._training.stacked_layers import note_stacked_layers
 
@@ -68,11 +71,11 @@ from jaxcomp._training.stacked_layers import note_stacked_layers
 class Inputs(NamedTuple):
     """Holds the arguments of one call, and how its arrays are split."""
 
-    arguments: Any  # positional and keyword arguments
-    arrays: PyTree  # the arrays among them
+    arguments: tuple[Any, ...]  # the positional arguments, and a dict of keyword arguments
+    params_at: list[int]  # positions of the parameters
+    arrays: PyTree  # the arrays among the arguments
     specs: PyTree  # the PartitionSpec of each array
     examples: dict[int, int]  # number of examples along each axis that is split
-    replicas: int  # number of parts that arrays are split into; 1 in a mapped function
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity, so jax.jit accepts it
@@ -104,7 +107,7 @@ class DataParallel:
         Raises:
           ValueError: If there is no mesh, or parameters are sharded over `axis_name`.
         """
-        params = arrays_or_shapes(params)
+        params = arrays_only(params)
         mesh = the_mesh(self.mesh, self.axis_name, params)
         check_params(params, mesh, axis_tuple(self.axis_name))
         check_differentiable(params)
@@ -127,7 +130,7 @@ class DataParallel:
         Raises:
           ValueError: If a leaf's shape does not fit; the message lists all such leaves.
         """
-        params = arrays_or_shapes(params)
+        params = arrays_only(params)
         mesh = the_mesh(self.mesh, self.axis_name, params)
         axes = self._axes_of_state(params, mesh)
         fresh = self.reducer.init(params)
@@ -171,11 +174,11 @@ class DataParallel:
         state, put_back = state_in(state, self.reducer, params)
         if is_bound(self.axis_name):
             # Arrays are those of this replica already, and a batch is not cut again.
-            inputs = self._inputs((args, kwargs))
+            inputs = self._inputs((*args, kwargs), None, 1)
             compute = functools.partial(self._gradients, inputs)
             whole, rows, means, state = self._step(compute, state, inputs.arrays, weight)
         else:
-            whole, rows, means, state = self._on_mesh(state, (args, kwargs), params, weight)
+            whole, rows, means, state = self._on_mesh(state, (*args, kwargs), params, weight)
         return (put_together(whole, rows), means), put_back(state)
 
     def outputs(self, params: PyTree, *batch: Any, weight: Any = None, **kwargs: Any) -> PyTree:
@@ -223,24 +226,22 @@ class DataParallel:
             raise ValueError(
                 f"outputs takes the parameters first, without the reducer's state, got a {kind}."
             )
-        inputs = self._inputs(((params, *batch), kwargs), replicas=2)
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((inputs.arrays, weight))):
+        inputs = self._inputs((params, *batch, kwargs), None, 2)
+        if any(map(is_traced, jax.tree.leaves((inputs.arrays, weight)))):
             raise ValueError(
                 "outputs compares numbers, and inside of jax.jit there are none yet. Call it once "
                 "before, outside, with arrays."
             )
-        shares = np.ones(2)  # the weight of each half
-        if weight is not None:
-            spec = weight_spec(weight, inputs.examples, self.axis_name, 2)
-            axis = split_axis(spec) or 0
-            halves = np.split(np.asarray(weight, np.float32), 2, axis)
-            shares = np.array([half.sum() for half in halves])
+        if weight is None:
+            weight = np.ones(2)  # one for each half
+        axis = split_axis(weight_spec(weight, inputs.examples, self.axis_name, 2))
+        halves = np.split(np.asarray(weight, np.float32), 2, axis or 0)
+        shares = np.array(list(map(np.sum, halves)))
 
         def outputs_of(arrays: PyTree) -> PyTree:
-            local_args, local_kwargs = with_arrays(on_replica(inputs.arguments), arrays)
-            value, *auxiliary = taken_apart(self.grad_fn(*local_args, **local_kwargs))[0]
-            arrays_of = [jax.tree.map_with_path(as_array, tree) for tree in auxiliary]
-            return (value, *arrays_of)
+            *args, kwargs = with_arrays(on_replica(inputs.arguments), arrays)
+            value, *auxiliary = taken_apart(self.grad_fn(*args, **kwargs))[0]
+            return [value, *(jax.tree.map_with_path(as_array, tree) for tree in auxiliary)]
 
         return examined(outputs_of, inputs.arrays, inputs.specs, self.axis_name, shares)
 
@@ -255,53 +256,44 @@ class DataParallel:
         """Finds out along which axes the reducer's state differs."""
         return axes_of_state(self.reducer, params, mesh, self.axis_name, check_vma=self.check_vma)
 
-    def _inputs(self, arguments: Any, mesh: Any = None, replicas: int = 1) -> Inputs:
+    def _inputs(self, arguments: Any, mesh: Any, replicas: int) -> Inputs:
         """Finds the arrays among positional and keyword arguments, and how each is split."""
-        arrays = arrays_only(arguments)
-        params_at = positions(arguments[0], self.argnums)
-        split, examples = split_specs(
-            arguments[0], params_at, self.batch_specs, self.axis_name, mesh, replicas
+        at = positions(arguments[:-1], self.argnums)
+        whole = [*at, len(arguments) - 1]  # the parameters, and what is passed by keyword
+        specs, examples = split_specs(
+            arguments, whole, self.batch_specs, self.axis_name, mesh, replicas
         )
-        specs = (split, jax.tree.map(lambda x: PartitionSpec(), arrays[1]))
-        return Inputs(arguments, arrays, specs, examples, replicas)
+        return Inputs(arguments, at, arrays_only(arguments), specs, examples)
 
     def _on_mesh(self, state: PyTree, arguments: Any, params: PyTree, weight: Any) -> Any:
         """Runs the step on every replica of a mesh."""
         axes = axis_tuple(self.axis_name)
         mesh = the_mesh(self.mesh, self.axis_name, state, arrays_only(arguments))
-        replicas = replicas_on(mesh, axes)
-        state_axis = self._axes_of_state(params, mesh)
-        check_replica_axis(state, mesh, state_axis)
-        check_params(params, mesh, axes)
-        inputs = self._inputs(arguments, mesh, replicas)
-        weights = None
-        if weight is not None:
-            weights = weight_spec(weight, inputs.examples, self.axis_name, replicas)
-            weight = jnp.asarray(weight)
-        states = state_specs(state, state_axis)
-        boundary = Boundary(mesh, axes)
+        inputs = self._inputs(arguments, mesh, replicas_on(mesh, axes))
         # Only the user's function sees Explicit axes; the reducer works on Auto ones.
         compute = functools.partial(self._gradients, inputs)
-        compute = boundary.explicit(compute, typed_specs(inputs.arrays))
-        shared = PartitionSpec()
-        rows = PartitionSpec(self.axis_name)
+        compute = explicit_inside(compute, typed_specs(inputs.arrays), mesh, axes)
         return call_on_replicas(
             functools.partial(self._step, compute),
-            (state, inputs.arrays, weight),
-            in_specs=(states, inputs.specs, weights),
-            out_specs=(shared, rows, shared, states),
-            types=(shared, rows, typed_specs(params), typed_specs(state)),
-            boundary=boundary,
+            state,
+            inputs.arrays,
+            weight,
+            specs=inputs.specs,
+            examples=inputs.examples,
+            params=params,
+            mesh=mesh,
+            axis_name=self.axis_name,
+            state_axis=self._axes_of_state(params, mesh),
             check_vma=self.check_vma,
         )
 
     def _step(
         self,
-        compute: Callable[[PyTree], tuple[Outputs, PyTree]],
+        compute: Callable[[PyTree], tuple[dict[str, PyTree], PyTree]],
         state: PyTree,
         arrays: PyTree,
         weight: Any,
-    ) -> tuple[Outputs, list[Array], PyTree, PyTree]:
+    ) -> tuple[list[PyTree], dict[str, PyTree], PyTree, PyTree]:
         """Runs the step of one replica.
 
         Args:
@@ -320,7 +312,7 @@ class DataParallel:
             # A negative weight makes the step not finite, even if the sum is positive.
             usable = jnp.all(counts >= 0)
             weight = jnp.where(usable, jnp.sum(counts), jnp.nan)
-        params = self._params(arrays[0])
+        params = self._params(arrays[:-1])
         if isinstance(self.reducer, Reducer):
             means, state = self.reducer.update(gradients, state, params, weight=weight)
         else:
@@ -337,36 +329,31 @@ class DataParallel:
         whole, rows = reduced(outputs, weight, self.axis_name)
         return whole, rows, means, state
 
-    def _gradients(self, inputs: Inputs, arrays: PyTree) -> tuple[Outputs, PyTree]:
-        """Calls the gradient function with one replica's arrays."""
-        local = list(arrays[0])
-        for i in positions(arrays[0], self.argnums):
+    def _gradients(self, inputs: Inputs, arrays: PyTree) -> tuple[dict[str, PyTree], PyTree]:
+        """Calls the gradient function with one replica's arrays; returns outputs by their kind."""
+        local = list(arrays)
+        for i in inputs.params_at:
             # Marked as this replica's own: else JAX would sum the gradients of all replicas.
             local[i] = as_local(local[i], self.axis_name)
-        marked = (tuple(local), arrays[1])
-        args, kwargs = with_arrays(on_replica(inputs.arguments), marked)
-        result = self.grad_fn(*args, **kwargs)
-        outputs, gradients = taken_apart(result)
+        marked = tuple(local)
+        *args, kwargs = with_arrays(on_replica(inputs.arguments), marked)
+        outputs, gradients = taken_apart(self.grad_fn(*args, **kwargs))
         check_loss(outputs[0], self.axis_name)
-        examples = {length // inputs.replicas for length in inputs.examples.values()}
-        shared = _shared(arrays, marked, inputs.specs)
-        return with_kinds(outputs, self.aux, self.axis_name, shared, examples), gradients
+        examples: set[int] = set()
+        # A function may return an argument. It gets the marked array, whose type says that replicas
+        # differ, so an array that every replica gets whole is recognised by its identity, and
+        # replaced by the one from before the marking.
+        shared: dict[int, Any] = {}
 
+        def note(array: Any, of_function: Any, spec: PartitionSpec) -> None:
+            axis = split_axis(spec)
+            if axis is None:
+                shared[id(of_function)] = array
+            else:
+                examples.add(array.shape[axis])
 
-def _shared(arrays: PyTree, marked: PyTree, specs: PyTree) -> dict[int, Array]:
-    """Returns the arrays that every replica gets whole, by the identity of what the function gets.
-
-    A user's function may return an argument as an auxiliary output. It gets the marked array, whose
-    type says that replicas differ, so a returned one is recognised by its identity and replaced by
-    the array from before the marking.
-    """
-    whole = {}
-    of_function = jax.tree.leaves(marked)
-    splits = jax.tree.leaves(specs)
-    for i, array in enumerate(jax.tree.leaves(arrays)):
-        if split_axis(splits[i]) is None:
-            whole[id(of_function[i])] = array
-    return whole
+        jax.tree.map(note, arrays, marked, inputs.specs)
+        return by_kind(outputs, self.aux, self.axis_name, shared, examples), gradients
 
 
 @answers_other_names

@@ -139,9 +139,7 @@ def state_in(
         # A reducer without a state accepts any tree, except one that can only be the parameters.
         # These are passed first if the state was forgotten.
         leaves = jax.tree.leaves(tree)
-        like_params = bool(leaves)
-        for leaf in leaves:
-            like_params &= is_array(leaf) and is_floating(leaf)
+        like_params = bool(leaves) and all(is_array(x) and is_floating(x) for x in leaves)
         if states or not like_params:
             return fresh_state, lambda state: tree
     if len(states) != 1:
@@ -160,8 +158,7 @@ def _not_one_state(tree: PyTree, fresh: PyTree, fitting: int) -> str:
     same_kind = [node for node in reducer_states(tree) if type(node) is kind]
     # A state of the right class that does not fit is the likely one, so the message is about it.
     if not fitting and same_kind:
-        names = list(map(leaf_name, dict(jax.tree.leaves_with_path(fresh))))
-        if names == list(map(leaf_name, dict(jax.tree.leaves_with_path(unboxed(same_kind[0]))))):
+        if _names(fresh) == _names(unboxed(same_kind[0])):
             return (
                 f"The {kind.__name__} in the first argument has a leaf for each of the parameters, "
                 "in other containers than theirs, such as a dict and a FrozenDict. Use the same "
@@ -186,3 +183,7 @@ def _not_one_state(tree: PyTree, fresh: PyTree, fitting: int) -> str:
         "The first argument must be the reducer's state, as init(params) gives it, or a tree that "
         f"holds it, and the second the parameters; got {names} first, which has {held}."
     )
+
+
+def _names(tree: PyTree) -> list[str]:
+    return [leaf_name(path) for path, _ in jax.tree.leaves_with_path(tree)]

@@ -16,23 +16,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import leaf_name
-from jaxcomp._base.typing import AxisName, PyTree
-from jaxcomp._mesh.collectives import as_local, axis_tuple, varying
+from jaxcomp._base.typing import Axes, AxisName, PyTree
+from jaxcomp._mesh.collectives import as_local, axis_tuple, mesh_axes, varying
 from jaxcomp._mesh.explicit import (
-    Boundary,
     check_mesh_axes,
     context_mesh,
     known_sharding,
+    over_axes,
     replicas_on,
-    resharded,
+    typed_specs,
 )
 from jaxcomp._mesh.per_replica import LOCAL, OWNER, SHARED, leaves_marked
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import check_not_spread, known_spec, state_specs
+from jaxcomp._training.arguments import weight_spec
 from jaxcomp._training.gradients import check_averaged
 
 
@@ -42,8 +43,13 @@ def the_mesh(users_mesh: Any, axis_name: AxisName, *trees: PyTree) -> Any:
     Raises:
       ValueError: If there is no mesh, or it lacks an axis.
     """
-    # From the surest to the least sure: an array may also lie on another mesh with this axis.
-    mesh = users_mesh or context_mesh() or _mesh_of_arrays(trees, axis_tuple(axis_name))
+    mesh = users_mesh or context_mesh()
+    names = set(axis_tuple(axis_name))
+    for leaf in jax.tree.leaves(trees):
+        # The least sure, because an array may also lie on another mesh with this axis.
+        known = getattr(known_sharding(leaf), "mesh", None)
+        if mesh is None and names.issubset(getattr(known, "axis_names", ())):
+            mesh = known
     if mesh is None:
         raise ValueError(
             "There is no mesh. Place the state with jaxcomp.shard_state(state, mesh, axis_name), "
@@ -53,16 +59,7 @@ def the_mesh(users_mesh: Any, axis_name: AxisName, *trees: PyTree) -> Any:
     return mesh
 
 
-def _mesh_of_arrays(trees: PyTree, names: tuple[str, ...]) -> Any:
-    """Returns the mesh of the first array whose mesh has these axes, or None."""
-    for leaf in jax.tree.leaves(trees):
-        mesh = getattr(known_sharding(leaf), "mesh", None)
-        if mesh is not None and set(names) <= set(mesh.axis_names):
-            return mesh
-    return None
-
-
-def check_params(params: PyTree, mesh: Any, axes: tuple[str, ...]) -> None:
+def check_params(params: PyTree, mesh: Any, axes: Axes) -> None:
     """Refuses parameters that are sharded over the axis of the replicas.
 
     Raises:
@@ -143,49 +140,83 @@ _NOTES = {
 
 
 def call_on_replicas(
-    function: Callable[..., Any],
-    inputs: tuple[PyTree, ...],
-    in_specs: tuple[PyTree, ...],
-    out_specs: tuple[PyTree, ...],
-    types: tuple[PyTree, ...],
-    boundary: Boundary,
+    function: Callable[..., tuple[PyTree, PyTree, PyTree, PyTree]],
+    state: PyTree,
+    arrays: PyTree,
+    weight: Any,
     *,
+    specs: PyTree,
+    examples: dict[int, int],
+    params: PyTree,
+    mesh: Any,
+    axis_name: AxisName,
+    state_axis: AxisName,
     check_vma: bool = True,
 ) -> Any:
     """Calls a function of one replica in a `jax.shard_map` over all replicas.
 
     Args:
-      function: A function of one replica's part of each input.
-      inputs: Trees of global arrays.
-      in_specs: The PartitionSpec of each input array over the axes of the replicas.
-      out_specs: The PartitionSpecs of the results; tree prefixes.
-      types: The PartitionSpecs of the results' types over Explicit axes; tree prefixes.
-      boundary: The mesh and the axes of the replicas.
+      function: A function of one replica's state, arrays and weight. It returns values that are
+        equal on all replicas, rows, a tree like the parameters, and the new state.
+      state: The state of all replicas.
+      arrays: A tree of global arrays.
+      weight: All replicas' weights, or None.
+      specs: The PartitionSpec of each array over the axes of the replicas.
+      examples: The number of examples along each axis of the arrays that is split.
+      params: The parameters.
+      mesh: The mesh.
+      axis_name: The axis or axes of the replicas.
+      state_axis: Those along which the state differs.
       check_vma: As for `jax.shard_map`.
+
+    Raises:
+      ValueError: If the state is for another number of replicas, parameters are sharded over the
+        axis of the replicas, or weights do not fit.
     """
-    mesh = boundary.outer
-    axes = boundary.axes
-    one_replica = replicas_on(mesh, axes) == 1 and mesh.size > 1
-    if one_replica:  # nothing is split, also in the types of Explicit axes
-        in_specs = jax.tree.map(lambda spec: PartitionSpec(), in_specs)
-    inputs = jax.tree.map(lambda x, spec: resharded(x, mesh, spec, axes), inputs, in_specs)
-    if one_replica:
+    axes = axis_tuple(axis_name)
+    replicas = replicas_on(mesh, axes)
+    _check_replica_axis(state, mesh, state_axis)
+    check_params(params, mesh, axes)
+    weights = None
+    if weight is not None:
+        weights = weight_spec(weight, examples, axis_name, replicas)
+        weight = jnp.asarray(weight)
+    shared = PartitionSpec()
+    rows = PartitionSpec(axis_name)
+    states = state_specs(state, state_axis)
+    explicit = mesh_axes(AxisType.Explicit, mesh)
+    context: Any = contextlib.nullcontext()
+    if replicas == 1 and mesh.size > 1:
         # XLA refuses an all-reduce of one replica if an array is sharded over another axis
         # ("Cross-partition allreduce must be in (partial) manual partitioning mode"). Under
         # `jax.vmap` an average over the replicas is a sum without a collective.
+        mapped = only_replica(function, axes)
         # The mesh of the context inside `jax.jit` is abstract already.
-        with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
-            return boundary.automatic(only_replica(function, axes), types)(*inputs)
-    mapped = jax.shard_map(
-        function,
-        mesh=boundary.mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=set(axes),
-        check_vma=check_vma,
-    )
-    with _explained(axes):
-        return boundary.automatic(mapped, types)(*inputs)
+        context = jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
+    else:
+        inside = mesh
+        if explicit:
+            inside = None  # the mesh of the context, where these axes are Auto
+        mapped = jax.shard_map(
+            function,
+            mesh=inside,
+            in_specs=(states, specs, weights),
+            out_specs=(shared, rows, shared, states),
+            axis_names=set(axes),
+            check_vma=check_vma,
+        )
+    if explicit:
+        # JAX before 0.12 gathers inputs and outputs of a `jax.shard_map` along further Explicit
+        # axes, and no JAX reshards along Explicit axes by itself. So all axes are Auto around it.
+        types = (shared, rows, typed_specs(params), typed_specs(state))
+        # Types name only Explicit axes, and the axes of the replicas may be Auto.
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, over_axes(spec, explicit)), types)
+        mapped = jax.sharding.auto_axes(mapped, axes=explicit, out_sharding=shardings)
+        # Without `jax.jit` it would run operation by operation, and arrays would keep the types of
+        # the whole mesh.
+        mapped = jax.jit(mapped)
+    with context, _explained(axes):
+        return mapped(state, arrays, weight)
 
 
 @contextlib.contextmanager
@@ -243,40 +274,40 @@ def axes_of_state(
     if isinstance(reducer, Reducer) or (len(names) == 1 and check_vma):
         return axis_name
 
-    def differing() -> dict[str, tuple[()]]:
+    state_specs(jax.eval_shape(reducer.init, params), axis_name)  # refuses optax.MultiSteps
+    along: set[frozenset[str]] = set()
+    apart: dict[str, list[str]] = {}  # replicated leaves that differ
+
+    def note() -> None:
         # Not zeros_like, which would keep shardings of the user's mesh.
         zeros = jax.tree.map(lambda x: jnp.zeros(np.shape(x), x.dtype), params)
         means, state = reducer.update(as_local(zeros, axis_name), reducer.init(zeros), zeros)
         check_averaged(means, axis_name)
-        apart = {}
+        along.update(map(varying, leaves_marked(state, LOCAL, OWNER).values()))
         for name, leaf in leaves_marked(state, SHARED).items():
             if varying(leaf):
                 apart[name] = sorted(varying(leaf))
-        along = set(map(varying, leaves_marked(state, LOCAL, OWNER).values()))
-        if apart or len(along) > 1:
-            raise ValueError(
-                "The state of `reducer` differs along several axes of the replicas: "
-                f"{apart or sorted(map(sorted, along))}. Average exactly along the fast axis "
-                "first, and after that compress, or accumulate, along the slow axis: optax.chain("
-                'jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd(axis_name="slow")).'
-            )
-        # The names are dictionary keys, because a mapped function cannot return texts.
-        return dict.fromkeys(frozenset().union(*along), ())
 
-    state_specs(jax.eval_shape(reducer.init, params), axis_name)  # refuses optax.MultiSteps
     # The same mesh with Auto axes: Explicit ones would only take part in types that are not asked
     # for, and `jax.set_mesh` allows no mesh of another size inside of it.
     automatic = jax.sharding.AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names)
-    mapped = jax.shard_map(differing, in_specs=(), out_specs=PartitionSpec(), axis_names=set(names))
+    mapped = jax.shard_map(note, in_specs=(), out_specs=PartitionSpec(), axis_names=set(names))
     with jax.sharding.use_abstract_mesh(automatic), _explained(names):
-        along = jax.eval_shape(mapped)
-    common = tuple(name for name in names if name in along)  # in the user's order
+        jax.eval_shape(mapped)
+    if apart or len(along) > 1:
+        raise ValueError(
+            "The state of `reducer` differs along several axes of the replicas: "
+            f"{apart or sorted(map(sorted, along))}. Average exactly along the fast axis first, "
+            "and after that compress, or accumulate, along the slow axis: optax.chain("
+            'jaxcomp.allreduce(axis_name="fast"), jaxcomp.powersgd(axis_name="slow")).'
+        )
+    common = tuple(filter(frozenset().union(*along).__contains__, names))  # in the user's order
     if len(common) == 1:
         return common[0]
     return common or axis_name
 
 
-def check_replica_axis(state: PyTree, mesh: Any, axis_name: AxisName) -> None:
+def _check_replica_axis(state: PyTree, mesh: Any, axis_name: AxisName) -> None:
     """Refuses a state that was made for another number of replicas.
 
     Raises:

@@ -3,16 +3,16 @@
 Each replica's function returns a loss, and perhaps accuracies, counts, logits. A type does not tell
 whether a number is a mean, a sum or something else, so the user specifies a word for each output,
 and what is not specified is refused; `jaxcomp._training.examine` finds the words. The work is in
-three parts: `with_kinds` decides on each replica how a leaf is combined, `reduced` does what needs
+three parts: `by_kind` decides on each replica how a leaf is combined, `reduced` does what needs
 collectives there, and `put_together` joins the rows outside of the mapped function, where they are
-global arrays.
+global arrays. Between them the outputs are one tree for each kind, with None in place of leaves of
+other kinds: a mapped function can return these, and the keys tell the kinds outside.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp._base.checks import is_integer
-from jaxcomp._base.leaves import in_words, is_array, is_floating, is_key, leaf_name, with_arrays
+from jaxcomp._base.leaves import in_words, is_array, is_floating, is_key, leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
-from jaxcomp._mesh.collectives import as_local, known_equal, maximum, total, vma_axes
+from jaxcomp._mesh.collectives import as_local, gather, known_equal, total, vma_axes
 from jaxcomp._mesh.weights import averaged
 
 # What `aux=` may say, beside an integer, the axis along which rows are joined.
@@ -33,36 +33,22 @@ _EQUAL = "equal"
 _COMPARED = "compared"
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Outputs:
-    """Holds the leaves of value and auxiliary output, and how each leaf is combined.
-
-    `treedef` and `kinds` are static, so JAX can map a function that returns this object.
-    """
-
-    leaves: list[Any]
-    treedef: Any = dataclasses.field(metadata={"static": True})
-    # For each leaf "equal", "compared", "mean", "sum", "stack", or the axis along which rows are
-    # joined.
-    kinds: tuple[str | int, ...] = dataclasses.field(metadata={"static": True})
-
-
 def taken_apart(result: Any) -> tuple[tuple[Any, ...], PyTree]:
     """Splits a gradient function's result: ``(value,)`` or ``(value, auxiliary)``, and gradients.
 
     Raises:
       ValueError: If the result has another form.
     """
-    if not (isinstance(result, tuple) and len(result) in (2, 3)):
-        raise ValueError(
-            "The gradient function must return (value, gradients), ((value, auxiliary), "
-            f"gradients) or (value, auxiliary, gradients), got {one_level(result)}."
-        )
-    outputs: Any = result[:-1]
-    if len(outputs) == 1 and isinstance(outputs[0], tuple) and len(outputs[0]) == 2:
-        outputs = outputs[0]
-    value = outputs[0]
+    match result:
+        case tuple((tuple((value, auxiliary)), gradients)) | tuple((value, auxiliary, gradients)):
+            outputs = (value, auxiliary)
+        case tuple((value, gradients)):
+            outputs = (value,)
+        case _:
+            raise ValueError(
+                "The gradient function must return (value, gradients), ((value, auxiliary), "
+                f"gradients) or (value, auxiliary, gradients), got {one_level(result)}."
+            )
     # A loss that is constant may be a Python number; `check_loss` has the sentence for it.
     scalar = isinstance(value, float) or (is_array(value) and not np.ndim(value))
     if not (scalar and is_floating(value)):
@@ -71,16 +57,16 @@ def taken_apart(result: Any) -> tuple[tuple[Any, ...], PyTree]:
             f"mean loss of the examples, got {one_level(value)}. Return (loss, gradients), or, "
             "with auxiliary outputs, ((loss, auxiliary), gradients)."
         )
-    return outputs, result[-1]
+    return outputs, gradients
 
 
-def with_kinds(
+def by_kind(
     outputs: tuple[Any, ...],
     aux: PyTree,
     axis_name: AxisName,
     shared: Mapping[int, Array],
     examples: Collection[int],
-) -> Outputs:
+) -> dict[str, PyTree]:
     """Decides how each leaf of a replica's value and auxiliary output is combined.
 
     Args:
@@ -90,6 +76,10 @@ def with_kinds(
       shared: The function's arguments that are equal on all replicas, by their identity inside of
         the function. An argument that is returned unchanged is equal on all replicas too.
       examples: The numbers of this replica's examples, along all axes of its arguments.
+
+    Returns:
+      The outputs with only the leaves of a kind, by kind: "mean", "sum", "equal", "compared", or
+      the axis along which rows are joined, as a text.
 
     Raises:
       ValueError: If `aux` has no entry for a leaf (the message lists all such leaves, with the line
@@ -104,25 +94,28 @@ def with_kinds(
             "tell jaxcomp.value_and_grad with has_aux=True that there is one."
         )
     leaves = [jnp.asarray(outputs[0])]
-    kinds: list[str | int] = ["mean"]
+    kinds = ["mean"]
     line: list[Any] = []
     unsaid = ""
     paths = jax.tree.leaves_with_path(auxiliary)
     for (path, leaf), word in zip(paths, words_of(aux, auxiliary), strict=True):
         name = leaf_name(path)
+        kind = _EQUAL
         if word is None and id(leaf) in shared:  # an argument that is returned unchanged
-            leaves.append(shared[id(leaf)])
-            kinds.append(_EQUAL)
-            line.append("mean")
-            continue
-        x = as_array(path, leaf)
-        leaves.append(x)
-        if word is None:
-            unsaid += f"\n  {name}: {described(x)}"
-            line.append(_possible(x, axis_name))
+            x = shared[id(leaf)]
+            word = "mean"
         else:
-            kinds.append(_kind(name, x, word, axis_name, examples))
-            line.append(word)
+            x = as_array(path, leaf)
+            if word == "stack":  # a single row for this replica
+                x = x[None]
+            if word is None:
+                unsaid += f"\n  {name}: {described(x)}"
+                word = _possible(x, axis_name)
+            else:
+                kind = _kind(name, x, word, axis_name, examples)
+        leaves.append(x)
+        kinds.append(kind)
+        line.append(word)
     if unsaid:
         raise ValueError(
             "`aux` does not say how to combine these auxiliary outputs of the "
@@ -132,7 +125,12 @@ def with_kinds(
             "the words, call outputs(params, *batch) of this object, outside of jax.jit, with a "
             "small batch."
         )
-    return Outputs(leaves, jax.tree.structure(outputs), tuple(kinds))
+    treedef = jax.tree.structure(outputs)
+    parts = {}
+    for kind in kinds:
+        part = [x if other == kind else None for x, other in zip(leaves, kinds, strict=True)]
+        parts[kind] = treedef.unflatten(part)
+    return parts
 
 
 def as_array(path: KeyPath, leaf: Any) -> Array:
@@ -151,18 +149,12 @@ def as_array(path: KeyPath, leaf: Any) -> Array:
         ) from error
 
 
-def _kind(
-    name: str, x: Array, word: str | int, axis_name: AxisName, examples: Collection[int]
-) -> str | int:
-    """Returns how one leaf is combined, an entry of `Outputs.kinds`.
+def _kind(name: str, x: Array, word: Any, axis_name: AxisName, examples: Collection[int]) -> str:
+    """Returns how one leaf is combined, a key of what `by_kind` returns.
 
     Raises:
       ValueError: If the word does not fit the leaf.
     """
-    if word == "mean" and known_equal(x, axis_name):
-        return _EQUAL
-    if word == "mean" and _is_compared(x, axis_name):
-        return _COMPARED
     what = f"The auxiliary output {name}, {described(x)},"
     possible = _possible(x, axis_name)
     if word in ("mean", "sum") and word not in possible:
@@ -170,10 +162,12 @@ def _kind(
             f'{what} has no {word} over the replicas. Say one of {possible}; "stack" gives an axis '
             "of replicas."
         )
-    if word in ("mean", "sum", "stack"):
+    if word == "mean":
+        return str(_kind_of_mean(x, axis_name))
+    if word == "sum":
         return word
     axis = 0
-    if word != "join":
+    if word not in ("join", "stack"):
         axis = int(word)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f'{what} has no axis {axis} along which to join rows. Say "stack".')
@@ -184,22 +178,30 @@ def _kind(
             f"{what} has as many entries along axis {fitting[0]} as there are examples, and "
             f'"join" is along axis 0. Say {fitting[0]}, or 0 if its rows do lie along axis 0.'
         )
-    return axis % x.ndim
+    return str(axis % x.ndim)
+
+
+def _kind_of_mean(x: Array, axis_name: AxisName) -> str | None:
+    """Returns how a leaf with the word "mean" is combined; None if it has no mean."""
+    if known_equal(x, axis_name):
+        return _EQUAL
+    if has_mean(x):
+        return "mean"
+    if vma_axes(axis_name):
+        return None
+    return _COMPARED
 
 
 def _possible(x: Array, axis_name: AxisName) -> str:
     """Returns the words that fit a leaf's type, separated by ``|``; the user keeps one of them."""
-    words = []
-    if x.ndim:
-        words.append("join")
-    exact = not has_mean(x) and not known_equal(x, axis_name)
-    if not exact or _is_compared(x, axis_name):
-        words.append("mean")
-    if exact:
-        words.append("stack")
-    if not is_key(x):
-        words.append("sum")
-    return "|".join(words)
+    kind = _kind_of_mean(x, axis_name)
+    fitting = {
+        "join": x.ndim > 0,
+        "mean": kind is not None,
+        "stack": kind in (None, _COMPARED),
+        "sum": not is_key(x),
+    }
+    return "|".join(filter(fitting.get, fitting))
 
 
 def has_mean(x: Any) -> bool:
@@ -207,84 +209,80 @@ def has_mean(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _is_compared(x: Array, axis_name: AxisName) -> bool:
-    """Tells whether the program must compare a "mean" leaf between the replicas."""
-    return not vma_axes(axis_name) and not has_mean(x)
-
-
-def _all_equal(leaves: Sequence[Array], axis_name: AxisName) -> Array:
-    """Returns a bool scalar: True if integers, flags and keys are equal on all replicas."""
-    words = []
-    for leaf in leaves:
-        numbers = in_words(leaf)
-        integers = jnp.issubdtype(leaf.dtype, jnp.integer)
-        if leaf.dtype == jnp.bool_ or (integers and jnp.iinfo(leaf.dtype).bits < 8):
-            numbers = leaf.astype(jnp.int8)
-        # By bytes, so that one array holds all types and nothing is rounded.
-        in_bytes = jax.lax.bitcast_convert_type(numbers, jnp.uint8)
-        words.append(in_bytes.astype(jnp.int32).ravel())
-    each = jnp.concatenate(words)
-    # The least is minus the largest of the negatives, so one all-reduce finds both.
-    both = jnp.concatenate([each, -each])
-    largest, least = jnp.split(maximum(both, axis_name), 2)
-    return jnp.all(largest == -least)
-
-
 def reduced(
-    outputs: Outputs, weight: Array | None, axis_name: AxisName
-) -> tuple[Outputs, list[Array]]:
-    """Averages and sums the leaves of a replica, each by its kind.
+    parts: dict[str, PyTree], weight: Array | None, axis_name: AxisName
+) -> tuple[list[PyTree], dict[str, PyTree]]:
+    """Averages and sums the outputs of a replica, each by its kind.
 
     Args:
-      outputs: This replica's outputs.
+      parts: This replica's outputs, by kind.
       weight: This replica's weight; None if all replicas have the same weight.
       axis_name: The axis or axes of the replicas.
 
     Returns:
-      The outputs with leaves that are now equal on all replicas, and None in place of rows; and the
-      rows in order, with the axis along which they will be joined as axis 0.
+      The outputs that are now equal on all replicas, a tree for each kind; and those that are rows,
+      by the axis along which they will be joined, which is moved to the front.
     """
-    leaves = list(outputs.leaves)
-    to_average: list[Array | None] = [None] * len(leaves)
-    compared = []
-    rows: list[Array] = []
-    for i, kind in enumerate(outputs.kinds):
-        leaf = leaves[i]
-        if kind == "mean":
-            to_average[i] = leaf
-            if jnp.iscomplexobj(leaf):
-                to_average[i] = jnp.stack([leaf.real, leaf.imag])
-        elif kind == "sum":
-            leaves[i] = total(leaf, axis_name)
+    means, *auxiliary = _means(parts["mean"], weight, axis_name)
+    whole = []
+    rows = {}
+    for kind, part in parts.items():
+        if kind == "sum":
+            whole.append(jax.tree.map(lambda x: total(x, axis_name), part))
+        elif kind == _EQUAL:
+            whole.append(part)
         elif kind == _COMPARED:
-            compared.append(leaf)
-        elif kind != _EQUAL:
-            leaves[i] = None
-            row = leaf[None]  # "stack": a single row for this replica
-            if kind != "stack":
-                row = jnp.moveaxis(leaf, int(kind), 0)
-            rows.append(as_local(row, axis_name))
-    means, _ = averaged(to_average, axis_name, weight)
-    for i, mean in enumerate(means):
-        if mean is not None and jnp.iscomplexobj(leaves[i]):
-            means[i] = jax.lax.complex(mean[0], mean[1])
-    leaves = with_arrays(leaves, means)
-    if compared:
-        # A running program cannot raise an error, so the loss becomes NaN.
-        leaves[0] = jnp.where(_all_equal(compared, axis_name), leaves[0], jnp.nan)
-    return dataclasses.replace(outputs, leaves=leaves), rows
+            whole.append(part)
+            # A running program cannot raise an error, so the loss becomes NaN.
+            means = jnp.where(_all_equal(part, axis_name), means, jnp.nan)
+        elif kind != "mean":
+            to_front = functools.partial(jnp.moveaxis, source=int(kind), destination=0)
+            rows[kind] = as_local(jax.tree.map(to_front, part), axis_name)
+    whole.append((means, *auxiliary))
+    return whole, rows
 
 
-def put_together(whole: Outputs, rows: list[Array]) -> PyTree:
+def _means(part: PyTree, weight: Array | None, axis_name: AxisName) -> PyTree:
+    """Averages floating and complex leaves over the replicas."""
+
+    def in_reals(x: Array) -> Array:
+        if jnp.iscomplexobj(x):
+            return jnp.stack([x.real, x.imag])
+        return x
+
+    def restored(mean: Array, x: Array) -> Array:
+        if jnp.iscomplexobj(x):
+            return jax.lax.complex(mean[0], mean[1])
+        return mean
+
+    means, _ = averaged(jax.tree.map(in_reals, part), axis_name, weight)
+    return jax.tree.map(restored, means, part)
+
+
+def _all_equal(tree: PyTree, axis_name: AxisName) -> Array:
+    """Returns a bool scalar: True if integers, flags and keys are equal on all replicas."""
+    words = []
+    for leaf in jax.tree.leaves(tree):
+        numbers = in_words(leaf)
+        if numbers.dtype == jnp.bool_ or jnp.iinfo(numbers.dtype).bits < 8:
+            numbers = numbers.astype(jnp.int8)
+        # By bytes, so that one array holds all types and nothing is rounded.
+        words.append(jax.lax.bitcast_convert_type(numbers, jnp.uint8).ravel())
+    rows = gather(jnp.concatenate(words), axis_name)
+    return jnp.all(rows == rows[0])
+
+
+def put_together(whole: list[PyTree], rows: dict[str, PyTree]) -> PyTree:
     """Returns value and auxiliary output in the structure of the gradient function's result."""
-    leaves = list(whole.leaves)
-    following = iter(rows)
-    for i, kind in enumerate(whole.kinds):
-        if kind == "stack":
-            leaves[i] = next(following)
-        elif isinstance(kind, int):
-            leaves[i] = jnp.moveaxis(next(following), 0, kind)
-    outputs = whole.treedef.unflatten(leaves)
+    parts = list(whole)
+    for axis, part in rows.items():
+        back = functools.partial(jnp.moveaxis, source=0, destination=int(axis))
+        parts.append(jax.tree.map(back, part))
+
+    def the_one(*leaves: Any) -> Any:
+        return next((leaf for leaf in leaves if leaf is not None), None)
+
+    outputs = jax.tree.map(the_one, *parts, is_leaf=lambda node: node is None)
     if len(outputs) == 1:
         return outputs[0]
     return outputs
@@ -314,26 +312,24 @@ def words_of(aux: PyTree, auxiliary: PyTree) -> list[Any]:
     """
     # One line for each key, without the kind of key.
     names_of = functools.partial(jax.tree_util.keystr, simple=True, separator="\n")
-    entries = {}
-    for path, word in jax.tree.leaves_with_path(aux):
-        entries[names_of(path)] = (path, word)
-    unused = dict(entries)
+    entries = {names_of(path): word for path, word in jax.tree.leaves_with_path(aux)}
     places = jax.tree.leaves_with_path(auxiliary, is_leaf=_is_empty)
     words: list[Any] = []
+    parts: set[str] = set()
     for path, leaf in places:
         word = None
-        for length in range(len(path), -1, -1):  # `aux` may be a prefix of the tree
+        for length in range(len(path) + 1):  # `aux` may be a prefix of the tree
             part = names_of(path[:length])
-            unused.pop(part, None)
-            if part in entries:
-                _, word = entries[part]
+            parts.add(part)
+            word = entries.get(part, word)
         if not _is_empty(leaf):
             words.append(word)
-    for path, _ in unused.values():
-        names = ", ".join(leaf_name(place) for place, _ in places)
-        raise ValueError(
-            f"`aux` names {leaf_name(path)}; the auxiliary output has {names or 'nothing'}."
-        )
+    for path, _ in jax.tree.leaves_with_path(aux):
+        if names_of(path) not in parts:
+            names = ", ".join(leaf_name(place) for place, _ in places)
+            raise ValueError(
+                f"`aux` names {leaf_name(path)}; the auxiliary output has {names or 'nothing'}."
+            )
     return words
 
 
