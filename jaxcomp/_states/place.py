@@ -234,10 +234,11 @@ def check_not_spread(path: KeyPath, leaf: Any, spec: PartitionSpec, axes: Axes) 
 
 
 def known_spec(leaf: Any, mesh: Any) -> PartitionSpec:
-    """Returns the known PartitionSpec of a leaf on a mesh, ``P()`` if it is unknown."""
+    """Returns the known PartitionSpec of a leaf on a mesh or None, ``P()`` if it is unknown."""
     sharding = known_sharding(leaf)
     # By names, because the mesh in the type of a tracer is abstract and equals no concrete one.
-    if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == mesh.axis_names:
+    names = getattr(mesh, "axis_names", ())
+    if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == names:
         return sharding.spec
     return PartitionSpec()
 

@@ -115,7 +115,14 @@ def split_specs(
         name = f"{leaf_name(path[1:])} of argument {path[0].idx}"
         spec = specified
         if spec is None:
-            spec = _usual_spec(leaf, axis_name, mesh)
+            spec = PartitionSpec()
+            if not _is_shared(leaf):
+                spec = PartitionSpec(axis_name)
+                known = known_spec(leaf, mesh)
+                # An array that is not sharded over the replicas, as NumPy's are, is a batch all the
+                # same.
+                if split_axis(over_axes(known, axis_tuple(axis_name))) is not None:
+                    spec = known
         spec = split_spec(name, leaf, spec, axis_name, replicas)
         axis = split_axis(spec)
         if axis is not None:
@@ -144,18 +151,6 @@ def split_specs(
                 "jax.random.split(key, replicas)."
             )
     return specs, examples
-
-
-def _usual_spec(leaf: Any, axis_name: AxisName, mesh: Any) -> PartitionSpec:
-    """Returns the spec of a leaf without a specification: its sharding, or along axis 0."""
-    if _is_shared(leaf):
-        return PartitionSpec()
-    if mesh is not None:
-        known = known_spec(leaf, mesh)
-        # An array that is not sharded over the replicas, as NumPy's are, is a batch all the same.
-        if split_axis(over_axes(known, axis_tuple(axis_name))) is not None:
-            return known
-    return PartitionSpec(axis_name)
 
 
 def _one_each(

@@ -175,7 +175,14 @@ def call_on_replicas(
     """
     axes = axis_tuple(axis_name)
     replicas = replicas_on(mesh, axes)
-    _check_replica_axis(state, mesh, state_axis)
+    for name, leaf in leaves_marked(state, LOCAL, OWNER).items():
+        rows = replicas_on(mesh, state_axis)
+        if np.shape(leaf)[:1] != (rows,):
+            raise ValueError(
+                f"The leaf {name} of the state has shape {np.shape(leaf)}, and {rows} replicas "
+                "need a leading axis of that length. Place the state with "
+                f"jaxcomp.shard_state(state, mesh, {state_axis!r})."
+            )
     check_params(params, mesh, axes)
     weights = None
     if weight is not None:
@@ -305,22 +312,6 @@ def axes_of_state(
     if len(common) == 1:
         return common[0]
     return common or axis_name
-
-
-def _check_replica_axis(state: PyTree, mesh: Any, axis_name: AxisName) -> None:
-    """Refuses a state that was made for another number of replicas.
-
-    Raises:
-      ValueError: If a leaf has another leading axis; the message names it.
-    """
-    replicas = replicas_on(mesh, axis_name)
-    for name, leaf in leaves_marked(state, LOCAL, OWNER).items():
-        if np.shape(leaf)[:1] != (replicas,):
-            raise ValueError(
-                f"The leaf {name} of the state has shape {np.shape(leaf)}, and {replicas} "
-                "replicas need a leading axis of that length. Place the state with "
-                f"jaxcomp.shard_state(state, mesh, {axis_name!r})."
-            )
 
 
 def named_axis(reducer: Any, axis_name: AxisName | None) -> AxisName:
