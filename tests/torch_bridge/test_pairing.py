@@ -276,6 +276,15 @@ def test_rule_couples_a_tensor_and_a_leaf_of_different_layers(name, shape, path,
     np.testing.assert_array_equal(params[module][leaf], wanted)
 
 
+def test_axes_of_length_one_keep_their_place_among_the_others():
+    model = {"conv.weight": values(1, 4, 3, 3), "pos": values(1, 8, 6, 6)}
+    like = {"conv": {"w": np.zeros((3, 3, 4, 1))}, "pos": np.zeros((1, 6, 6, 8))}
+    params = there_and_back(model, like)
+    expected = model["conv.weight"].transpose(2, 3, 1, 0)
+    np.testing.assert_array_equal(params["conv"]["w"], expected)
+    np.testing.assert_array_equal(params["pos"], model["pos"].transpose(0, 2, 3, 1))
+
+
 def test_bare_parameters_and_leaves_of_the_same_names():
     model = {"norms.0.scale": values(4), "tok.embedding": values(6, 4)}
     like = {"norms_0": {"scale": np.zeros(4)}, "tok": {"embedding": np.zeros((6, 4))}}

@@ -21,7 +21,7 @@ from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import Group, Match, grouped
 from torch_bridge._pairing.options import Options, PairOptions, refuse_idle_patterns
 from torch_bridge._pairing.pairs import Pair
-from torch_bridge._pairing.questions import Questions, asked_orders, listed
+from torch_bridge._pairing.questions import Questions, answered, asked_orders, listed
 from torch_bridge._pairing.search import TRIES, Search
 
 # Class of torch or transformers -> the form of its weight.
@@ -39,7 +39,7 @@ _REPARAMETRIZED = {
 }
 _PACKED_IN_FLAX = (
     "A Flax kernel that packs several (query, key and value) cannot be filled from separate torch "
-    "weights: convert into a tree with separate kernels, and join them with np.concatenate."
+    "weights: convert into a tree with separate kernels, and join them with np.concatenate. "
 )
 _DIFFERENT = (
     "The torch model and the Flax tree do not correspond. Say what belongs together with `rules` "
@@ -114,7 +114,7 @@ def decide(
             if not (are_one and name in first):
                 shapes[name] = shape_of(value)
         match = Match(*layers_of(shapes, tree), options, known)
-        refuse_idle_patterns(options, names, [layer.name for layer in match.torch])
+        refuse_idle_patterns(options, names, [layer.name for layer in match.layers.torch])
         match.match_names(misfits=not evidence)
         _leave_out_indices(match, kept)
         try:
@@ -144,7 +144,7 @@ def _leave_out_indices(match: Match, tensors: Mapping[str, Any]) -> None:
             floating.add(name)
     for layer in match.open().torch:
         if floating and floating.isdisjoint(layer.tensors()):
-            match.torch.remove(layer)
+            match.layers.torch.remove(layer)
 
 
 def refuse_lost_statistics(tensors: Mapping[str, Any], tree: Tree, options: Options) -> None:
@@ -187,21 +187,20 @@ def _read(
     """Decides what names leave open: by shapes and the user's options, or by an example."""
     if evidence is None:
         match.match_shapes()
-        match.take_apart(match.lonely())
+        match.take_apart(match.groups()[1])
         match.match_names()
         match.match_shapes()
         return _without_problems(match), None
     for divide in (match.take_shares, match.take_apart):
-        partners = match.assign(match.partners, match.torch, match.flax)
-        divide(Group(match.torch, match.flax).without(partners))
+        divide(match.layers.without(match.assign(match.partners, match.layers)))
     match.match_names(misfits=False)
-    questions = Questions(match, match.assign(match.partners, match.torch, match.flax))
-    is_whole = len(match.assign({}, match.torch, match.flax)) == len(match.flax)
-    if questions.wrong or not is_whole:
+    answers, wrong = answered(match, match.assign(match.partners, match.layers))
+    is_whole = len(match.assign({}, match.layers)) == len(match.layers.flax)
+    if wrong or not is_whole:
         match.match_shapes()
         _without_problems(match)
     try:
-        reading, apart = Search(match, questions.reading, evidence, tensors).prove()
+        reading, apart = Search(match, answers, evidence, tensors).prove()
     except CheckpointMismatch as error:
         sentences = _reparametrized(tensors)
         if not sentences:
@@ -212,7 +211,7 @@ def _read(
             parameters=error.parameters,
         ) from error
     unused = []
-    for layer in match.torch:
+    for layer in match.layers.torch:
         if layer not in reading.partners:
             unused += map(layer.line, layer.parts)
     if unused:
@@ -236,27 +235,28 @@ def _reparametrized(names: Collection[str]) -> str:
 
 def _without_problems(match: Match) -> Reading:
     """Returns the decided reading, or raises one error with all problems and open questions."""
-    orders, assumed = asked_orders(match)
-    questions = Questions(match, match.partners)
-    lonely = match.lonely()
+    groups, lonely = match.groups()
+    orders, assumed = asked_orders(match, groups)
+    reading, wrong = answered(match, match.partners)
+    questions = Questions(match, reading)
     problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "mis_shaped": []}
-    for layer, target in questions.reading.partners.items():
+    for layer, target in reading.partners.items():
         for name, lines in join(layer, target).problems.items():
             problems[name] += lines
     for layer in lonely.torch:
         problems["unexpected"] += map(layer.line, layer.parts)
     for target in lonely.flax:
         problems["missing"] += map(target.line, target.parts)
-    problems["mis_shaped"] += questions.wrong
-    is_different = any(problems.values()) or match.problems
-    problems["ambiguous"] = match.problems + orders + questions.asked
+    problems["mis_shaped"] += wrong
+    is_different = any(problems.values()) or match.ruled.problems
+    problems["ambiguous"] = match.ruled.problems + orders + questions.asked
     if not any(problems.values()):
         assumed += questions.assumed
-        for layers in match.consecutive.values():
+        if match.ruled.consecutive:
             assumed.append(
-                f"{listed(layers)}: all rows of a part follow each other (in rules= this is "
-                "'1*(query|key|value)', and '12*(query|key|value)' if each of 12 heads has rows of "
-                "every part)"
+                f"{listed(match.ruled.consecutive)}: all rows of a part follow each other (in "
+                "rules= this is '1*(query|key|value)', and '12*(query|key|value)' if each of 12 "
+                "heads has rows of every part)"
             )
         if assumed:
             warnings.warn(
@@ -264,38 +264,43 @@ def _without_problems(match: Match) -> Reading:
                 f"and example=), which alone proves it: {printable('; '.join(assumed))}.",
                 stacklevel=2,
             )
-        return questions.reading
-    message = _FORMS_ARE_OPEN
-    if is_different:
-        message = _DIFFERENT
-    elif orders:
-        message = _ORDER_IS_OPEN
-        if match.options.plain:
-            message += _PLAIN_ORDER
-    elif match.options.plain:
-        message = _PLAIN_IS_OPEN
-    elif questions.likely:
-        message = _MAPS_ARE_OPEN
-    message = _reparametrized(problems["unexpected"]) + message
-    if _packs(lonely):
-        message = f"{_PACKED_IN_FLAX} {message}"
-    elif lonely.torch and lonely.flax:
-        of_torch = _lengths(match.torch)
-        of_flax = _lengths(match.flax)
-        only_torch = sorted(of_torch - of_flax)
-        only_flax = sorted(of_flax - of_torch)
-        if only_torch and only_flax:
-            message = (
-                f"It seems that a width differs: no leaf of Flax has an axis of {only_torch}, and "
-                f"no tensor of torch has an axis of {only_flax}. {message}"
-            )
+        return reading
+    is_plain = match.options.plain
+    cases = (
+        (is_different, _DIFFERENT),
+        (orders and is_plain, _ORDER_IS_OPEN + _PLAIN_ORDER),
+        (orders, _ORDER_IS_OPEN),
+        (is_plain, _PLAIN_IS_OPEN),
+        (questions.likely, _MAPS_ARE_OPEN),
+        (True, _FORMS_ARE_OPEN),
+    )
+    message = next(sentence for applies, sentence in cases if applies)
+    message = _hints(match, lonely) + _reparametrized(problems["unexpected"]) + message
     text = "\n".join(itertools.chain(*problems.values()))
-    names = sorted(PairOptions.__optional_keys__ - {"ignore", "rules"})
-    asked = []
-    for name in names:
+    parameters = ["rules"]
+    for name in sorted(PairOptions.__optional_keys__ - {"ignore", "rules"}):
         if re.search(rf"\b{name}=", text):
-            asked.append(name)
-    raise CheckpointMismatch(message, parameters=("rules", *asked, "ignore", "apply"), **problems)
+            parameters.append(name)
+    raise CheckpointMismatch(message, parameters=(*parameters, "ignore", "apply"), **problems)
+
+
+def _hints(match: Match, lonely: Group) -> str:
+    """Returns what the shapes of layers that fit no other layer show; "" if it is nothing."""
+    sizes = set()
+    for shape, alike in grouped(lonely.torch, lambda layer: layer.shape("weight")).items():
+        if shape and len(alike) > 1:
+            sizes.add(len(alike) * math.prod(shape))
+    if any(math.prod(target.shape("kernel")) in sizes for target in lonely.flax):
+        return _PACKED_IN_FLAX
+    of_torch, of_flax = map(_lengths, match.layers)
+    only_torch = sorted(of_torch - of_flax)
+    only_flax = sorted(of_flax - of_torch)
+    if not (all(lonely) and only_torch and only_flax):
+        return ""
+    return (
+        f"It seems that a width differs: no leaf of Flax has an axis of {only_torch}, and no "
+        f"tensor of torch has an axis of {only_flax}. "
+    )
 
 
 def _lengths(layers: Iterable[Layer]) -> set[int]:
@@ -304,15 +309,6 @@ def _lengths(layers: Iterable[Layer]) -> set[int]:
     for layer in layers:
         lengths.update(*map(layer.shape, layer.parts))
     return lengths
-
-
-def _packs(lonely: Group) -> bool:
-    """Returns True if a Flax kernel has the size of several torch weights of one shape."""
-    sizes = set()
-    for shape, alike in grouped(lonely.torch, lambda layer: layer.shape("weight")).items():
-        if shape and len(alike) > 1:
-            sizes.add(len(alike) * math.prod(shape))
-    return any(math.prod(target.shape("kernel")) in sizes for target in lonely.flax)
 
 
 def known_forms(model: Any) -> dict[str, str]:

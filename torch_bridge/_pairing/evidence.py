@@ -220,56 +220,58 @@ class Evidence:
         if layout.program is None:
             return
         leaves = dict(zip(layout.program.invars, self._leaves, strict=False))
-        cuts = {}  # (array, axis) -> (length, parts), each from a start to a stop
+        cuts = {}  # (array, axis) -> where the parts that the model takes start and end
         for place, equation in enumerate(_operations(layout.program, leaves)):
-            used = []
-            for variable in filter(_is_variable, equation.invars):
-                if variable in leaves:
-                    used.append(leaves[variable])
-            result = equation.outvars[0]
-            leaves.pop(result, None)
             name = equation.primitive.name
+            options = equation.params
+            result = equation.outvars[0]
+            used = list(filter(None, map(leaves.get, filter(_is_variable, equation.invars))))
+            leaves.pop(result, None)
             if used and name in _VIEWS:
                 leaves[result] = used[0]
                 continue
             for path in used:
                 self.order[path] = min(self.order[path], place)
-            if max(equation.params.get("lhs_dilation", ()), default=1) > 1:
+            if max(options.get("lhs_dilation", ()), default=1) > 1:
                 self.upward.update(used)
             if name == "reshape":
                 before = equation.invars[0].aval.shape
-                self.maps += _merged(before, result.aval.shape)
-                self.maps += _merged(result.aval.shape, before)
-                self.splits.update(_split_by_shape(before, result.aval.shape))
+                self._add_merged(before, result.aval.shape)
+                self._add_divided(before, result.aval.shape)
             elif name == "split":
-                length = equation.invars[0].aval.shape[equation.params["axis"]]
-                self._add_split(length, equation.params["sizes"])
+                length = equation.invars[0].aval.shape[options["axis"]]
+                self._add_split(length, options["sizes"])
             elif name == "slice":
-                whole = equation.invars[0].aval.shape
-                starts = equation.params["start_indices"]
-                stops = equation.params["limit_indices"]
-                for axis, length in enumerate(whole):
-                    part = stops[axis] - starts[axis]
-                    if part and length % part == 0 and length // part in _PARTS:
-                        self._add_split(length, [part] * (length // part))
-                    if part < length:
-                        _, parts = cuts.setdefault((equation.invars[0], axis), (length, set()))
-                        parts.add((starts[axis], stops[axis]))
-            if name == "dot_general":  # the kernel may have several input or output axes
+                whole = equation.invars[0]
+                ends = zip(options["start_indices"], options["limit_indices"], strict=True)
+                for axis, (start, stop) in enumerate(ends):
+                    cuts.setdefault((whole, axis), set()).update((start, stop))
+            elif name == "dot_general":  # the kernel may have several input or output axes
                 kernel = equation.invars[1].aval.shape
-                contracted = equation.params["dimension_numbers"][0][1]
+                contracted = options["dimension_numbers"][0][1]
                 for sizes in (np.take(kernel, contracted), np.delete(kernel, contracted)):
-                    total = math.prod(sizes.tolist())
-                    self.maps += _merged(sizes.tolist(), [total])
-                    self.splits.update(_split_by_shape([total], sizes.tolist()))
+                    self._add_divided([math.prod(sizes.tolist())], sizes.tolist())
         self.maps = list(dict.fromkeys(self.maps))
-        for length, parts in cuts.values():
-            borders = [0]
-            for start, stop in sorted(parts):
-                if start == borders[-1]:
-                    borders.append(stop)
-            if borders[-1] == length:
-                self._add_split(length, np.diff(borders).tolist())
+        for (whole, axis), places in cuts.items():
+            length = whole.aval.shape[axis]
+            self._add_split(length, np.diff(sorted({0, *places, length})).tolist())
+
+    def _add_merged(self, wide: Sequence[int], narrow: Sequence[int]) -> Shape:
+        """Adds the map whose axes become the last axis; returns their lengths, or ()."""
+        sizes = without_ones(wide)
+        last = (without_ones(narrow) or (0,))[-1]
+        for cut in range(len(sizes) - 1):
+            if math.prod(sizes[cut:]) == last:
+                self.maps.append((last, sizes[-1]))
+                return sizes[cut:]
+        return ()
+
+    def _add_divided(self, narrow: Sequence[int], wide: Sequence[int]) -> None:
+        """Adds the map into which the last axis is divided, and each axis of a few parts."""
+        sizes = self._add_merged(wide, narrow)
+        for size in sizes:
+            if size in _PARTS:
+                self.splits.add((math.prod(sizes), (1,) * size))
 
     def _add_split(self, length: int, sizes: Sequence[int]) -> None:
         """Adds an axis that the model divides into a few parts."""
@@ -338,8 +340,7 @@ def _furthest(ours: Any, theirs: Iterable[np.ndarray]) -> Apart:
     largest = 0.0
     means = []
     for mine, views in _matched(ours, theirs):
-        value = np.asarray(mine).astype(np.float64)
-        apart = [_apart(value, view) for view in views]
+        apart = [_apart(np.asarray(mine).astype(np.float64), view) for view in views]
         nearest = min(apart, key=lambda one: one.mean)
         largest = max(largest, nearest.largest)
         means.append(nearest.mean)
@@ -352,10 +353,9 @@ def _apart(mine: np.ndarray, other: np.ndarray) -> Apart:
     error = np.abs(mine.reshape(other.shape) - other)
     if not np.all(np.isfinite(error)):
         return Apart(math.inf, math.inf)
-    size = float(np.abs(other).max(initial=0.0)) or 1.0
-    norm = float(np.linalg.norm(other)) or 1.0
-    largest = float(error.max(initial=0.0))
-    return Apart(largest / size, float(np.linalg.norm(error)) / norm)
+    largest = error.max(initial=0.0) / (np.abs(other).max(initial=0.0) or 1.0)
+    mean = np.linalg.norm(error) / (np.linalg.norm(other) or 1.0)
+    return Apart(float(largest), float(mean))
 
 
 def _read(example: Example) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -398,34 +398,6 @@ def _is_real(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
-def _divided(wide: Sequence[int], narrow: Sequence[int]) -> Shape:
-    """Returns the last axes of `wide` that together are the last axis of `narrow`, or ()."""
-    sizes = without_ones(wide)
-    last = (without_ones(narrow) or (0,))[-1]
-    for cut in range(len(sizes) - 1):
-        if math.prod(sizes[cut:]) == last:
-            return sizes[cut:]
-    return ()
-
-
-def _merged(wide: Sequence[int], narrow: Sequence[int]) -> list[tuple[int, int]]:
-    """Returns [(values, channels)] if several axes become the last axis, else []."""
-    sizes = _divided(wide, narrow)
-    if not sizes:
-        return []
-    return [(math.prod(sizes), sizes[-1])]
-
-
-def _split_by_shape(narrow: Sequence[int], wide: Sequence[int]) -> list[tuple[int, Shape]]:
-    """Returns (length, ratio) for each new axis that divides the last axis into a few parts."""
-    sizes = _divided(wide, narrow)
-    splits = []
-    for size in sizes:
-        if size in _PARTS:
-            splits.append((math.prod(sizes), (1,) * size))
-    return splits
-
-
 def _matched(ours: Any, theirs: Iterable[np.ndarray]) -> list[tuple[Any, list[np.ndarray]]]:
     """Pairs each Flax output with a torch output of the same shape.
 
@@ -439,18 +411,16 @@ def _matched(ours: Any, theirs: Iterable[np.ndarray]) -> list[tuple[Any, list[np
     matched = []
     rest = iter(theirs)
     for mine in filter(_is_real, jax.tree.leaves(ours)):
-        shape = without_ones(shape_of(mine))
         views = []
         while not views:
             other = next(rest, None)
             if other is None:
                 return []
-            candidates = [other]
+            views = [other]
             if other.ndim >= _MAP_AXES:
-                candidates.append(np.moveaxis(other, 1, -1))
-            for view in candidates:
-                if without_ones(view.shape) == shape:
-                    views.append(view)
+                views.append(np.moveaxis(other, 1, -1))
+            shape = without_ones(shape_of(mine))
+            views = [view for view in views if without_ones(view.shape) == shape]
         matched.append((mine, views))
     return matched
 

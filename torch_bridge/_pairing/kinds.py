@@ -12,11 +12,12 @@ torch's ConvTranspose, the gradient of a convolution, does.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch_bridge._pairing.layers import Layer, Share
 from torch_bridge._pairing.pairs import Maps, Packing, Pair, Shape
@@ -34,7 +35,7 @@ _DENSE = ("flatten", "unflatten")  # the inputs and the outputs of a kernel may 
 # Leaves that are never the transposed matrix of a Linear.
 _AS_THEY_ARE = frozenset({"scale", "bias", "mean", "var", "negative_slope", "embedding"})
 # Number of gates -> their letters in torch's order. A cell without gates has one without a name.
-_GATES = {4: "ifgo", 3: "rzn", 1: ""}
+_GATES = {4: "ifgo", 3: "rzn", 1: ("",)}
 
 
 class Answer(NamedTuple):
@@ -50,23 +51,21 @@ USUAL = Answer()
 
 
 class View(NamedTuple):
-    """The conversion of a tensor, or some of its rows, to a leaf, with the field names of `Pair`.
+    """The conversion of a tensor, or some of its rows, to a leaf, in one form.
 
-    `row_maps` and `column_maps` are the names of the fields of `Answer` with the maps there.
+    `rows` and `columns` name the fields of `Answer` with the maps there; "" if there are none.
     """
 
-    split: Shape
-    axes: Shape
-    row_axes: int
-    flip: Shape = ()
-    row_maps: str = ""
-    column_maps: str = ""
+    pair: Pair
+    rows: str
+    columns: str
 
     def with_rows(self, order: Shape) -> View:
         """Returns the view for a tensor whose row axes have another order."""
-        moved = (*order, *range(len(order), len(self.split)))
-        split = tuple(map(self.split.__getitem__, moved))
-        return self._replace(split=split, axes=tuple(map(moved.index, self.axes)))
+        moved = (*order, *range(len(order), len(self.pair.split)))
+        split = tuple(map(self.pair.split.__getitem__, moved))
+        axes = tuple(map(moved.index, self.pair.axes))
+        return self._replace(pair=dataclasses.replace(self.pair, split=split, axes=axes))
 
 
 class Link(NamedTuple):
@@ -75,9 +74,6 @@ class Link(NamedTuple):
     tensor: str
     leaf: str
     views: dict[Form, View]  # empty if the shapes do not fit
-    rows: tuple[int, int] | None = None  # this and the next two fields are those of `Pair`
-    terms: int = 1
-    must_be_zero: tuple[int, int] | None = None
 
     def view(self, form: Form) -> View:
         """Returns the view of a form, or the usual view if the form has none."""
@@ -88,15 +84,11 @@ class Joined(NamedTuple):
     """A torch layer and a Flax layer as partners.
 
     Attributes:
-      torch: The torch layer.
-      flax: The Flax layer.
       links: The tensors and leaves that fit.
       problems: A line of text for each ``missing`` leaf, which has no tensor, each ``unexpected``
         tensor, which has no leaf, and each ``mis_shaped`` tensor with its leaf.
     """
 
-    torch: Layer
-    flax: Layer
     links: list[Link]
     problems: dict[str, list[str]]
 
@@ -116,22 +108,12 @@ class Joined(NamedTuple):
         """Makes the pairs of all links, with the answer for the layers."""
         pairs = []
         for link in self.links:
-            view = link.view(answer.form)
-            one = Pair(
-                *self.torch.parts[link.tensor],
-                *self.flax.parts[link.leaf],
-                view.split,
-                view.axes,
-                view.row_axes,
-                view.flip,
-                link.rows,
-                link.terms,
-                link.must_be_zero,
-                row_maps=getattr(answer, view.row_maps, ()),
-                column_maps=getattr(answer, view.column_maps, ()),
-                packing=answer.packing,
-            )
-            pairs.append(one)
+            pair, rows, columns = link.view(answer.form)
+            maps = {
+                "row_maps": getattr(answer, rows, ()),
+                "column_maps": getattr(answer, columns, ()),
+            }
+            pairs.append(dataclasses.replace(pair, packing=answer.packing, **maps))
         return pairs
 
 
@@ -141,29 +123,25 @@ def join(torch: Layer, flax: Layer) -> Joined:
     links = []
     problems = {"missing": [], "unexpected": [], "mis_shaped": []}
     kind = _KINDS.get((torch.sort, flax.sort), _bare)
-    homeless = set(torch.parts)
-    empty = set(flax.parts)
+    placed = set()
+    filled = set()
     lost = set()  # packed tensors, of which a part has no leaf
     for link in kind(torch, flax):
-        if link.tensor not in torch.parts:
-            continue
         if link.leaf not in flax.parts:
             lost.add(link.tensor)
-            continue
-        homeless.discard(link.tensor)
-        empty.discard(link.leaf)
-        if link.views:
-            links.append(link)
-        else:
-            line = f"{torch.line(link.tensor)} <-> {flax.line(link.leaf)}"
-            problems["mis_shaped"].append(line)
-    for leaf in flax.parts:
-        if leaf in empty:
-            problems["missing"].append(flax.line(leaf))
-    for tensor in torch.parts:
-        if tensor in homeless or tensor in lost:
-            problems["unexpected"].append(torch.line(tensor))
-    return Joined(torch, flax, links, problems)
+        elif link.tensor in torch.parts:
+            placed.add(link.tensor)
+            filled.add(link.leaf)
+            if link.views:
+                links.append(link)
+            else:
+                line = f"{torch.line(link.tensor)} <-> {flax.line(link.leaf)}"
+                problems["mis_shaped"].append(line)
+    for leaf in itertools.filterfalse(filled.__contains__, flax.parts):
+        problems["missing"].append(flax.line(leaf))
+    for tensor in itertools.filterfalse((placed - lost).__contains__, torch.parts):
+        problems["unexpected"].append(torch.line(tensor))
+    return Joined(links, problems)
 
 
 def _weight(torch: Layer, flax: Layer) -> list[Link]:
@@ -196,10 +174,12 @@ def _weight(torch: Layer, flax: Layer) -> list[Link]:
         maps = _DENSE
     weight = _link(torch, flax, "weight", "kernel", torch.share, maps, forms)
     bias = _link(torch, flax, "bias", "bias", torch.share, ("", maps[1]))
-    if in_out in weight.views and not is_dense:
-        weight.views[in_out] = weight.views[in_out]._replace(flip=tuple(range(len(space))))
+    transposed = weight.views.get(CONV_TRANSPOSE)
+    if transposed and not is_dense:
+        pair = dataclasses.replace(transposed.pair, flip=tuple(range(len(space))))
+        weight.views[CONV_TRANSPOSE] = transposed._replace(pair=pair)
     usual = weight.views.get(OUT_IN)
-    if usual and usual.row_axes == _PACKED_AXES:
+    if usual and usual.pair.row_axes == _PACKED_AXES:
         for order in itertools.islice(itertools.permutations(range(_PACKED_AXES)), 1, None):
             weight.views[order] = usual.with_rows(order)
             if bias.views:
@@ -264,29 +244,35 @@ def _recurrent(torch: Layer, flax: Layer) -> list[Link]:
     if rest or count not in _GATES:
         return []
     prefix = ""
-    gates: list[tuple[str, Share | None]] = [("", None)]
+    gates = _GATES[count]
     if "dense_i.kernel" in flax.parts:  # flax.nnx packs the gates as torch does
         prefix = "dense_"
-    elif count > 1:
-        equal = (1,) * count
-        gates = [(letter, (place, equal)) for place, letter in enumerate(_GATES[count])]
+        gates = ("",)
     links = []
-    for letter, share in gates:
-        inputs = f"{prefix}i{letter}"
-        state = f"{prefix}h{letter}"
-        kernel = _link(torch, flax, "weight_ih", f"{inputs}.kernel", share, ("flatten", ""))
-        links += [kernel, _link(torch, flax, "weight_hh", f"{state}.kernel", share)]
+    for place, gate in enumerate(gates):
+        share = (place, (1,) * len(gates))
+        inputs = f"{prefix}i{gate}"
+        state = f"{prefix}h{gate}"
+        links += [
+            _link(torch, flax, "weight_ih", f"{inputs}.kernel", share, ("flatten", "")),
+            _link(torch, flax, "weight_hh", f"{state}.kernel", share),
+        ]
         biases = [("bias_ih", f"{inputs}.bias"), ("bias_hh", f"{state}.bias")]
         biases.sort(key=lambda bias: bias[1] not in flax.parts)
         (first, leaf), (second, other) = biases
-        one = _link(torch, flax, first, leaf, share)
-        two = _link(torch, flax, second, other, share)
-        if other not in flax.parts:
-            one = one._replace(terms=2)
-            two = _link(torch, flax, second, leaf, share)._replace(terms=2)
-            if count == 3 and share is None:
-                two = two._replace(must_be_zero=(2 * hidden, 3 * hidden))
-        links += [one, two]
+        if other in flax.parts:
+            links += [
+                _link(torch, flax, first, leaf, share),
+                _link(torch, flax, second, other, share),
+            ]
+            continue
+        lost = None
+        if count == 3 and prefix:
+            lost = (2 * hidden, 3 * hidden)
+        links += [
+            _link(torch, flax, first, leaf, share, terms=2),
+            _link(torch, flax, second, leaf, share, terms=2, must_be_zero=lost),
+        ]
     return links
 
 
@@ -300,29 +286,24 @@ def _bare(torch: Layer, flax: Layer) -> list[Link]:
         return []
     ((tensor, (_, shape)),) = torch.parts.items()
     ((leaf, (path, target)),) = flax.parts.items()
-    wide = without_ones(shape) or (1,)
-    same = tuple(range(len(wide)))
-    turned = (*same[2:], *same[1::-1])
-    orders = [same, turned]
+    same = tuple(range(len(shape) or 1))
+    orders = [same, (*same[2:], *same[1::-1])]
     if torch.sort in ("weight", "recurrent", "attention"):
         orders.reverse()
     for axes in itertools.permutations((same[:1], same[1:2], same[2:])):
         orders.append(tuple(itertools.chain(*axes)))
-    if wide == without_ones(target) and path[-1] in _AS_THEY_ARE:
+    if path[-1] in _AS_THEY_ARE and without_ones(shape) == without_ones(target):
         orders = [same]
     maps = _NO_MAPS
     if torch.sort == "weight" and len(shape) == 2:
         maps = _DENSE
-    elif torch.sort == "bare" and len(wide) == 1:
+    elif torch.sort == "bare" and len(without_ones(shape)) <= 1:
         maps = ("", "flatten")
-    views = _views(wide, target, zip(orders, orders, strict=True), maps)
-    if not views and len(wide) <= _BARE_AXES:
+    link = _link(torch, flax, tensor, leaf, None, maps, dict(zip(orders, orders, strict=True)))
+    if not link.views and len(same) <= _BARE_AXES:
         orders = list(itertools.permutations(same))
-        views = _views(wide, target, zip(orders, orders, strict=True), maps)
-    if shape[:1] == (1,):  # torch's only row; all other axes are columns
-        for order, view in views.items():
-            views[order] = view._replace(row_axes=0)
-    return [Link(tensor, leaf, views)]
+        link = _link(torch, flax, tensor, leaf, None, maps, dict(zip(orders, orders, strict=True)))
+    return [link]
 
 
 # Sorts of a torch and a Flax layer -> the function that links them. `_bare` links other sorts, if
@@ -345,52 +326,41 @@ def _link(
     share: Share | None = None,
     maps: tuple[str, str] = _NO_MAPS,
     forms: Mapping[Form, Shape] | None = None,
+    **fields: Any,
 ) -> Link:
-    """Links a tensor, or a share of its rows, with a leaf.
+    """Links a tensor, or a share of its rows, with a leaf, in each form that the shapes allow.
+
+    Forms with equal views occur once.
 
     Args:
       torch: The layer of the tensor.
       flax: The layer of the leaf.
       tensor: The tensor's name in its layer, which may lack it.
-      leaf: The leaf's name in its layer.
+      leaf: The leaf's name in its layer, which may lack it.
       share: The part of the rows; None for all rows.
-      maps: As for `_views`.
+      maps: For the leaf's first axes and its last axes, the field of `Answer` with the maps there,
+        or "" if there are none.
       forms: Form -> order of torch's axes; None for a vector, or a matrix (out, in).
+      **fields: Further fields of the pair.
     """
-    if tensor not in torch.parts:
-        return Link(tensor, leaf, {})
-    shape = torch.shape(tensor) or (1,)
+    views: dict[Form, View] = {}
+    if tensor not in torch.parts or leaf not in flax.parts:
+        return Link(tensor, leaf, views)
+    name, whole = torch.parts[tensor]
+    path, target = flax.parts[leaf]
+    shape = whole or (1,)
     forms = forms or {OUT_IN: tuple(range(len(shape)))[::-1]}
-    rows = None
-    if share:
+    if share and len(share[1]) > 1:
         place, sizes = share
         unit, rest = divmod(shape[0], sum(sizes))
         start = unit * sum(sizes[:place])
         height = unit * sizes[place]
-        rows = (start, start + height)
+        fields["rows"] = (start, start + height)
         shape = (height, *shape[1:])
         if rest:
             forms = {}
-    return Link(tensor, leaf, _views(shape, flax.shape(leaf), forms.items(), maps), rows)
-
-
-def _views(
-    shape: Shape, target: Shape, forms: Iterable[tuple[Form, Shape]], maps: tuple[str, str]
-) -> dict[Form, View]:
-    """Returns a view for each form whose order of axes turns a torch shape into a Flax shape.
-
-    Forms with equal views occur once.
-
-    Args:
-      shape: The shape in torch.
-      target: The shape in Flax.
-      forms: Each form, with the order of torch's axes.
-      maps: For the leaf's first axes and its last axes, the field of `Answer` with the maps there,
-        or "" if there are none.
-    """
-    views = {}
     seen = set()
-    for form, order in forms:
+    for form, order in forms.items():
         wide = tuple(axis for axis in order if shape[axis] != 1)  # axes of length 1 do not matter
         leaf_axes = _leaf_axes(shape, target, order)
         if leaf_axes is None or wide in seen:
@@ -399,12 +369,12 @@ def _views(
         in_turn = list(itertools.chain(*leaf_axes))
         split = tuple(map(target.__getitem__, in_turn))
         axes = tuple(map(in_turn.index, range(len(target))))
+        pair = Pair(name, whole, path, target, split, axes, len(leaf_axes[0]), **fields)
         first, last = maps
-        view = View(split, axes, len(leaf_axes[0]), (), first, last)
+        views[form] = View(pair, first, last)
         if order[-1] == 0:  # torch's rows are the last axis in Flax
-            view = view._replace(row_maps=last, column_maps=first)
-        views[form] = view
-    return views
+            views[form] = View(pair, last, first)
+    return Link(tensor, leaf, views)
 
 
 def _leaf_axes(shape: Shape, target: Shape, order: Shape) -> list[list[int]] | None:

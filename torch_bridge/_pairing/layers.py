@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from torch_bridge._base.tensors import BUFFER_NAMES, STATISTICS, clean_names
@@ -131,6 +131,16 @@ class Layer:
         elif "weight" in part and self.sort in ("weight", "attention", "recurrent"):
             sort = name = "weight"
         return Layer(segments, sort, {name: self.parts[part]}, self.sep)
+
+
+def replace_layers(layers: list[Layer], parts: Mapping[Layer, Sequence[Layer]]) -> None:
+    """Replaces layers by their parts, in place; drops layers without tensors or leaves."""
+    whole = layers.copy()
+    layers.clear()
+    for layer in whole:
+        for part in parts.get(layer, [layer]):
+            if part.parts:
+                layers.append(part)
 
 
 def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], list[Layer]]:

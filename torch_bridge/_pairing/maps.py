@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 from torch_bridge._pairing.kinds import USUAL, Answer, Form, join
@@ -56,42 +56,32 @@ class Reading(NamedTuple):
                 forms[layer] = several
         return forms
 
-    def with_change(self, before: Reading, after: Reading) -> Reading | None:
+    def with_answers(self, layers: Iterable[Layer], field: str, value: Any) -> Reading:
+        """Returns the reading with one field of the answers of some layers replaced."""
+        answers = dict(self.answers)
+        for layer in layers:
+            answers[layer] = self.answer(layer)._replace(**{field: value})
+        return Reading(self.partners, answers)
+
+    def with_change(self, before: Reading, after: Reading) -> Reading:
         """Applies the change from the reading `before` to the reading `after` to this reading.
 
-        Returns None if this reading differs from `before` in the values to change.
+        Returns the reading itself if it differs from `before` in a value to change.
         """
-        partners = dict(self.partners)
-        answers = dict(self.answers)
-        for layer, target in after.partners.items():
-            if target is not before.partners[layer]:
-                if partners[layer] is not before.partners[layer]:
-                    return None
-                partners[layer] = target
-            if after.answer(layer) != before.answer(layer):
-                if self.answer(layer) != before.answer(layer):
-                    return None
-                answers[layer] = after.answer(layer)
-        return Reading(partners, answers)
+        changed = Reading(dict(self.partners), dict(self.answers))
+        fields: Any = zip(changed, before, after, strict=True)
+        for mine, old, new in fields:
+            for layer, value in new.items():
+                if value == old.get(layer):
+                    continue
+                if mine.get(layer) != old.get(layer):
+                    return self
+                mine[layer] = value
+        return changed
 
     def key(self) -> Any:
         """Returns a hashable key, equal for equal readings."""
         return frozenset(self.partners.items()), frozenset(self.answers.items())
-
-
-class Conv(NamedTuple):
-    """A convolution.
-
-    Attributes:
-      place: The convolution's position among the layers.
-      channels: ``flatten`` -> the number of output channels, which a flattened map behind the
-        convolution has; ``unflatten`` -> the number of input channels, which a map before it has.
-      space: The number of spatial axes.
-    """
-
-    place: int
-    channels: Mapping[str, int]
-    space: int
 
 
 class Flow:
@@ -100,34 +90,40 @@ class Flow:
     Attributes:
       layers: The torch layers that have a partner, in the order of the state dict.
       sizes: Layer -> ``flatten``: the number of input values; ``unflatten``: the number of output
-        values. A norm has its width as ``flatten``.
-      convs: The convolutions, in the same order.
+        values. A norm has its width as ``flatten``. A convolution has neither.
+      convs: Convolution -> number of spatial axes, in the same order.
+      facing: ``flatten`` -> the number of output values of each layer, or of output channels of a
+        convolution, which a map behind it has; ``unflatten`` -> the same of inputs, which a map
+        before it has. Vectors have none.
     """
 
     def __init__(self, reading: Reading) -> None:
         self.layers = list(reading.partners)
         self.sizes = {}
-        self.convs = []
+        self.convs = {}
+        self.facing = {"flatten": {}, "unflatten": {}}
         self._answers = reading.answers
-        for place, (layer, target) in enumerate(reading.partners.items()):
+        for layer, target in reading.partners.items():
             sizes = {}
             self.sizes[layer] = sizes
             form = reading.answer(layer).form
             views = [link.view(form) for link in join(layer, target).links]
-            for view in views:
-                sizes.setdefault(view.row_maps, math.prod(view.split[: view.row_axes]))
-                sizes.setdefault(view.column_maps, math.prod(view.split[view.row_axes :]))
+            for pair, rows, columns in views:
+                sizes.setdefault(rows, math.prod(pair.split[: pair.row_axes]))
+                sizes.setdefault(columns, math.prod(pair.split[pair.row_axes :]))
+            reads = sizes.get("flatten")
+            gives = sizes.get("unflatten")
             shape = layer.shape("weight")
-            if not views or target.sort != "kernel":
-                continue
-            if len(shape) > 2 and "flatten" not in sizes:
+            if views and target.sort == "kernel" and len(shape) > 2 and "flatten" not in sizes:
                 gives, reads, *space = shape
-                if views[0].flip:
+                if views[0].pair.flip:
                     gives, reads = reads, gives
                 if reads == 1:  # a depthwise convolution
                     reads = gives
-                channels = {"flatten": gives, "unflatten": reads}
-                self.convs.append(Conv(place, channels, len(space)))
+                self.convs[layer] = len(space)
+            if not layer.is_vector:
+                self.facing["flatten"][layer] = gives
+                self.facing["unflatten"][layer] = reads
 
     def movable(self, option: str) -> list[tuple[list[Layer], int]]:
         """Lists the layers whose inputs (or outputs) may be a map, and the number of values.
@@ -138,11 +134,9 @@ class Flow:
         for layer in self.layers:
             values = self.sizes[layer].get(option)
             if values:
-                alike.setdefault((layer.words, layer.sort, values), []).append(layer)
-        movable = []
-        for (_, _, values), layers in alike.items():
-            movable.append((layers, values))
-        return movable
+                layers, _ = alike.setdefault((layer.words, layer.sort, values), ([], values))
+                layers.append(layer)
+        return list(alike.values())
 
     def is_table(self, layer: Layer) -> bool:
         """Returns True for a table of rows, such as an embedding."""
@@ -155,39 +149,34 @@ class Flow:
         input channels of a convolution. A model without convolutions may read or output pictures.
         """
         values = self.sizes[layer][option]
-        place = self.layers.index(layer)
-        behind = self.following(layer)
-        convs = sorted(self.convs, key=lambda one: (one.place > place, abs(one.place - place)))
+        before, behind = self._beside(layer)
+        following = self.following(layer)
+        least = _LEAST_SIDE
+        rests = [0]  # numbers of values that may stand behind a picture, such as a table's rows
+        nearest = [*before, *behind]
         if option == "unflatten":
-            if behind and self.sizes[behind].get("flatten") == values:
+            if following and self.sizes[following].get("flatten") == values:
                 return None
-            convs = list(filter(lambda conv: conv.place > place, convs))
-        counts = []
-        for conv in convs:
-            count = conv.channels[option]
-            counts.append(count)
-            shape = _shape(count, values, conv.space)
+            if values not in self.facing[option].values():
+                least = _LARGE_SIDE
+            nearest = behind
+        else:
+            for table in filter(self.is_table, self.layers):
+                rests.append(self.sizes[table]["unflatten"])
+        channels = []
+        for conv in filter(self.convs.__contains__, nearest):
+            channels.append(self.facing[option][conv])
+            shape = _shape(channels[-1], values, self.convs[conv])
             if shape:
                 return (shape,)
-        if option == "unflatten" and (self.convs or behind):
+        if option == "unflatten" and (self.convs or following):
             return None
-        for other in self.layers[:place]:
-            if self.sizes[other].get("unflatten") == values:
-                return None  # the values come from an earlier layer
-        beside = [0]  # numbers of values that may stand behind a picture, such as a table's rows
-        least = _LARGE_SIDE
-        for other, sizes in self.sizes.items():
-            if sizes.get("flatten") == values:
-                least = _LEAST_SIDE
-            if option == "flatten" and self.is_table(other):
-                beside.append(sizes["unflatten"])
-        for rest, count in itertools.product(beside, counts or [_COLOURS]):
+        if values in map(self.facing["flatten"].get, before):
+            return None  # the values come from an earlier layer
+        for rest, count in itertools.product(rests, channels or [_COLOURS]):
             picture = _shape(count, values - rest, 2)
-            if len(picture) < 3 or picture[1] < least:
-                continue
-            if rest:
-                return (picture, (rest,))
-            return (picture,)
+            if len(picture) == 3 and picture[1] >= least:
+                return tuple(filter(any, (picture, (rest,))))
         return None
 
     def is_beside_convolution(self, option: str, layer: Layer) -> bool:
@@ -198,56 +187,46 @@ class Flow:
         convolutions of one channel may stand between the two.
         """
         values = self.sizes[layer][option]
-        place = self.layers.index(layer)
-        beside = self.layers[place + 1 :]
-        if option == "flatten":
-            beside = self.layers[:place][::-1]
-        convs = {self.layers[conv.place]: conv for conv in self.convs}
-        for other in beside:
-            width = self.sizes[other].get("flatten")
-            if other in convs:
-                channels = convs[other].channels[option]
+        before, behind = self._beside(layer)
+        for other in before if option == "flatten" else behind:
+            if other in self.convs:
+                channels = self.facing[option][other]
                 if channels > 1:
                     return values > channels and values % channels == 0
             elif other.is_vector:
-                if option == "flatten" and width == values and self._can_be_joined(values, place):
-                    return False  # the norm of several joined maps, each value a channel
+                if option == "flatten" and self._is_joined(other, values):
+                    return False
             elif other.sort == "attention" or self.sizes[other].get(option, values) != values:
                 return False
         return False
 
-    def _can_be_joined(self, channels: int, place: int) -> bool:
-        """Returns True if the convolutions before a place have so many output channels in all."""
-        total = 0
-        for conv in self.convs:
-            if conv.place < place:
-                total += conv.channels["flatten"]
-        return total >= channels
-
     def has_other_end(self, option: str, values: int) -> bool:
         """Returns True if a layer gives (or reads) as many values as another one reads (or gives).
 
-        Then these are probably the same values, and not a flattened map. A norm of joined maps
-        gives its width, too.
+        Then these are probably the same values, and not a flattened map.
         """
-        side = {"flatten": "unflatten", "unflatten": "flatten"}[option]
-        for conv in self.convs:
-            if conv.channels[option] == values:
-                return True
-        for place, layer in enumerate(self.layers):
-            sizes = self.sizes[layer]
-            if not layer.is_vector:
-                if sizes.get(side) == values:
-                    return True
-            elif sizes.get("flatten") == values and self._can_be_joined(values, place):
-                return True
-        return False
+        if values in self.facing[option].values():
+            return True
+        return any(self._is_joined(layer, values) for layer in self.layers)
+
+    def _is_joined(self, layer: Layer, values: int) -> bool:
+        """Returns True for the norm of several joined maps, whose values are a channel each.
+
+        The convolutions before it have at least as many output channels in all.
+        """
+        before, _ = self._beside(layer)
+        total = sum(self.facing["flatten"][conv] for conv in before if conv in self.convs)
+        return layer.is_vector and self.sizes[layer].get("flatten") == values <= total
+
+    def _beside(self, layer: Layer) -> tuple[list[Layer], list[Layer]]:
+        """Returns the layers before a layer and those behind it, the nearest first."""
+        place = self.layers.index(layer)
+        return self.layers[:place][::-1], self.layers[place + 1 :]
 
     def following(self, layer: Layer) -> Layer | None:
         """Returns the next layer that is not a vector, or None."""
-        place = self.layers.index(layer)
-        others = itertools.filterfalse(lambda other: other.is_vector, self.layers[place + 1 :])
-        return next(others, None)
+        _, behind = self._beside(layer)
+        return next(itertools.filterfalse(lambda other: other.is_vector, behind), None)
 
     def with_norms(self) -> Answers:
         """Returns the answers, with those of norms beside a map added.
@@ -259,16 +238,13 @@ class Flow:
         for layer, answer in self._answers.items():
             if layer not in self.sizes or layer.is_vector:
                 continue
-            place = self.layers.index(layer)
-            sides = {"flatten": self.layers[:place][::-1], "unflatten": self.layers[place + 1 :]}
-            for option, beside in sides.items():
+            sides = zip(("flatten", "unflatten"), self._beside(layer), strict=True)
+            for option, beside in sides:
                 maps = getattr(answer, option)
-                if not maps:
-                    continue
                 values = self.sizes[layer].get(option)
                 for norm in itertools.takewhile(lambda other: other.is_vector, beside):
-                    if norm not in self._answers and self.sizes[norm].get("flatten") == values:
-                        following[norm] = Answer(flatten=maps)
+                    if maps and self.sizes[norm].get("flatten") == values:
+                        following.setdefault(norm, Answer(flatten=maps))
         return following
 
 

@@ -106,18 +106,14 @@ class Options:
         return answer
 
     def form_of(self, option: str, layer: Layer) -> Form | None:
-        """Returns the form of a weight by `option`, "" for the usual form; None if it is open."""
-        patterns = getattr(self, option)
-        if patterns is None and not self.plain:
-            return None
-        if not patterns:  # "" means no layer, though it would match the root's empty name
-            return ""
+        """Returns the form of a weight that `option` names; None if it does not name the layer."""
+        patterns = getattr(self, option) or ()  # "" means no layer, though it would match the root
         if isinstance(patterns, str):
             patterns = ((patterns, option),)
         for pattern, form in patterns:
             if re.fullmatch(pattern, layer.name):
                 return form
-        return ""
+        return None
 
 
 def refuse_idle_patterns(

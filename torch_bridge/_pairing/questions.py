@@ -19,7 +19,6 @@ from torch_bridge._pairing.leaves import names_transposed
 from torch_bridge._pairing.maps import VERBS, Flow, Reading
 from torch_bridge._pairing.match import Group, Match, Partners, grouped
 from torch_bridge._pairing.options import Flattened, maps_of, size_of
-from torch_bridge._pairing.pairs import Shape
 
 _SHOWN = 4  # the most layers that are listed by name
 # Reasons to ask about a form in spite of ``plain=True``.
@@ -44,7 +43,7 @@ _OF_FORMS = {
 }
 
 
-def asked_orders(match: Match) -> tuple[list[str], list[str]]:
+def asked_orders(match: Match, groups: Iterable[Group]) -> tuple[list[str], list[str]]:
     """Asks about each group of layers that cannot be told apart.
 
     With ``plain=True`` layers that differ only in their numbers are paired instead.
@@ -54,9 +53,7 @@ def asked_orders(match: Match) -> tuple[list[str], list[str]]:
     """
     lines = []
     assumed = []
-    for group in match.groups():
-        if not (group.torch and group.flax):
-            continue
+    for group in groups:
         by_number = _by_number(match, group)
         if by_number and match.options.plain:
             match.partners.update(by_number)
@@ -99,7 +96,7 @@ def _by_number(match: Match, group: Group) -> Partners:
     series = list(partners.items())
     for layer, target in match.partners.items():
         is_series = layer.words in ours and target.words in theirs
-        if is_series and layer not in match.by_rule:
+        if is_series and layer not in match.ruled.partners:
             series.append((layer, target))
     series.sort(key=lambda two: two[0].numbers)
     numbers = [target.numbers for _, target in series]
@@ -126,142 +123,148 @@ def _levels(layers: Sequence[Layer]) -> list[int]:
     return list(map(known.index, places))
 
 
+def answered(match: Match, partners: Partners) -> tuple[Reading, list[str]]:
+    """Answers questions about some pairs of layers with the options.
+
+    Args:
+      match: The layers of both models, with the user's options.
+      partners: Torch layer -> Flax layer, in any order.
+
+    Returns:
+      The reading, and a line of text for each answer that does not fit.
+    """
+    reading = Reading(match.in_order(partners), {})
+    wrong = []
+    for layer, forms in reading.forms().items():
+        known = _known_form(layer, forms, match)
+        if known:
+            reading.answers[layer] = Answer(known)
+            continue
+        for option in _options_of(forms):
+            form = match.options.form_of(option, layer)
+            if form in forms:
+                reading.answers[layer] = Answer(form)
+            elif form:
+                wrong.append(f"{layer} <-> {reading.partners[layer]}, with {option}: {form}")
+    for layer, packing in match.ruled.packings.items():
+        if layer in reading.partners:
+            reading.answers[layer] = reading.answer(layer)._replace(packing=packing)
+    flow = Flow(reading)
+    for option in VERBS:
+        moving = {}  # answers with a shape -> whether they name a layer that has values to move
+        for layer in flow.layers:
+            pattern, parts = match.options.map_of(option, layer)
+            if pattern is None:
+                continue
+            shown = f"{option}={{{pattern!r}: {_written(parts)}}}"
+            field = "flatten" if layer.is_vector else option
+            values = flow.sizes[layer].get(field)
+            if parts:
+                moving[shown] = moving.get(shown, False) or values is not None
+            if values is None:
+                continue
+            reads = f"{layer} {VERBS[option]} {values} values"
+            if parts and size_of(parts) != values:
+                wrong.append(f"{reads}, with {option}={_written(parts)}")
+                continue
+            if parts and not layer.is_vector:
+                _warn_of_channels_last(reads, parts, option, flow.proposal(option, layer))
+            answer = reading.answer(layer)._replace(**{field: maps_of(parts)})
+            reading.answers[layer] = answer
+        for shown in itertools.filterfalse(moving.__getitem__, moving):
+            wrong.append(f"{shown}: none of these {VERBS[option]} values in a row")
+    return reading, wrong
+
+
+def _warn_of_channels_last(
+    reads: str, parts: Flattened, option: str, proposal: Flattened | None
+) -> None:
+    """Warns if a shape has the last number where the proposed shape has the first."""
+    shape = parts[0]
+    if proposal and len(parts) == 1 and shape[-1] == proposal[0][0] != shape[0]:
+        warnings.warn(
+            f"{option}={shape} has the channels last, but {reads} of {proposal[0][0]} channels: "
+            f"pass torch's shape (C, H, W), which here {proposal[0]} may be.",
+            stacklevel=2,
+        )
+
+
 class Questions:
-    """The questions about some pairs of layers, with the options' answers.
+    """The questions that the options leave open.
 
     Attributes:
-      reading: The pairs of layers, with the answer for each layer.
       asked: The open questions, each a line of text that says how to answer.
-      wrong: A line of text for each answer that does not fit.
       likely: The arguments for flattened maps directly beside a convolution, which are likely.
       assumed: A line of text for each question that ``plain=True`` answers, although neither names
         nor shapes of other layers support the answer.
     """
 
-    def __init__(self, match: Match, partners: Partners) -> None:
-        """Answers questions with the options, and collects those that stay open.
-
-        Args:
-          match: The layers of both models, with the user's options.
-          partners: Torch layer -> Flax layer, in any order.
-        """
-        self._options = match.options
-        self.reading = Reading(match.in_order(partners), {})
+    def __init__(self, match: Match, reading: Reading) -> None:
+        """Asks about the layers of a reading, which has the user's answers."""
         self.asked = []
-        self.wrong = []
         self.likely = []
         self.assumed = []
-        self._ask_forms(match)
-        self._flow = Flow(self.reading)
+        self._options = match.options
+        self._ask_forms(match, reading)
+        flow = Flow(reading)
         for option in VERBS:
-            self._take_maps(option)
-            if getattr(self._options, option) is None:
-                self._ask_maps(option)
+            if getattr(match.options, option) is None:
+                self._ask_maps(flow, option)
 
-    def _ask_forms(self, match: Match) -> None:
-        """Answers or asks for each weight with several possible forms which form it has."""
+    def _ask_forms(self, match: Match, reading: Reading) -> None:
+        """Asks for each weight with several possible forms which form it has."""
         asked = {}  # option -> layers
         assumed = {}
-        tensors = set(itertools.chain.from_iterable(map(Layer.tensors, self.reading.partners)))
-        several = self.reading.forms()
-        shown = _ShownForms(self.reading)
+        odd = set()  # options of which other layers show the unusual form
+        several = reading.forms()
+        shown = _shown_forms(reading)
         for layer, forms in several.items():
-            target = self.reading.partners[layer]
-            known = _known_form(layer, forms, tensors, match)
-            if known is not None:
-                self.reading.answers[layer] = Answer(known)
-                continue
+            target = reading.partners[layer]
             is_norm = target.sort == "norm"
-            if is_norm and layer in match.by_rule and len(layer.shape("weight")) == 2:
+            if _known_form(layer, forms, match):
+                continue
+            if is_norm and layer in match.ruled.partners and len(layer.shape("weight")) == 2:
                 continue  # a rule transposes a matrix only if its shape requires it
             for option in _options_of(forms):
-                form = self._options.form_of(option, layer)
-                if form is not None and getattr(self._options, option) is None:
-                    usual = shown.is_usual(option, layer, target)
-                    if is_norm or usual is False:  # plain=True knows no usual order of such norms
-                        form = None
-                    elif usual is None:
-                        assumed.setdefault(option, []).append(layer)
-                if form is None:
+                if getattr(self._options, option) is not None:
+                    continue
+                others = shown.get((option, layer.words), shown.get((option, ()), set()))
+                if option == CONV_TRANSPOSE and names_transposed(target.segments[-1:]):
+                    others = others | {option}
+                if option in others:
+                    odd.add(option)
+                # plain=True knows no usual order of the axes of a norm.
+                if not self._options.plain or is_norm or option in others:
                     asked.setdefault(option, []).append(layer)
-                elif form and form not in forms:
-                    self.wrong.append(f"{layer} <-> {target}, with {option}: {form}")
-                elif form:
-                    self.reading.answers[layer] = Answer(form)
-        for layer, packing in match.packings.items():
-            if layer in self.reading.partners:
-                answer = self.reading.answer(layer)
-                self.reading.answers[layer] = answer._replace(packing=packing)
+                elif not others:
+                    assumed.setdefault(option, []).append(layer)
         for option, layers in asked.items():
             orders = list(filter(_is_order, several[layers[0]][1:]))
             line = _OF_FORMS[option].format(listed(layers), *orders[:1])
-            for layer in layers:
-                if shown.is_usual(option, layer, self.reading.partners[layer]) is False:
-                    line += f".{_UNUSUAL[option]}"
-                    break
+            if option in odd:
+                line += f".{_UNUSUAL[option]}"
             self.asked.append(line)
         for option, layers in assumed.items():
             self.assumed.append(_ASSUMED_FORMS[option].format(listed(layers)))
 
-    # --- flattened maps -------------------------------------------------------------------------
-
-    def _take_maps(self, option: str) -> None:
-        """Answers with the user's flattened maps, for layers and for norms."""
-        idle = {}
-        for layer in self._flow.layers:
-            pattern, parts = self._options.map_of(option, layer)
-            if pattern is None:
-                continue
-            field = "flatten" if layer.is_vector else option
-            values = self._flow.sizes[layer].get(field)
-            answer = f"{option}={{{pattern!r}: {_written(parts)}}}"
-            idle[answer] = idle.get(answer, True) and bool(parts) and values is None
-            if values is None:
-                continue
-            reads = f"{layer} {VERBS[option]} {values} values"
-            if parts and size_of(parts) != values:
-                self.wrong.append(f"{reads}, with {option}={_written(parts)}")
-                continue
-            proposal = None
-            shape: Shape = ()
-            if len(parts) == 1 and not layer.is_vector:
-                shape = parts[0]
-                proposal = self._flow.proposal(option, layer)
-            if proposal and len(shape) > 1 and shape[-1] == proposal[0][0] != shape[0]:
-                warnings.warn(
-                    f"{option}={shape} has the channels last, but {reads} of {proposal[0][0]} "
-                    f"channels: pass torch's shape (C, H, W), which here {proposal[0]} may be.",
-                    stacklevel=2,
-                )
-            known = self.reading.answer(layer)
-            self.reading.answers[layer] = known._replace(**{field: maps_of(parts)})
-        for answer, moves_nothing in idle.items():
-            if moves_nothing:
-                self.wrong.append(f"{answer}: none of these {VERBS[option]} values in a row")
-
-    def _ask_maps(self, option: str) -> None:
+    def _ask_maps(self, flow: Flow, option: str) -> None:
         """Asks for each layer that may read or output a map, and names norms of the same width."""
-        flow = self._flow
         for layers, values in flow.movable(option):
             if layers[0].is_vector or flow.is_table(layers[0]):
                 continue
-            shape = None
-            for layer in layers:
-                shape = shape or flow.proposal(option, layer)
-            if shape is None:
+            shapes = list(filter(None, map(flow.proposal, itertools.repeat(option), layers)))
+            if not shapes:
                 continue
             names = listed(layers)
-            shown = _written(shape)
-            is_likely = False
-            for layer in layers:
-                is_likely = is_likely or flow.is_beside_convolution(option, layer)
+            answer = f"{option}={{{names!r}: {_written(shapes[0])}}}"
+            is_likely = any(map(flow.is_beside_convolution, itertools.repeat(option), layers))
             if is_likely:
-                self.likely.append(f"{option}={{{names!r}: {shown}}}")
+                self.likely.append(answer)
             if self._options.plain:
                 if is_likely or not flow.has_other_end(option, values):
                     self.assumed.append(
-                        f"{names} {VERBS[option]} no flattened map (else {option}={{{names!r}: "
-                        f"{shown}}}; if there is none, {option}={{}})"
+                        f"{names} {VERBS[option]} no flattened map (else {answer}; if there is "
+                        f"none, {option}={{}})"
                     )
                 continue
             others = []
@@ -274,63 +277,44 @@ class Questions:
             if others:
                 hint = f". {listed(others)} may belong to the same map; then name it, too"
             self.asked.append(
-                f"{names} {VERBS[option]} {values} values: pass {option}={{{names!r}: {shown}}} if "
-                f"these are a flattened map of such a shape. Name all layers with a flattened map, "
-                f"or pass {option}={{}} if there is none{hint}"
+                f"{names} {VERBS[option]} {values} values: pass {answer} if these are a flattened "
+                f"map of such a shape. Name all layers with a flattened map, or pass {option}={{}} "
+                f"if there is none{hint}"
             )
 
 
-class _ShownForms:
-    """The forms of weights that the shapes of other layers, or a name in Flax, show."""
+def _shown_forms(reading: Reading) -> dict[Any, set[Form]]:
+    """Returns the forms that other layers show, whose kernels have only one possible form.
 
-    def __init__(self, reading: Reading) -> None:
-        """Collects the forms of all kernels that have only one possible form."""
-        self._matrices = set()  # forms of matrices anywhere in the model
-        self._kernels = {}  # name without numbers -> forms of the convolutions of this series
-        for layer, target in reading.partners.items():
-            forms = join(layer, target).forms
-            if len(forms) != 1 or (layer.sort, target.sort) != ("weight", "kernel"):
-                continue
+    A model stores all its matrices in one way, unless it shows both. But convolutions of both kinds
+    often stand in one model, so only those of the same series count.
+
+    Returns:
+      An option, and the words of the series or () for all layers -> the forms.
+    """
+    shown = {}
+    for layer, target in reading.partners.items():
+        forms = join(layer, target).forms
+        if len(forms) == 1 and (layer.sort, target.sort) == ("weight", "kernel"):
+            key = (CONV1D, ())
             if len(layer.shape("weight")) > 2:
-                self._kernels.setdefault(layer.words, set()).update(forms)
-            else:
-                self._matrices.update(forms)
-
-    def is_usual(self, option: str, layer: Layer, target: Layer) -> bool | None:
-        """Returns True or False if other layers show the usual or the unusual form, else None.
-
-        A model stores all its matrices in one way, unless it shows both. But convolutions of both
-        kinds often stand in one model, so only those of the same series count.
-        """
-        forms = set()
-        if option == CONV1D:
-            forms = self._matrices
-        elif option == CONV_TRANSPOSE:
-            forms = set(self._kernels.get(layer.words, ()))
-            if names_transposed(target.segments[-1:]):
-                forms.add(CONV_TRANSPOSE)
-        if option in forms:
-            return False
-        if forms:
-            return True
-        return None
+                key = (CONV_TRANSPOSE, layer.words)
+            shown.setdefault(key, set()).update(forms)
+    return shown
 
 
-def _known_form(
-    layer: Layer, forms: Sequence[Form], tensors: set[Any], match: Match
-) -> Form | None:
+def _known_form(layer: Layer, forms: Sequence[Form], match: Match) -> Form | None:
     """Returns the form of a weight of torch's own modules; None if it is unknown.
 
     Args:
       layer: The layer of the weight.
       forms: The possible forms.
-      tensors: The names of all tensors of the model.
       match: The layers of both models.
     """
     for name in layer.tensors():
         # The output projection of torch's attention stands beside the packed projections.
         packed = name.replace("out_proj.weight", "in_proj_weight")
-        if packed in tensors and OF_TORCH.search(packed):
+        if packed in match.tensors and OF_TORCH.search(packed):
             return OUT_IN
     if len(forms) == 2:  # a Linear with three output axes in Flax has more orders
         return match.known.get(layer.name)

@@ -10,20 +10,30 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from torch_bridge._pairing.doubts import refusal, refuse_doubtful
 from torch_bridge._pairing.evidence import Apart, Evidence
-from torch_bridge._pairing.exchanges import ExchangedLayers, in_alternation
+from torch_bridge._pairing.exchanges import exchanged, exchanges_of, in_alternation
 from torch_bridge._pairing.kinds import CONV_TRANSPOSE, Answer
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.maps import Reading
-from torch_bridge._pairing.match import Match, grouped
+from torch_bridge._pairing.match import Group, Match, grouped
+from torch_bridge._pairing.neighbours import refusal, refuse_doubtful
 from torch_bridge._pairing.pairs import Path, leaves_from_torch
-from torch_bridge._pairing.proposals import Change, FlattenedMaps, Forms, PackedRows, Problem
+from torch_bridge._pairing.proposals import (
+    Change,
+    Problem,
+    changed,
+    flattened_maps,
+    forms,
+    is_matrix,
+    likely_packings,
+    packed_rows,
+    single,
+)
 
 TRIES = 500  # the most runs of the Flax model
 _BATCH = 60  # changes of the nearest reading to try before the best changes are combined
@@ -90,6 +100,7 @@ class Search:
         self._leaves = {}
         self._tried = []
         self._seen = set()
+        self._tries = 0  # the most runs in all
 
     def prove(self) -> tuple[Reading, Apart]:
         """Finds a reading that gives torch's outputs, and checks that similar readings do not.
@@ -101,9 +112,11 @@ class Search:
           CheckpointMismatch: No reading that was tried gives torch's outputs, or several give them.
         """
         layouts = self._evidence.layouts
-        for place, layout in enumerate(layouts):
+        for place, layout in enumerate(layouts, start=1):
             self._evidence.use(layout)
-            self._search(TRIES * (place + 1) // len(layouts))
+            self._seen.clear()
+            self._tries = TRIES * place // len(layouts)
+            self._search()
             apart, reading = self._nearest()
             if apart.is_rounding:
                 refuse_doubtful(self._problem, reading, self._leaves_of)
@@ -113,46 +126,41 @@ class Search:
     def _nearest(self) -> tuple[Apart, Reading]:
         return min(self._tried, key=lambda one: (not one[0].is_rounding, one[0].mean))
 
-    def _search(self, tries: int) -> None:
-        """Tries readings with the current layout of the inputs, until one gives torch's outputs.
-
-        Args:
-          tries: The most runs in all, with those of earlier layouts.
-        """
-        self._seen = set()
+    def _search(self) -> None:
+        """Tries readings with the current layout of the inputs, until one gives torch's outputs."""
         states = []
-        for change in self._first_readings():
-            states += self._states_of([change.reading], tries, 0)
+        for reading in self._first_readings():
+            states += self._run(reading, 0)
         # The nearest reading may be near by chance, so other readings are tried in turn with it.
         turns = itertools.cycle([(_State.cost, _GLANCE), (_State.height, _BATCH)])
-        while states and not self._is_over(tries):
+        while states and not self._is_over():
             merit, size = next(turns)
             state = min(states, key=merit)
             before = state.taken
-            children = self._batch(state, size, tries)
-            states += children
-            states += self._together(state, children, tries)
+            children = self._batch(state, size)
+            states += children + self._together(state, children)
             if state.taken == before:
                 states.remove(state)
 
-    def _is_over(self, tries: int) -> bool:
+    def _is_over(self) -> bool:
         """Returns True if a reading gives torch's outputs, or all runs are used up."""
         is_proved = bool(self._tried) and self._tried[-1][0].is_rounding
-        return is_proved or self._evidence.runs >= tries
+        return is_proved or self._evidence.runs >= self._tries
 
-    def _states_of(self, readings: Iterable[Reading], tries: int, depth: int) -> list[_State]:
-        """Runs the model with each new reading until the search is over; returns their states."""
-        states = []
-        for reading in readings:
-            if self._is_over(tries) or reading.key() in self._seen:
-                continue
-            self._seen.add(reading.key())
-            apart = self._evidence.apart(self._leaves_of(reading))
-            self._tried.append((apart, reading))
-            states.append(_State(reading, apart.mean, self._changes(reading), depth))
-        return states
+    def _run(self, reading: Reading, depth: int) -> list[_State]:
+        """Runs the model with a reading, if it is new and the search is not over.
 
-    def _batch(self, state: _State, size: int, tries: int) -> list[_State]:
+        Returns:
+          The state of the reading, or nothing if the model was not run.
+        """
+        if self._is_over() or reading.key() in self._seen:
+            return []
+        self._seen.add(reading.key())
+        apart = self._evidence.apart(self._leaves_of(reading))
+        self._tried.append((apart, reading))
+        return [_State(reading, apart.mean, self._changes(reading), depth)]
+
+    def _batch(self, state: _State, size: int) -> list[_State]:
         """Tries the next `size` changes of a reading, or fewer if one reduces the distance much.
 
         Returns:
@@ -161,14 +169,14 @@ class Search:
         children = []
         for change in itertools.islice(state.changes, size):
             state.taken += 1
-            new = self._states_of([change.reading], tries, state.depth + 1)
-            state.tried += len(new)
-            children += new
-            if self._is_over(tries) or any(one.distance < _SURE * state.distance for one in new):
+            children += self._run(change.reading, state.depth + 1)
+            is_near = bool(children) and children[-1].distance < _SURE * state.distance
+            if is_near or self._is_over():
                 break
+        state.tried += len(children)
         return children
 
-    def _together(self, state: _State, children: Sequence[_State], tries: int) -> list[_State]:
+    def _together(self, state: _State, children: Sequence[_State]) -> list[_State]:
         """Combines the changes of a reading that bring it nearer, the best change first.
 
         The nearest combination continues with the changes that have not been tried yet.
@@ -176,15 +184,14 @@ class Search:
         Returns:
           The states of the combinations.
         """
-        in_turn = sorted(children, key=lambda child: child.distance)
-        nearer = list(itertools.takewhile(lambda child: child.distance < state.distance, in_turn))
+        nearer = [child for child in children if child.distance < state.distance]
         if not nearer:
             return []
-        best = nearer[0]
+        best, *others = sorted(nearer, key=lambda child: child.distance)
         added = []
-        for child in nearer[1:]:
+        for child in others:
             both = best.reading.with_change(state.reading, child.reading)
-            for one in self._states_of(filter(None, [both]), tries, best.depth + 1):
+            for one in self._run(both, best.depth + 1):
                 added.append(one)
                 if one.distance < best.distance:
                     best = one
@@ -203,45 +210,47 @@ class Search:
             leaves[path] = leaf
         return leaves
 
-    def _first_readings(self) -> Iterator[Change]:
+    def _first_readings(self) -> Iterator[Reading]:
         """Yields likely readings: with or without equal names, by the order of use or of names.
 
         Then it yields these readings with likely orders of packed rows.
         """
         match = self._problem.match
-        by_rule = {layer: match.partners[layer] for layer in match.by_rule}
-        starts = (match.partners, by_rule)
+        torch, flax = match.layers
         readings = []
-        flax_orders = (sorted(match.flax, key=self._problem.place), match.flax)
-        torch_orders = (match.torch, _in_turn(match.torch))
-        for decided, flax, torch in itertools.product(starts, flax_orders, torch_orders):
-            reading = Reading(
-                match.assign(decided, torch, flax), dict(self._problem.answered.answers)
-            )
-            for layer, forms in reading.forms().items():
-                if CONV_TRANSPOSE in forms and self._is_upward(reading.partners[layer]):
+        for decided, targets, layers in itertools.product(
+            (match.partners, match.ruled.partners),
+            (sorted(flax, key=self._problem.place), flax),
+            (torch, _in_turn(torch)),
+        ):
+            partners = match.assign(decided, Group(layers, targets))
+            reading = Reading(partners, dict(self._problem.answered.answers))
+            for layer, several in reading.forms().items():
+                is_upward = not self._evidence.upward.isdisjoint(partners[layer].tensors())
+                if is_upward and CONV_TRANSPOSE in several:
                     reading.answers.setdefault(layer, Answer(CONV_TRANSPOSE))
             readings.append(reading)
-            yield Change("", reading)
+            yield reading
         for reading in readings:
-            yield from PackedRows(self._problem, reading).together()
-
-    def _is_upward(self, target: Layer) -> bool:
-        """Returns True if the Flax model uses the layer as a ConvTranspose with a stride."""
-        return not self._evidence.upward.isdisjoint(target.tensors())
+            yield from likely_packings(self._problem, reading)
 
     def _changes(self, reading: Reading) -> Iterator[Change]:
         """Yields the single changes of a reading, the likeliest first."""
-        forms = Forms(self._problem, reading)
-        maps = FlattenedMaps(self._problem, reading)
-        rows = PackedRows(self._problem, reading)
-        exchanges = ExchangedLayers(self._problem, reading)
-        usual = itertools.chain(forms.likely(), maps.likely())
-        yield from in_alternation(usual, exchanges.likely())
-        yield from rows.likely()
-        yield from exchanges.within()
-        yield from in_alternation(maps.unlikely(), exchanges.unlikely())
-        yield from forms.unlikely()
+        problem = self._problem
+        weights = forms(problem, reading)
+        likely_maps, unlikely_maps = flattened_maps(problem, reading)
+        everywhere, within, across = exchanges_of(problem.match, reading)
+        choices = itertools.chain(filter(is_matrix, weights), likely_maps)
+        yield from in_alternation(
+            changed(reading, choices), exchanged(problem.match, reading, everywhere)
+        )
+        yield from changed(reading, packed_rows(problem, reading))
+        yield from exchanged(problem.match, reading, within)
+        yield from in_alternation(
+            changed(reading, unlikely_maps), exchanged(problem.match, reading, across)
+        )
+        yield from changed(reading, itertools.filterfalse(is_matrix, weights))
+        yield from changed(reading, single(weights))
 
 
 def _in_turn(layers: Sequence[Layer]) -> list[Layer]:
@@ -250,7 +259,7 @@ def _in_turn(layers: Sequence[Layer]) -> list[Layer]:
     A list of filters and a list of gates become first filter, first gate, second filter, ...
     """
     ordered = []
-    for _, run in itertools.groupby(layers, lambda layer: bool(_places_in_lists(layer))):
+    for _, run in itertools.groupby(layers, lambda layer: any(map(str.isdigit, layer.segments))):
         ordered += sorted(run, key=_places_in_lists)
     return ordered
 

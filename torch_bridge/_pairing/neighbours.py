@@ -1,4 +1,4 @@
-"""Finds the layers about which the outputs of a reading leave doubts."""
+"""Runs the neighbours of a reading, which show what its outputs do not tell."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch_bridge._pairing.match import grouped
 from torch_bridge._pairing.pairs import Path
 from torch_bridge._pairing.proposals import (
     Change,
-    FlattenedMaps,
-    Forms,
-    PackedRows,
     Problem,
     changed,
+    flattened_maps,
+    forms,
+    packed_rows,
 )
 
 _CHECKS = 64  # further runs, which check that other readings do not give torch's outputs, too
@@ -82,21 +82,20 @@ def refusal(problem: Problem, apart: Apart, reading: Reading) -> CheckpointMisma
 
 def _neighbours(problem: Problem, reading: Reading) -> Iterator[Change]:
     """Yields one changed reading for each choice that names do not decide."""
-    yield from changed(reading, Forms(problem, reading).choices)
-    for choice in FlattenedMaps(problem, reading).choices:
+    choices = forms(problem, reading)
+    for choice in itertools.chain(*flattened_maps(problem, reading)):
         if choice.layers[0] in reading.answers:
-            yield from changed(reading, [choice])
-    for choice in PackedRows(problem, reading).choices:
+            choices.append(choice)
+    for choice in packed_rows(problem, reading):
         packing = reading.answer(choice.layers[0]).packing
-        if packing is None:
-            continue
-        others = []
-        for value in choice.values:
+        if packing and packing.is_in_order:
             # Parts in torch's order need no proof that another order is wrong.
-            if value is None or not packing.is_in_order or value.is_in_order:
-                others.append(value)
-        yield from changed(reading, [choice._replace(values=others)])
-    named = problem.match.by_name | problem.match.by_rule
+            in_order = filter(lambda value: value is None or value.is_in_order, choice.values)
+            choice = choice._replace(values=list(in_order))
+        if packing:
+            choices.append(choice)
+    yield from changed(reading, choices)
+    named = problem.match.by_name.union(problem.match.ruled.partners)
     for alike in grouped(reading.partners, lambda layer: layer.signature).values():
         for one, other in itertools.pairwise(alike):
             if not {one, other} <= named:
