@@ -158,26 +158,21 @@ def _weight(torch: Layer, flax: Layer) -> list[Link]:
     in_out = CONV_TRANSPOSE if space else CONV1D
     forms: dict[Form, Shape] = {OUT_IN: (*space, 1, 0), in_out: (*space, 0, 1)}
     is_dense = not space or (math.prod(shape[2:]) == 1 and len(kernel) == 2)
+    maps = _NO_MAPS
+    if is_dense:
+        maps = _DENSE
     if torch.share:
         del forms[in_out]
-    elif not is_dense and len(shape) != len(
-        kernel
-    ):  # a Conv2d over one channel that is a Conv1d in Flax
+    elif not is_dense and len(shape) != len(kernel):
+        # A Conv2d over one channel that is a Conv1d in Flax.
         del forms[in_out]
         turned = (*space[::-1], 1, 0)
         forms[turned] = turned
     elif not is_dense and len(shape) == 3:
         for order in itertools.permutations(range(3)):
             forms[order] = order
-    maps = _NO_MAPS
-    if is_dense:
-        maps = _DENSE
     weight = _link(torch, flax, "weight", "kernel", torch.share, maps, forms)
     bias = _link(torch, flax, "bias", "bias", torch.share, ("", maps[1]))
-    transposed = weight.views.get(CONV_TRANSPOSE)
-    if transposed and not is_dense:
-        pair = dataclasses.replace(transposed.pair, flip=tuple(range(len(space))))
-        weight.views[CONV_TRANSPOSE] = transposed._replace(pair=pair)
     usual = weight.views.get(OUT_IN)
     if usual and usual.pair.row_axes == _PACKED_AXES:
         for order in itertools.islice(itertools.permutations(range(_PACKED_AXES)), 1, None):
@@ -260,19 +255,14 @@ def _recurrent(torch: Layer, flax: Layer) -> list[Link]:
         biases = [("bias_ih", f"{inputs}.bias"), ("bias_hh", f"{state}.bias")]
         biases.sort(key=lambda bias: bias[1] not in flax.parts)
         (first, leaf), (second, other) = biases
-        if other in flax.parts:
-            links += [
-                _link(torch, flax, first, leaf, share),
-                _link(torch, flax, second, other, share),
-            ]
-            continue
-        lost = None
-        if count == 3 and prefix:
-            lost = (2 * hidden, 3 * hidden)
-        links += [
-            _link(torch, flax, first, leaf, share, terms=2),
-            _link(torch, flax, second, leaf, share, terms=2, must_be_zero=lost),
-        ]
+        fields = {}
+        if other not in flax.parts:  # `leaf` is the sum of both biases
+            other = leaf
+            fields["terms"] = 2
+        links.append(_link(torch, flax, first, leaf, share, **fields))
+        if fields and count == 3 and prefix:
+            fields["must_be_zero"] = (2 * hidden, 3 * hidden)
+        links.append(_link(torch, flax, second, other, share, **fields))
     return links
 
 
@@ -369,7 +359,10 @@ def _link(
         in_turn = list(itertools.chain(*leaf_axes))
         split = tuple(map(target.__getitem__, in_turn))
         axes = tuple(map(in_turn.index, range(len(target))))
-        pair = Pair(name, whole, path, target, split, axes, len(leaf_axes[0]), **fields)
+        flip = ()
+        if form == CONV_TRANSPOSE:
+            flip = tuple(range(len(target) - 2))
+        pair = Pair(name, whole, path, target, split, axes, len(leaf_axes[0]), flip, **fields)
         first, last = maps
         views[form] = View(pair, first, last)
         if order[-1] == 0:  # torch's rows are the last axis in Flax

@@ -21,6 +21,7 @@ Sort: TypeAlias = Literal["weight", "kernel", "embedding", "norm", "attention", 
 Share: TypeAlias = tuple[int, Shape]
 Part: TypeAlias = tuple[Any, Shape]  # the name of a tensor or the path of a leaf, and its shape
 Parts: TypeAlias = dict[str, Part]
+Sorts: TypeAlias = Mapping[Sort, tuple[str, str]]
 
 _ATTENTION = frozenset({"query", "key", "value", "out"})
 _GATES = (
@@ -29,11 +30,25 @@ _GATES = (
     {"i", "h"},
     {"dense_i", "dense_h"},
 )
-_INNER = _ATTENTION.union(*_GATES)
 _RECURRENT = re.compile(
     r"(weight_ih|weight_hh|bias_ih|bias_hh|weight_hr)(?:_(l\d+))?(?:_(reverse))?"
 )
 _PACKED = re.compile(r"\b(in_proj_weight|q_proj_weight)$")
+# Sort of a layer -> patterns of the parts that show it, and of all its parts. The first one counts.
+_NORM = r"weight|bias|running_mean|running_var"
+_TORCH_SORTS: Sorts = {
+    "attention": (r"in_proj_weight|q_proj_weight", r".*proj.*"),
+    "recurrent": (r"weight_ih", r"(weight|bias)_[ih]h"),
+    "norm": (r"running_mean", _NORM),
+    "weight": (r"weight", r"weight|bias"),
+}
+_FLAX_SORTS: Sorts = {
+    "attention": (r"(query|key|value|out)\..*", r"(query|key|value|out)\..*"),
+    "recurrent": (r"(dense_)?[ih].?\..*", r"(dense_)?[ih].?\..*"),
+    "kernel": (r"kernel", r"kernel|bias"),
+    "embedding": (r"embedding", r"embedding"),
+    "norm": (r"scale|mean|negative_slope", r"scale|bias|mean|var|negative_slope"),
+}
 # Matrices of torch's own modules, which always are (out, in).
 OF_TORCH = re.compile(r"\b(in_proj_weight|weight_[ih]h(_l\d+)?(_reverse)?)$")
 # The tensors of torch's weight_norm (length and direction), in its old form and as a
@@ -170,7 +185,7 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
             modules.setdefault(segments, {})[local] = (name, shapes[name])
     torch = []
     for segments, parts in modules.items():
-        torch += _divided(segments, *_torch_sort(parts), parts, ".")
+        torch += _divided(segments, *_sort_of(parts, _TORCH_SORTS), parts, ".")
 
     bare = set()
     for layer in torch:
@@ -182,13 +197,13 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
         groups.setdefault(module, {})[part] = (path, shape)
     flax = []
     for module, parts in groups.items():
-        sort, known = _flax_sort(parts)
+        sort, known = _sort_of(parts, _FLAX_SORTS)
         if sort in ("embedding", "norm"):  # if torch has bare parameters of these names, Flax, too
             alone = set()
             for key, (_, shape) in parts.items():
                 alone.add((*words_of((*module, key)), shape))
             if alone <= bare:
-                known = ()
+                known = ""
         flax += _divided(module, sort, known, parts, "/")
     return torch, flax
 
@@ -221,44 +236,25 @@ def _flax_place(path: Path, children: Mapping[Path, set[str]], attention: bool) 
     return path[:-1], path[-1]
 
 
-def _torch_sort(parts: Parts) -> tuple[Sort, Collection[str]]:
-    """Returns the sort of the layer in a torch module, and the names of the layer's parts."""
-    _, weight = parts.get("weight", ("", ()))
-    if any(map(_PACKED.fullmatch, parts)):
-        return "attention", [key for key in parts if "proj" in key]
-    if "weight_ih" in parts:
-        return "recurrent", ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-    if "running_mean" in parts or len(weight) == 1:
-        return "norm", ("weight", "bias", *STATISTICS)
-    if not weight:
-        return "weight", ()
-    return "weight", ("weight", "bias")
+def _sort_of(parts: Parts, sorts: Sorts) -> tuple[Sort, str]:
+    """Returns the sort of the layer in a module, and the pattern of the layer's parts."""
+    for sort, (mark, known) in sorts.items():
+        for part in filter(re.compile(mark).fullmatch, parts):
+            _, shape = parts[part]
+            if part == "weight" and len(shape) == 1:
+                return "norm", _NORM
+            # A scalar weight or a vector named "kernel" is a bare parameter.
+            if len(shape) >= {"weight": 2, "kernel": 2}.get(part, 0):
+                return sort, known
+    return "bare", ""
 
 
-def _flax_sort(parts: Parts) -> tuple[Sort, Collection[str]]:
-    """Returns the sort of the layer in a Flax module, and the names of the layer's parts."""
-    inner = [key for key in parts if key.rpartition(".")[0] in _INNER]
-    if inner:
-        if inner[0].rpartition(".")[0] in _ATTENTION:
-            return "attention", inner
-        return "recurrent", inner
-    if "kernel" in parts and len(parts["kernel"][1]) > 1:
-        return "kernel", ("kernel", "bias")
-    if "embedding" in parts:
-        return "embedding", ("embedding",)
-    if {"scale", "mean", "negative_slope"} & parts.keys():
-        return "norm", ("scale", "bias", "mean", "var", "negative_slope")
-    return "bare", ()
-
-
-def _divided(
-    segments: Path, sort: Sort, known: Collection[str], parts: Parts, sep: str
-) -> Iterator[Layer]:
-    """Yields one layer of the parts in `known`, and a bare parameter for each other part."""
+def _divided(segments: Path, sort: Sort, known: str, parts: Parts, sep: str) -> Iterator[Layer]:
+    """Yields one layer of the parts that `known` matches, and each other part as a layer."""
     together = {}
     alone = {}
     for key, part in parts.items():
-        side = together if key in known else alone
+        side = together if re.fullmatch(known, key) else alone
         side[key] = part
     if together:
         yield Layer(segments, sort, together, sep)

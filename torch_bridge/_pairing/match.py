@@ -8,6 +8,7 @@ layers have a partner. The other layers stay open, in groups of layers that fit 
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -252,11 +253,7 @@ class Match:
         Blocks may be numbered in opposite orders. So a number in a module's name counts only if
         layers in the module have equal names.
         """
-        named = set()
-        for layer in self.by_name:
-            for length in range(len(layer.segments)):
-                named.add(words_of(layer.segments[:length]))
-        innermost = _shared(self.layers, named)
+        innermost = _shared(self.layers, _beginnings(self.by_name, whole=False))
         table = self._table(self.open(), lambda layer: innermost(layer.segments[:-1]))
         if self.options.plain:
             usual = table.strengths == FITS
@@ -306,22 +303,13 @@ def _shared(layers: Group, named: set[Any] | None = None) -> Callable[[Path], An
       named: If it is a set, only names of modules are compared, and those with numbers count only
         if the set has them. If it is None, names of modules and layers are compared, and all count.
     """
-    ours, theirs = {}, {}
-    for members, side in zip(layers, (ours, theirs), strict=True):
-        for layer in members:
-            for length in range(len(layer.segments) + (named is None)):
-                words, numbers = words_of(layer.segments[:length])
-                side.setdefault(words, set()).add(numbers)
+    ours, theirs = (_beginnings(members, whole=named is None) for members in layers)
+    counts = collections.Counter(words for words, _ in ours | theirs)
+    other_series = dict(ours - theirs).keys() & dict(theirs - ours).keys()
     both = set()
-    other_series = set()
-    for words in ours.keys() & theirs.keys():
-        numbers = ours[words] & theirs[words]
-        if numbers not in (ours[words], theirs[words]):
-            other_series.add(words)
-        is_single = len(ours[words] | theirs[words]) == 1
-        for name in itertools.product([words], numbers):
-            if named is None or is_single or name in named:
-                both.add(name)
+    for name in ours & theirs:
+        if named is None or name in named or counts[name[0]] == 1:
+            both.add(name)
 
     def innermost(segments: Path) -> Any:
         longest: Any = ()
@@ -334,6 +322,15 @@ def _shared(layers: Group, named: set[Any] | None = None) -> Callable[[Path], An
         return longest
 
     return innermost
+
+
+def _beginnings(layers: Iterable[Layer], *, whole: bool) -> set[tuple[Path, Shape]]:
+    """Returns the words and numbers of all modules around some layers, or of the layers, too."""
+    names = set()
+    for layer in layers:
+        for length in range(len(layer.segments) + whole):
+            names.add(words_of(layer.segments[:length]))
+    return names
 
 
 def _divisions(layer: Layer, kinds: Iterable[Sequence[Layer]]) -> Iterator[Shape]:

@@ -93,19 +93,20 @@ def _by_number(match: Match, group: Group) -> Partners:
     if _levels(torch) != _levels(flax):
         return {}
     partners = dict(zip(torch, flax, strict=True))
-    series = list(partners.items())
+    series = dict(partners)
     for layer, target in match.partners.items():
         is_series = layer.words in ours and target.words in theirs
         if is_series and layer not in match.ruled.partners:
-            series.append((layer, target))
-    series.sort(key=lambda two: two[0].numbers)
-    numbers = [target.numbers for _, target in series]
+            series[layer] = target
+    numbers = []
+    for layer in sorted(series, key=lambda layer: layer.numbers):
+        numbers.append(series[layer].numbers)
     if numbers != sorted(numbers):
         return {}
     return partners
 
 
-def _levels(layers: Sequence[Layer]) -> list[int]:
+def _levels(layers: Iterable[Layer]) -> list[int]:
     """Returns for each layer but the first the level of the number in which its name goes on.
 
     Level 0 is the outermost number that goes on anywhere. Numbers that are equal in all names do
@@ -113,12 +114,8 @@ def _levels(layers: Sequence[Layer]) -> list[int]:
     """
     places = []
     for before, layer in itertools.pairwise(layers):
-        place = 0
-        for one, other in zip(before.numbers, layer.numbers, strict=True):
-            if one != other:
-                break
-            place += 1
-        places.append(place)
+        goes_on = map(operator.ne, before.numbers, layer.numbers)
+        places.append([*goes_on, True].index(True))
     known = sorted(set(places))
     return list(map(known.index, places))
 
