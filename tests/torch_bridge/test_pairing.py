@@ -490,6 +490,7 @@ def test_a_rule_without_the_order_of_the_rows_names_what_is_assumed():
         ("q|k|q", "names a Flax layer twice"),
         ("q[0]|k[1]|v[2]", "must name every part of one Flax layer once"),
         ("q[0]|q[2]", "must name every part of one Flax layer once"),
+        ("q[a]", "q[a], which is neither a leaf nor a module"),
     ],
 )
 def test_a_wrong_order_of_packed_rows_is_refused(path, text):

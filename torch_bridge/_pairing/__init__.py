@@ -1,1 +1,16 @@
-"""Finds for each torch tensor its Flax leaf."""
+"""Finds for each torch tensor its Flax leaf.
+
+The way of a tensor, ``layers.0.fc.weight`` of shape (8, 4), to ``layers_0/Dense_0/kernel``:
+
+1. `layers.layers_of` puts it into a `Layer` with its bias, and divides the Flax tree likewise.
+2. `kinds.join` says how two layers could be one: for each tensor its leaf, and for each form of the
+   weight, such as (out, in) or (in, out), a `Pair` with the axes to move.
+3. `match.Match` decides which two layers are one: by the user's rules (`rules.Ruled`), by equal
+   names, and where only one choice is left by shapes. The others stay open.
+4. Without an example, `questions` answers with the user's options and asks the rest: `decide`
+   raises one error with all questions and problems.
+5. With an example, `search.Search` completes the pairs to a `Reading`, with the likeliest answers,
+   runs the Flax model on it (`evidence`), and changes the reading until the outputs are torch's.
+   `proposals` and `exchanges` list the changes; `neighbours` runs similar readings as a check.
+6. `Reading.pairs` returns the `Pair` of each tensor. `Pair.to_flax` and `Pair.to_torch` convert it.
+"""

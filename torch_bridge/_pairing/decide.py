@@ -19,6 +19,7 @@ from torch_bridge._pairing.layers import Layer, layers_of
 from torch_bridge._pairing.leaves import Tree
 from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import Group, Match, grouped
+from torch_bridge._pairing.neighbours import reparametrized
 from torch_bridge._pairing.options import Options, PairOptions, refuse_idle_patterns
 from torch_bridge._pairing.pairs import Pair
 from torch_bridge._pairing.questions import Questions, answered, asked_orders, listed
@@ -26,17 +27,6 @@ from torch_bridge._pairing.search import TRIES, Search
 
 # Class of torch or transformers -> the form of its weight.
 _FORMS = {"Linear": OUT_IN, "_ConvNd": OUT_IN, "Conv1D": CONV1D}
-_REPARAMETRIZED = {
-    "weight_norm stores a length and a direction instead of a weight. Put flax.linen."
-    "WeightNorm around the layer, or call torch.nn.utils.remove_weight_norm (or parametrize."
-    "remove_parametrizations) before you save the file.": r".*(weight_g|weight\.original0)\b.*",
-    "spectral_norm divides a weight by its largest singular value. Call torch.nn.utils."
-    "remove_spectral_norm (or parametrize.remove_parametrizations) before you save the file.": (
-        r".*(weight_orig|weight\.original|weight\.0\._[uv]|weight_[uv])\b.*"
-    ),
-    "An LSTM with proj_size has no counterpart among Flax's cells. Write the cell by hand and name "
-    "its leaves with rules.": r".*weight_hr_.*",
-}
 _PACKED_IN_FLAX = (
     "A Flax kernel that packs several (query, key and value) cannot be filled from separate torch "
     "weights: convert into a tree with separate kernels, and join them with np.concatenate. "
@@ -199,38 +189,19 @@ def _read(
     if wrong or not is_whole:
         match.match_shapes()
         _without_problems(match)
-    try:
-        reading, apart = Search(match, answers, evidence, tensors).prove()
-    except CheckpointMismatch as error:
-        sentences = _reparametrized(tensors)
-        if not sentences:
-            raise
-        raise CheckpointMismatch(
-            sentences + error.message,
-            ambiguous=error.ambiguous,
-            parameters=error.parameters,
-        ) from error
+    reading, apart = Search(match, answers, evidence, tensors).prove()
     unused = []
     for layer in match.layers.torch:
         if layer not in reading.partners:
             unused += map(layer.line, layer.parts)
     if unused:
         warnings.warn(
-            f"{_reparametrized(unused)}Left out, because the Flax model has no place for it and "
+            f"{reparametrized(unused)}Left out, because the Flax model has no place for it and "
             f"gives torch's outputs on the example without it: {printable('; '.join(unused))}. "
             "With ignore= there is no warning.",
             stacklevel=2,
         )
     return reading, apart
-
-
-def _reparametrized(names: Collection[str]) -> str:
-    """Returns advice for weights that torch computes from other tensors; "" if there are none."""
-    sentences = ""
-    for sentence, pattern in _REPARAMETRIZED.items():
-        if any(map(re.compile(pattern).match, names)):
-            sentences += f"{sentence} "
-    return sentences
 
 
 def _without_problems(match: Match) -> Reading:
@@ -275,7 +246,7 @@ def _without_problems(match: Match) -> Reading:
         (True, _FORMS_ARE_OPEN),
     )
     message = next(sentence for applies, sentence in cases if applies)
-    message = _hints(match, lonely) + _reparametrized(problems["unexpected"]) + message
+    message = _hints(match, lonely) + reparametrized(problems["unexpected"]) + message
     text = "\n".join(itertools.chain(*problems.values()))
     parameters = ["rules"]
     for name in sorted(PairOptions.__optional_keys__ - {"ignore", "rules"}):

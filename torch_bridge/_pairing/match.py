@@ -204,14 +204,14 @@ class Match:
     def groups(self) -> tuple[list[Group], Group]:
         """Returns the open layers: groups that fit each other, and layers that fit no other."""
         groups = []
-        fitting = set()
-        for group in self._candidates().groups():
-            if all(group):
-                groups.append(group)
-                fitting.update(*group)
-        torch, flax = self.open()
-        lonely = itertools.filterfalse(fitting.__contains__, torch)
-        return groups, Group(list(lonely), list(itertools.filterfalse(fitting.__contains__, flax)))
+        lonely = Group([], [])
+        for torch, flax in self._candidates().groups():
+            if torch and flax:
+                groups.append(Group(torch, flax))
+            else:
+                lonely.torch.extend(torch)
+                lonely.flax.extend(flax)
+        return groups, lonely
 
     def assign(self, decided: Mapping[Layer, Layer], layers: Group) -> Partners:
         """Pairs as many fitting layers as possible.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import numpy as np
 
@@ -25,6 +26,18 @@ from torch_bridge._pairing.proposals import (
 _CHECKS = 64  # further runs, which check that other readings do not give torch's outputs, too
 _SLIGHT = 1e-2  # relative to the largest output; another eps or activation differs by less
 _SHOWN = 12  # the most layers in an error
+
+_REPARAMETRIZED = {
+    "weight_norm stores a length and a direction instead of a weight. Put flax.linen."
+    "WeightNorm around the layer, or call torch.nn.utils.remove_weight_norm (or parametrize."
+    "remove_parametrizations) before you save the file.": r".*(weight_g|weight\.original0)\b.*",
+    "spectral_norm divides a weight by its largest singular value. Call torch.nn.utils."
+    "remove_spectral_norm (or parametrize.remove_parametrizations) before you save the file.": (
+        r".*(weight_orig|weight\.original|weight\.0\._[uv]|weight_[uv])\b.*"
+    ),
+    "An LSTM with proj_size has no counterpart among Flax's cells. Write the cell by hand and name "
+    "its leaves with rules.": r".*weight_hr_.*",
+}
 
 
 def refuse_doubtful(
@@ -58,8 +71,17 @@ def refuse_doubtful(
         )
 
 
-def refusal(problem: Problem, apart: Apart, reading: Reading) -> CheckpointMismatch:
-    """Returns the error if no reading gives torch's outputs, with the layers in doubt."""
+def refusal(
+    problem: Problem, apart: Apart, reading: Reading, tensors: Collection[str]
+) -> CheckpointMismatch:
+    """Returns the error if no reading gives torch's outputs, with the layers in doubt.
+
+    Args:
+      problem: The two models and the example.
+      apart: The difference of the nearest outputs.
+      reading: The reading that gives them.
+      tensors: The names of the torch tensors.
+    """
     doubtful = [text for text, _ in itertools.islice(_neighbours(problem, reading), _SHOWN)]
     hint = "No layer is in doubt, so the two models seem to compute different functions"
     if apart.largest < _SLIGHT:
@@ -70,14 +92,23 @@ def refusal(problem: Problem, apart: Apart, reading: Reading) -> CheckpointMisma
             "conv1d, conv_transpose). If all are right, the models compute different functions"
         )
     return CheckpointMismatch(
-        f"The Flax model does not give torch's outputs: after {problem.evidence.runs} tries the "
-        f"nearest are {apart.largest:.1e} of the largest output off, where "
-        f"{apart.allowed:.1e} is rounding. {hint}: look at the eps and momentum of "
+        f"{reparametrized(tensors)}The Flax model does not give torch's outputs: after "
+        f"{problem.evidence.runs} tries the nearest are {apart.largest:.1e} of the largest output "
+        f"off, where {apart.allowed:.1e} is rounding. {hint}: look at the eps and momentum of "
         "norms, the form of an activation (GELU with tanh or without), padding, evaluation "
         "mode, and what `apply` does with the inputs.",
         ambiguous=doubtful,
         parameters=("apply", "rules", "flatten", "conv1d", "conv_transpose"),
     )
+
+
+def reparametrized(names: Collection[str]) -> str:
+    """Returns advice for weights that torch computes from other tensors; "" if there are none."""
+    sentences = ""
+    for sentence, pattern in _REPARAMETRIZED.items():
+        if any(map(re.compile(pattern).match, names)):
+            sentences += f"{sentence} "
+    return sentences
 
 
 def _neighbours(problem: Problem, reading: Reading) -> Iterator[Change]:

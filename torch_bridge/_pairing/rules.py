@@ -51,11 +51,12 @@ class Rule(NamedTuple):
         places = []
         sizes = []
         for part, blocks in itertools.groupby(parts.split("|")):
-            path, _, place = part.removesuffix("]").partition("[")
-            words = tuple(path.strip("/").split("/"))
+            numbered = re.fullmatch(r"(.*)\[(\d+)\]", part)
+            if numbered:
+                part = numbered[1]
+                places.append(int(numbered[2]))
+            words = tuple(part.strip("/").split("/"))
             paths.append("/".join(without_collection(words)))
-            if place:
-                places.append(int(place))
             sizes.append(len(list(blocks)))
         problem = ""
         if places and (len(set(paths)) > 1 or sorted(places) != list(range(len(paths)))):
@@ -129,9 +130,14 @@ class Ruled:
                 if rule is None:
                     continue
                 targets = tuple(map(owners.get, rule.paths))
-                target = targets[0]
                 leaf = leaves.get(rule.paths[0])
-                if leaf is None or len(targets) > 1 or _meet(layer, part, target, leaf, rule):
+                target = targets[0]
+                if (
+                    target is None
+                    or leaf is None
+                    or len(targets) > 1
+                    or _meet(layer, part, target, leaf, rule)
+                ):
                     sent.setdefault(targets, rule)
                     continue
                 one = layer.single(part)

@@ -121,7 +121,7 @@ class Search:
             if apart.is_rounding:
                 refuse_doubtful(self._problem, reading, self._leaves_of)
                 return reading, apart
-        raise refusal(self._problem, *self._nearest())
+        raise refusal(self._problem, *self._nearest(), self._tensors)
 
     def _nearest(self) -> tuple[Apart, Reading]:
         return min(self._tried, key=lambda one: (not one[0].is_rounding, one[0].mean))
