@@ -94,10 +94,8 @@ def _exchanges_among(model: Iterable[Layer]) -> Exchanges:
             name = layer.segments[:length]
             layers.setdefault(name, []).append(layer)
             contents.setdefault(name, []).append((layer.segments[length:], layer.signature))
-    everywhere: list[Exchange] = []
-    within: list[Exchange] = []
-    across: list[Exchange] = []
-    circles: list[Exchange] = []
+    everywhere, within, across = exchanges = Exchanges([], [], [])
+    circles = []
 
     def signatures(node: Path) -> tuple[object, ...]:
         return tuple(signature for _, signature in contents[node])
@@ -129,9 +127,10 @@ def _exchanges_among(model: Iterable[Layer]) -> Exchanges:
                 for nodes in zip(*members, strict=True):
                     within += itertools.combinations(map(layers.__getitem__, nodes), 2)
     # Norms come last, because their exchange changes little and may come nearer by chance.
-    for exchanges in (everywhere, within, across):
-        exchanges.sort(key=_is_of_vectors)
-    return Exchanges(everywhere, circles + within, across)
+    for kind in exchanges:
+        kind.sort(key=_is_of_vectors)
+    within[:0] = circles
+    return exchanges
 
 
 def _is_of_vectors(exchange: Exchange) -> bool:

@@ -75,10 +75,6 @@ class Link(NamedTuple):
     leaf: str
     views: dict[Form, View]  # empty if the shapes do not fit
 
-    def view(self, form: Form) -> View:
-        """Returns the view of a form, or the usual view if the form has none."""
-        return self.views.get(form) or next(iter(self.views.values()))
-
 
 class Joined(NamedTuple):
     """A torch layer and a Flax layer as partners.
@@ -104,11 +100,17 @@ class Joined(NamedTuple):
             return []
         return list(self.links[0].views)
 
+    def views(self, form: Form) -> list[View]:
+        """Returns the view of each link in a form, or the usual view if it has no such form."""
+        views = []
+        for link in self.links:
+            views.append(link.views.get(form) or next(iter(link.views.values())))
+        return views
+
     def pairs(self, answer: Answer) -> list[Pair]:
         """Makes the pairs of all links, with the answer for the layers."""
         pairs = []
-        for link in self.links:
-            pair, rows, columns = link.view(answer.form)
+        for pair, rows, columns in self.views(answer.form):
             maps = {
                 "row_maps": getattr(answer, rows, ()),
                 "column_maps": getattr(answer, columns, ()),

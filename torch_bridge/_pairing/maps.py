@@ -106,8 +106,7 @@ class Flow:
         for layer, target in reading.partners.items():
             sizes = {}
             self.sizes[layer] = sizes
-            form = reading.answer(layer).form
-            views = [link.view(form) for link in join(layer, target).links]
+            views = join(layer, target).views(reading.answer(layer).form)
             for pair, rows, columns in views:
                 sizes.setdefault(rows, math.prod(pair.split[: pair.row_axes]))
                 sizes.setdefault(columns, math.prod(pair.split[pair.row_axes :]))
