@@ -37,22 +37,18 @@ def nested(entries: Mapping[Any, Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
       [(('amp',), {'scales': [2.0]}), (('amp', 'scales'), [2.0]), (('amp', 'scales', 0), 2.0)]
     """
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), entries)]
-    seen = set()
-    while waiting:
-        above, container = waiting.pop()
-        if id(container) in seen:
-            continue
-        seen.add(id(container))
-        pairs = enumerate(container)
-        if isinstance(container, Mapping):
-            pairs = container.items()
+    seen = {id(entries)}
+    for above, container in waiting:  # which grows meanwhile
+        pairs = container.items() if isinstance(container, Mapping) else enumerate(container)
         for key, value in pairs:
             # The text of other keys, which a hostile file can choose, may be very long.
             if not isinstance(key, str) and not (type(key) is int and abs(key) < _LARGEST_KEY):
                 continue
             keys = (*above, key)
             yield keys, value
-            if isinstance(value, Mapping | list | tuple) and len(keys) < _SEARCHED:
+            is_container = isinstance(value, Mapping | list | tuple) and len(keys) < _SEARCHED
+            if is_container and id(value) not in seen:
+                seen.add(id(value))
                 waiting.append((keys, value))
 
 

@@ -159,19 +159,14 @@ def is_state(value: object, kind: str) -> bool:
 
 def is_optimizer(value: Any) -> bool:
     """Returns True if the entries are those of ``torch.optim.Optimizer.state_dict()``."""
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) or not _is_list(value.get("param_groups"), Mapping):
         return False
+    for group in value["param_groups"]:
+        named = _is_list(group.get("param_names", ()), str)
+        if "lr" not in group or not named or not _is_list(group.get("params"), int | str):
+            return False
     state = value.get("state")
-    groups: Any = value.get("param_groups")
-    if not isinstance(state, Mapping) or not _is_list(groups, Mapping):
-        return False
-    for group in groups:
-        names = group.get("param_names", ())
-        if "lr" not in group or not _is_list(names, str):
-            return False
-        if not _is_list(group.get("params"), int | str):
-            return False
-    return _is_list(list(state.values()), Mapping)
+    return isinstance(state, Mapping) and _is_list(list(state.values()), Mapping)
 
 
 def _is_list(value: Any, kind: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -161,34 +162,35 @@ def doubts_of_steps(
       calls: The number of calls of the hook; None if the file has no hook state.
       step: The step that the user passed, or None.
     """
-    if step is None and plan.has_schedule and plan.counted not in (0, calls or plan.counted):
+    counted = plan.counted
+    if step is None and plan.has_schedule and counted not in (0, calls or counted):
         yield (
-            f"Adam has counted {plan.counted} steps and the hook {calls}, as with gradient "
+            f"Adam has counted {counted} steps and the hook {calls}, as with gradient "
             "accumulation, skipped steps or a fresh hook state; the schedule continues from "
-            f"{plan.counted}. Pass step= to say where."
+            f"{counted}. Pass step= to say where."
         )
-    held = plan.paused(HELD)
-    if held:
+    leaves = collections.defaultdict(list)
+    for path, part in plan.parts.items():
+        behind = "behind" if part.step < counted else ""
+        leaves[part.pause or behind].append("/".join(path))
+    if leaves[HELD]:
         yield (
-            f"{some(held)}: the optimizer has them and DDP's buckets do not, so that they get no "
-            "gradient. They are frozen here, too, and their state is kept."
+            f"{some(leaves[HELD])}: the optimizer has them and DDP's buckets do not, so that they "
+            "get no gradient. They are frozen here, too, and their state is kept."
         )
-    unused = plan.paused(UNUSED)
-    if unused and not (layout and layout.names):
+    if layout and layout.names:
+        return
+    if leaves[UNUSED]:
         yield (
-            f"{some(unused)}: never used, or frozen; the file does not say which, and the "
+            f"{some(leaves[UNUSED])}: never used, or frozen; the file does not say which, and the "
             "optimizer has no state for them. They are trained as soon as they get a gradient. To "
             "freeze them pass layout=BucketLayout.from_order([names], checkpoint.model), with the "
             "names of the trained parameters."
         )
-    behind = []
-    for path, part in plan.parts.items():
-        if not part.pause and part.step < plan.counted:
-            behind.append("/".join(path))
-    if behind and not (layout and layout.names):
+    if leaves["behind"]:
         yield (
-            f"{some(behind)}: updated in fewer steps than other parameters, because they got no "
-            "gradient in the others. They are trained here. If they are frozen by now, pass "
+            f"{some(leaves['behind'])}: updated in fewer steps than other parameters, because they "
+            "got no gradient in the others. They are trained here. If they are frozen by now, pass "
             "layout=BucketLayout.from_order([names], checkpoint.model), with the names of the "
             "trained parameters."
         )

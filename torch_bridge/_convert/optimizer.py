@@ -253,14 +253,6 @@ class OptimizerPlan:
             )
         return self.counted or calls or 0
 
-    def paused(self, pause: str) -> list[str]:
-        """Lists the leaves whose `pause` is this one, `HELD` or `UNUSED`."""
-        paused = []
-        for path, part in self.parts.items():
-            if part.pause == pause:
-                paused.append("/".join(path))
-        return paused
-
     def transformation(self, params: Any) -> optax.GradientTransformation:
         """Makes the Optax transformation of a tree of parameters."""
         tree = flatten(params)

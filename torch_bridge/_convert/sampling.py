@@ -41,13 +41,17 @@ def sharded_indices(
       >>> [sharded_indices(5, 2, replica, shuffle=False).tolist() for replica in range(2)]
       [[0, 2, 4], [1, 3, 0]]
     """
-    least = {"n": 1, "num_replicas": 1, "replica": 0, "seed": 0, "epoch": 0}
-    for (name, minimum), value in zip(
-        least.items(), (n, num_replicas, replica, seed, epoch), strict=True
-    ):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < minimum:
+    numbers = {
+        "n": (n, 1),
+        "num_replicas": (num_replicas, 1),
+        "replica": (replica, 0),
+        "seed": (seed, 0),
+        "epoch": (epoch, 0),
+    }
+    for name, (value, least) in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
             raise ValueError(
-                f"`{name}` must be an integer, at least {minimum}, got {name}={value!r}."
+                f"`{name}` must be an integer, at least {least}, got {name}={value!r}."
             )
     for name, flag in {"shuffle": shuffle, "drop_last": drop_last}.items():
         if not isinstance(flag, bool | np.bool_):

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import pathlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import jax
@@ -120,12 +120,21 @@ def to_torch(
             f"{len(reducers)}. Pass the whole state of the optax.chain."
         )
     if pairs is not None:
-        _refuse_part_of_tree(params, pairs)
+        _refuse_others(pairs, params, like.model)
     example = like.example if apply else None
     pairs = paired_for(like.model, params, pairs, options, apply, example).pairs
-    _refuse_other_model(like, pairs)
     layout = layout or layout_of(like, None, pairs)
-    _warn_of_lost_states(like, layout, reducers, opt_state)
+    lost = []
+    if reducers and not (like.powersgd or layout):
+        lost.append("PowerSGD")
+    if like.optimizer is None and kept_moments(opt_state):
+        lost.append("the optimizer")
+    if lost:
+        warnings.warn(
+            f"`like` has no place for the state of {' and '.join(lost)}, which is left out. Is it "
+            "the checkpoint that the run came from?",
+            stacklevel=2,
+        )
     model = params_to_torch(params, like.model, pairs=pairs)
     model = as_tensors(model, set(map(id, like.model.values())))
     if module is not None:
@@ -169,53 +178,38 @@ def to_torch(
     return document
 
 
-def _refuse_other_model(like: Checkpoint, pairs: Pairs) -> None:
-    """Refuses a checkpoint of another model than the one that the pairs were made for.
+def _refuse_others(pairs: Pairs, params: Any, model: Mapping[str, Any]) -> None:
+    """Refuses a tree or a torch model that the pairs were not made for.
 
     Raises:
-      CheckpointMismatch: Tensors are missing or have other shapes; the error lists all.
-    """
-    missing = []
-    wrong = []
-    seen = set()
-    for pair in pairs:
-        name = pair.torch_name
-        if name in seen:
-            continue
-        seen.add(name)
-        if name not in like.model:
-            missing.append(name)
-        elif shape_of(like.model[name]) != pair.torch_shape:
-            wrong.append(f"{name} {shape_of(like.model[name])}, paired as {pair.torch_shape}")
-    if missing or wrong:
-        raise CheckpointMismatch(
-            "`like` is not the checkpoint that `pairs` were made for. Pass the one that the run "
-            "came from.",
-            missing=missing,
-            mis_shaped=wrong,
-            parameters=("like",),
-        )
-
-
-def _refuse_part_of_tree(params: Any, pairs: Pairs) -> None:
-    """Refuses a tree that lacks paired leaves: torch would keep their old values from `like`.
-
-    Raises:
-      CheckpointMismatch: A paired leaf is missing; the error lists all paths.
+      CheckpointMismatch: A paired leaf is missing, and torch would keep its old value. Or tensors
+        are missing or have other shapes. The error lists all.
     """
     leaves = flatten(params).leaves
-    missing = []
+    lacking, missing, wrong = {}, {}, {}  # the keys, because several pairs may have one tensor
     for one in pairs:
-        path = "/".join(one.path)
-        if one.path not in leaves and path not in missing:
-            missing.append(path)
-    if missing:
+        name = one.torch_name
+        if one.path not in leaves:
+            lacking["/".join(one.path)] = one
+        if name not in model:
+            missing[name] = one
+        elif shape_of(model[name]) != one.torch_shape:
+            wrong[f"{name} {shape_of(model[name])}, paired as {one.torch_shape}"] = one
+    if lacking:
         raise CheckpointMismatch(
             "`params` lacks leaves that `pairs` names, and torch would keep their old values. Pass "
             "the whole tree that the pairs were made for: linen variables as {'params': ..., "
             "'batch_stats': ...}, an nnx module with its whole state.",
-            missing=missing,
+            missing=list(lacking),
             parameters=("pairs",),
+        )
+    if missing or wrong:
+        raise CheckpointMismatch(
+            "`like` is not the checkpoint that `pairs` were made for. Pass the one that the run "
+            "came from.",
+            missing=list(missing),
+            mis_shaped=list(wrong),
+            parameters=("like",),
         )
 
 
@@ -266,20 +260,3 @@ def _split(opt_state: Any) -> tuple[list[PowerSGDState], Any]:
 
     rest = jax.tree.map(take, opt_state, is_leaf=lambda node: isinstance(node, PowerSGDState))
     return reducers, rest
-
-
-def _warn_of_lost_states(
-    like: Checkpoint, layout: BucketLayout | None, reducers: Sequence[PowerSGDState], rest: Any
-) -> None:
-    """Warns of states that `like` has no place for, perhaps because it is the wrong file."""
-    lost = []
-    if reducers and not (like.powersgd or layout):
-        lost.append("PowerSGD")
-    if like.optimizer is None and kept_moments(rest):
-        lost.append("the optimizer")
-    if lost:
-        warnings.warn(
-            f"`like` has no place for the state of {' and '.join(lost)}, which is left out. Is it "
-            "the checkpoint that the run came from?",
-            stacklevel=3,
-        )

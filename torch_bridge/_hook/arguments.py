@@ -96,18 +96,16 @@ def hook_name(hook: Any) -> str:
       >>> hook_name("default_hooks.fp16_compress_wrapper(powerSGD_hook)")
       'fp16_compress_wrapper(powerSGD_hook)'
     """
-    wrappers = []
-    wrapped = _WRAPPED.fullmatch(getattr(hook, "__name__", ""))
-    while wrapped:
-        wrappers.append(wrapped[1])
-        hook = inspect.getclosurevars(hook).nonlocals["hook"]
-        wrapped = _WRAPPED.fullmatch(getattr(hook, "__name__", ""))
+    name = getattr(hook, "__name__", "")
+    wrapped = _WRAPPED.fullmatch(name)
+    if wrapped:
+        return f"{wrapped[1]}({hook_name(inspect.getclosurevars(hook).nonlocals['hook'])})"
     if callable(hook):
-        hook = getattr(hook, "__name__", type(hook).__name__)
-    words = list(wrappers)
+        hook = name or type(hook).__name__
+    words = []
     for word in str(getattr(hook, "name", hook)).split("("):
         words.append(word.rpartition(".")[2])
-    return "(".join(words) + ")" * len(wrappers)
+    return "(".join(words)
 
 
 def unwrapped_hook(hook: Any) -> tuple[str, Any]:

@@ -58,7 +58,7 @@ def make_document(checkpoint: Checkpoint) -> dict[str, Any]:
         "optimizer": checkpoint.optimizer,
         "powersgd": _plain(ranks[0]) if ranks else None,
         "errors": [record.error_dict for record in ranks],
-        "layout": None if layout is None else layout.to_json(),
+        "layout": layout and layout.to_json(),
         "hook": checkpoint.hook,
         "example": example,
         "loss_scale": checkpoint.loss_scale,
@@ -125,8 +125,8 @@ def _records(slots: Mapping[str, Any], errors: Any) -> tuple[PowerSGDRecord, ...
         if not isinstance(rng, Mapping) or not rng.keys() >= set(_RNG_FIELDS):
             raise CheckpointMismatch(f"`rng` must hold {', '.join(_RNG_FIELDS)}")
         slots["rng"] = random_state(*map(rng.__getitem__, _RNG_FIELDS))
-    ranks = len(errors) if isinstance(errors, list) else 0
-    if not 1 <= ranks <= MAX_RANKS or set(map(type, errors)) != {dict}:
+    many = not isinstance(errors, list) or len(errors) > MAX_RANKS
+    if many or set(map(type, errors)) != {dict}:
         raise CheckpointMismatch(f"`errors` must have a dictionary for each of 1 to {MAX_RANKS}")
     if sum(map(len, errors)) > _MAX_BUFFERS:
         raise CheckpointMismatch(f"`errors` hold more than {_MAX_BUFFERS} tensors")
