@@ -7,6 +7,7 @@ functions that make a tensor import PyTorch; reading a tensor needs no import.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -170,26 +171,20 @@ def unwrapped(names: Sequence[str]) -> list[str]:
       >>> unwrapped(["0._checkpoint_wrapped_module.weight", "1.weight"])
       ['0.weight', '1.weight']
     """
-    kept = []
-    wrapped = []
-    for name in names:
-        kept.append(_without(name, _NEVER_SAVED))
-        if name != _COUNT_OF_AVERAGES:
-            wrapped.append(kept[-1])
+    kept = _without(names, _NEVER_SAVED)
     # Only words that all names have: a module of the user's may be named "module" too.
+    wrapped = list(filter(_COUNT_OF_AVERAGES.__ne__, kept))
     shared = os.path.commonprefix(wrapped).split(".")[:-1]  # noqa: RUF071 (of characters)
-    cut = 0
-    for word in shared:
-        if word not in _HEADS:
-            break
-        cut += len(word) + 1
-    return [name if name == _COUNT_OF_AVERAGES else name[cut:] for name in kept]
+    head = ".".join([*itertools.takewhile(_HEADS.__contains__, shared), ""])
+    return [name.removeprefix(head) for name in kept]
 
 
-def _without(name: str, words: Collection[str]) -> str:
-    """Removes these words from a dotted name."""
-    kept = [word for word in name.split(".") if word not in words]
-    return ".".join(kept)
+def _without(names: Sequence[str], words: Collection[str]) -> list[str]:
+    """Removes these words from dotted names."""
+    kept = []
+    for name in names:
+        kept.append(".".join(itertools.filterfalse(words.__contains__, name.split("."))))
+    return kept
 
 
 def clean_names(names: Sequence[str]) -> dict[str, str]:
@@ -198,8 +193,7 @@ def clean_names(names: Sequence[str]) -> dict[str, str]:
     Raises:
       CheckpointMismatch: Two names become equal, so a tensor would be lost; the error lists all.
     """
-    kept = [_without(name, _WORDS) for name in names]
-    cleaned = dict(zip(names, unwrapped(kept), strict=True))
+    cleaned = dict(zip(names, unwrapped(_without(names, _WORDS)), strict=True))
     first = {}
     ambiguous = []
     for name, clean in cleaned.items():

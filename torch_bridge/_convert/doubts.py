@@ -162,7 +162,7 @@ def doubts_of_steps(
       calls: The number of calls of the hook; None if the file has no hook state.
       step: The step that the user passed, or None.
     """
-    counted = plan.counted
+    counted = plan.counted or 0
     if step is None and plan.has_schedule and counted not in (0, calls or counted):
         yield (
             f"Adam has counted {counted} steps and the hook {calls}, as with gradient "

@@ -136,6 +136,7 @@ class OptimizerPlan:
       pairs: The pairs of these parameters.
       parts: Path of a leaf -> the part that updates it; a frozen leaf without state has no part.
       rates: The user's learning rate of each param group; None means the rate in the file.
+      counted: The number of updates that Adam has counted; None for SGD, which does not count.
     """
 
     optimizer: Document
@@ -145,6 +146,7 @@ class OptimizerPlan:
     pairs: Pairs
     parts: Mapping[Path, _Part]
     rates: Sequence[optax.ScalarOrSchedule | None]
+    counted: int | None
 
     @classmethod
     def of(
@@ -178,7 +180,12 @@ class OptimizerPlan:
         if layout and layout.entries:
             known = layout.entries
         moving = names_in(pairs, known)
-        begun = any(entry.state for entry in entries.values())
+        begun = False
+        counted = None
+        for entry in entries.values():
+            begun = begun or bool(entry.state)
+            if entry.hyper.algorithm != "sgd":
+                counted = max(entry.step, counted or 0)
         pairs = _of_optimizer(pairs, entries)
         parts = {}
         split = []
@@ -193,9 +200,8 @@ class OptimizerPlan:
                 "taken different numbers of steps, or only some of them are frozen.",
                 ambiguous=split,
             )
-        for path in [path for path, part in parts.items() if part is None]:
-            del parts[path]
-        groups = max((entry.group + 1 for entry in entries.values()), default=0)
+        parts = {path: part for path, part in parts.items() if part}
+        groups = len(optimizer["param_groups"])
         rates = learning_rate
         if not isinstance(rates, Sequence):
             rates = [rates] * groups
@@ -205,11 +211,11 @@ class OptimizerPlan:
                 f"{len(rates)} rates. Give one for all, or one for each group."
             )
         are_named = recorded_names(optimizer, param_names) is not None
-        return cls(optimizer, model, entries, are_named, pairs, parts, rates)
+        return cls(optimizer, model, entries, are_named, pairs, parts, rates, counted)
 
     def doubts(self) -> Iterator[str]:
         """Yields warnings: torch schedulers that stop here, uncertain names, and other dtypes."""
-        scheduled = any(rate is not None for rate in self.rates)
+        scheduled = self.rates.count(None) < len(self.rates)
         yield from doubts_of_entries(self.entries, self.model, self.are_named)
         yield from doubts_of_schedulers(self.optimizer["param_groups"], scheduled)
 
@@ -226,11 +232,6 @@ class OptimizerPlan:
         """Returns True if a learning rate is a schedule, which needs a step to continue from."""
         return any(map(callable, self.rates))
 
-    @property
-    def counted(self) -> int:
-        """Returns the number of updates that Adam has counted; 0 for SGD, which does not count."""
-        return max((entry.step for entry in self.entries.values()), default=0)
-
     def taken(self, step: int | None, calls: int | None = None) -> int:
         """Returns the number of updates so far, from which a schedule continues.
 
@@ -243,8 +244,7 @@ class OptimizerPlan:
         """
         if step is not None:
             return step
-        counts = any(entry.hyper.algorithm != "sgd" for entry in self.entries.values())
-        if self.has_schedule and not counts and calls is None:
+        if self.has_schedule and self.counted is None and calls is None:
             raise ValueError(
                 "`learning_rate` is a schedule, and nothing in the file counts the steps from "
                 "which it continues: torch.optim.SGD does not. Pass `step`, the number of updates "

@@ -255,11 +255,10 @@ def read_entries(
     entries = _numbered(optimizer, problems)
     names = recorded_names(optimizer, param_names)
     with problems.about("the names of the parameters"):
-        count = 0
-        for group in optimizer["param_groups"]:
-            count += len(group["params"])
+        sizes = [len(group["params"]) for group in optimizer["param_groups"]]
+        count = sum(sizes)
         if names is None:
-            names = _names_by_order(optimizer, model, count, pairs, layout)
+            names = _names_by_order(sizes, model, pairs, layout)
             if pairs is None and len(names) != count:
                 names = []  # with pairs they may be clear
         if names and len(names) != count:
@@ -272,9 +271,7 @@ def read_entries(
     problems.raise_all()
     if not names:
         return {}
-    originals = {}
-    for name, clean in clean_names(list(model)).items():
-        originals[clean] = name
+    originals = {clean: name for name, clean in clean_names(list(model)).items()}
     cleaned = clean_names(names)
     named = {}
     for name, entry in zip(names, entries, strict=True):
@@ -406,9 +403,8 @@ def recorded_names(optimizer: Document, param_names: ParamNames) -> list[str] | 
 
 
 def _names_by_order(
-    optimizer: Document,
+    sizes: Sequence[int],
     model: Document,
-    count: int,
     pairs: Sequence[Pair] | None,
     layout: BucketLayout | None,
 ) -> list[str]:
@@ -420,7 +416,7 @@ def _names_by_order(
       ValueError: The optimizer has several groups. Or the names are sorted, so two parameters of
         one shape may be in the wrong order.
     """
-    sizes = [len(group["params"]) for group in optimizer["param_groups"]]
+    count = sum(sizes)
     if max(sizes, default=0) < count:  # several groups have parameters
         raise ValueError(
             "An optimizer with several param groups numbers its parameters group by group. Pass "

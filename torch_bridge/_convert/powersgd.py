@@ -359,7 +359,7 @@ def record_of_state(
     # `_fill` writes through views of these buffers; a second copy would double the memory.
     for name, sizes in layout.buffer_sizes(record).items():
         if record.use_error_feedback if name == "error_dict" else record.warm_start:
-            buffers = {bucket: np.zeros(size, np.float32) for bucket, size in sizes.items()}
+            buffers = jax.tree.map(lambda size: np.zeros(size, np.float32), sizes)
             getattr(record, name).update(buffers)
     matrices, _ = _common_matrices(params, pairs, record, layout, matrix_dims)
     _check_state(state, params, record, matrices, matrix_dims)

@@ -159,10 +159,8 @@ class BucketLayout:
                 entries.append(dataclasses.replace(entry, name=next(names)))
             buckets.append(tuple(entries))
         object.__setattr__(self, "buckets", tuple(buckets))
-        twice = []
-        for name, count in collections.Counter(self.names).items():
-            if count > 1:
-                twice.append(name)
+        counts = collections.Counter(self.names)
+        twice = counts - collections.Counter(set(self.names))
         if twice:
             raise CheckpointMismatch(
                 f"A layout names each parameter once; {', '.join(sorted(twice))} appears again. "
@@ -176,20 +174,14 @@ class BucketLayout:
     @property
     def names(self) -> tuple[str, ...]:
         """Returns the names of all parameters, bucket after bucket."""
-        names = []
-        for entry in self:
-            names.append(entry.name)
-        return tuple(names)
+        return tuple(entry.name for entry in self)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Returns the number of elements of each bucket."""
         sizes = []
         for bucket in self.buckets:
-            size = 0
-            for entry in bucket:
-                size += entry.size
-            sizes.append(size)
+            sizes.append(sum(entry.size for entry in bucket))
         return tuple(sizes)
 
     @functools.cached_property
@@ -222,14 +214,10 @@ class BucketLayout:
                 "model.named_parameters().",
                 missing=sorted(missing),
             )
-        buckets = []
-        for names in order:
-            entries = []
-            for name in names:
-                array = model[name]
-                entries.append(BucketEntry(name, shape_of(array), dense_strides(array)))
-            buckets.append(tuple(entries))
-        return cls(tuple(buckets))
+        entries = {}
+        for name in itertools.chain(*order):
+            entries[name] = BucketEntry(name, shape_of(model[name]), dense_strides(model[name]))
+        return cls(tuple(tuple(map(entries.__getitem__, names)) for names in order))
 
     def to_json(self) -> str:
         """Writes the layout as JSON text."""

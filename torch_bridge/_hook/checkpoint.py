@@ -122,10 +122,9 @@ def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
         several scalers with different scales.
     """
     missing = refuse_missing_ranks(checkpoint, missing_ranks)
-    first = checkpoint.powersgd[0]
     record = checkpoint.mean
     if missing and missing_ranks == "zero":
-        record = dataclasses.replace(first, error_dict={})
+        record = dataclasses.replace(record, error_dict={})
     scale = loss_scale_of(checkpoint)
     if scale == 1:
         return record
@@ -150,8 +149,7 @@ def refuse_missing_ranks(checkpoint: Checkpoint, missing_ranks: str) -> bool:
     """
     if missing_ranks not in _MISSING_RANKS:
         raise ValueError(f"`missing_ranks` must be one of {_MISSING_RANKS}, got {missing_ranks!r}.")
-    first = checkpoint.powersgd[0]
-    missing = checkpoint.missing_ranks and bool(first.error_dict)
+    missing = checkpoint.missing_ranks and bool(checkpoint.powersgd[0].error_dict)
     if missing and missing_ranks == "error":
         size = f" of {checkpoint.world_size}" if checkpoint.world_size else ""
         raise CheckpointMismatch(

@@ -98,8 +98,7 @@ def read_document(value: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(fields[name], kind | None):
             raise CheckpointMismatch(f"`{name}` must be a {kind.__name__}")
     scale = fields["loss_scale"]
-    is_number = isinstance(scale, int | float)
-    if scale is not None and not (is_number and 0 < scale < math.inf):
+    if scale is not None and not (isinstance(scale, int | float) and 0 < scale < math.inf):
         raise CheckpointMismatch("`loss_scale` must be a positive number")
     example = fields["example"]
     if example is not None:

@@ -69,7 +69,7 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     every = trainable(model)
     trained = [every]
     if frozen:
-        trained.insert(0, [name for name in every if name not in frozen])
+        trained.insert(0, list(itertools.filterfalse(frozen.__contains__, every)))
     test = _Test(checkpoint, BucketLayout.from_order([every], model).entries)
     fitting: dict[Any, tuple[str, BucketLayout]] = {}
     reasons = []
@@ -104,9 +104,8 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
             ambiguous=_first_difference(dict(fitting.values())),
         )
     if not reasons:
-        have = sum(model[name].size for name in every)
         reasons.append(
-            f"the model's parameters have {have} values, the error buffers "
+            f"the model's parameters have {test.size(every)} values, the error buffers "
             f"{test.record.error_sizes}; frozen parameters and the model's buffers have no error, "
             f"and the file does not mark them (name them in infer_layout(..., frozen=[...]))"
         )
@@ -161,7 +160,7 @@ class _Test:
         """Reads all errors once, because they may be gigabytes and there are many candidates."""
         self.record = checkpoint.powersgd[0]
         self.entries = entries
-        self.lengths = [size for _, size in sorted(self.record.error_sizes.items())]
+        self.lengths = list(dict(sorted(self.record.error_sizes.items())).values())
         self._errors = self.record.error_dict
         self._means = {}
         if not checkpoint.missing_ranks:
@@ -175,10 +174,13 @@ class _Test:
             self._ranks[name] = entry.factor_rank(self.record)
         self._flaw_at = functools.cache(self._flaw_of_place)
 
+    def size(self, names: Iterable[str]) -> int:
+        """Returns the number of values that parameters have together."""
+        return sum(self.entries[name].size for name in names)
+
     def fits(self, names: Sequence[str]) -> bool:
         """Returns True if the parameters have as many values as the errors, or there are none."""
-        size = sum(self.entries[name].size for name in names)
-        return not self.lengths or size == sum(self.lengths)
+        return not self.lengths or self.size(names) == sum(self.lengths)
 
     def filled(self, order: Iterable[str], lengths: Sequence[int]) -> list[dict[str, int]]:
         """Fills buckets in order: for each, the parameters and the places of their errors.
@@ -205,7 +207,7 @@ class _Test:
           rest: The parameters that come behind these in an unknown order.
         """
         for bucket, places in enumerate(buckets):
-            total = sum(self.entries[name].size for name in places)
+            total = self.size(places)
             is_whole = bool(self.lengths) and total == self.lengths[bucket]
             following = rest
             if is_whole or bucket < len(buckets) - 1:

@@ -121,7 +121,7 @@ def load(
     try:
         if isinstance(paths, Mapping):
             raise TypeError
-        files = [pathlib.Path(path) for path in paths]
+        files = list(map(pathlib.Path, paths))
     except TypeError as error:
         raise TypeError(
             f"`paths` must be one path, or a list of one for each rank, got a "
@@ -140,8 +140,10 @@ def load(
             kind = f"a part of {_DISTRIBUTED}"
         if kind is not None:
             raise CheckpointMismatch(f"{file} is {kind}. Expected {_EXPECTED}.")
-    parts = [_read(file, max_bytes) for file in files]
-    return _merge(list(zip(files, parts, strict=True)))
+    parts = []
+    for file in files:
+        parts.append((file, _read(file, max_bytes)))
+    return _merge(parts)
 
 
 def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
@@ -299,7 +301,7 @@ def _merge(parts: Sequence[tuple[pathlib.Path, Checkpoint]]) -> Checkpoint:
             optimizers.append(part.optimizer)
     if not ranks:
         ranks, optimizers = parts[:1], optimizers[1:]
-    whole = _of_shards([part for _, part in ranks]) or _merge_ranks(ranks)
+    whole = _of_shards(ranks) or _merge_ranks(ranks)
     if whole.optimizer is not None:
         optimizers.append(whole.optimizer)
     if len(optimizers) > 1:
@@ -310,19 +312,19 @@ def _merge(parts: Sequence[tuple[pathlib.Path, Checkpoint]]) -> Checkpoint:
     return dataclasses.replace(whole, optimizer=next(iter(optimizers), None))
 
 
-def _of_shards(parts: Sequence[Checkpoint]) -> Checkpoint | None:
+def _of_shards(parts: Sequence[tuple[pathlib.Path, Checkpoint]]) -> Checkpoint | None:
     """Merges files that hold nothing but different tensors of one model, as large models have.
 
     Returns:
       The whole model; None if the files are something else.
     """
     model = {}
-    for part in parts:
+    for _, part in parts:
         alone = part.powersgd == () and part.optimizer is None and not part.extra
         if not part.model or not alone or model.keys() & part.model.keys():
             return None
         model |= part.model
-    return dataclasses.replace(parts[0], model=model)
+    return dataclasses.replace(parts[0][1], model=model)
 
 
 def _merge_ranks(parts: Sequence[tuple[pathlib.Path, Checkpoint]]) -> Checkpoint:
@@ -334,11 +336,9 @@ def _merge_ranks(parts: Sequence[tuple[pathlib.Path, Checkpoint]]) -> Checkpoint
     layouts = []
     wrong = []
     known = {}
-    files = collections.Counter(file.resolve() for file, _ in parts)
-    for file, count in files.items():
-        if count > 1:
-            wrong.append(f"{file}: given {count} times")
+    files = collections.Counter()
     for file, part in parts:
+        files[file.resolve()] += 1
         records += part.powersgd
         layouts.append(part.layout)
         for name, value in _shared(part).items():
@@ -352,6 +352,9 @@ def _merge_ranks(parts: Sequence[tuple[pathlib.Path, Checkpoint]]) -> Checkpoint
             wrong.append(f"{file}: {len(part.powersgd)} hook states where one was expected")
             for place in part.unread("PowerSGDState"):
                 wrong.append(f"{place} looks like one: save it as 'comm_hook_state'")
+    for file, count in files.items():
+        if count > 1:
+            wrong.append(f"{file}: given {count} times")
     if first.world_size is not None and len(parts) > first.world_size:
         wrong.append(f"{len(parts)} files of a run of {first.world_size} ranks")
     if wrong:

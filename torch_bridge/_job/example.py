@@ -83,29 +83,30 @@ def run_example(
 
 @contextlib.contextmanager
 def _evaluation(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Puts a module into evaluation mode, and afterwards restores its modes and buffers."""
+    """Puts a module into evaluation mode, and afterwards restores its modes and buffers.
+
+    Products are exact meanwhile, on a CPU as on a GPU: both may round them to 16 bits on request.
+    """
     torch = import_torch()
     modes = {part: part.training for part in module.modules()}
-    buffers = list(module.buffers())
-    saved = [buffer.detach().clone() for buffer in buffers]
-    on_cpu = device.type == "cpu"
-    with contextlib.ExitStack() as undisturbed:
-        undisturbed.enter_context(torch.no_grad())
-        undisturbed.enter_context(torch.random.fork_rng([] if on_cpu else [device]))
-        undisturbed.enter_context(torch.autocast(device.type, enabled=False))
-        if device.type == "cuda":
-            # TF32 rounds to a thousandth, which would hide the differences that we look for.
-            undisturbed.enter_context(torch.backends.cudnn.flags(allow_tf32=False))
-            precision = torch.get_float32_matmul_precision()
-            undisturbed.callback(torch.set_float32_matmul_precision, precision)
-            torch.set_float32_matmul_precision("highest")
+    saved = [buffer.detach().clone() for buffer in module.buffers()]
+    precision = torch.get_float32_matmul_precision()
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng([] if device.type == "cpu" else [device]),
+        torch.autocast(device.type, enabled=False),
+        # TF32 rounds to a thousandth, which would hide the differences that we look for.
+        torch.backends.cudnn.flags(allow_tf32=False),
+    ):
+        torch.set_float32_matmul_precision("highest")
         module.eval()
         try:
             yield
         finally:
+            torch.set_float32_matmul_precision(precision)
             for part, training in modes.items():
                 part.training = training
-            for buffer, values in zip(buffers, saved, strict=True):
+            for buffer, values in zip(module.buffers(), saved, strict=True):
                 buffer.copy_(values)
 
 

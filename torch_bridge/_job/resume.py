@@ -189,4 +189,4 @@ def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None
                 view[...] = array
     for name in BUFFERS:
         buffers = getattr(state, name)
-        setattr(state, name, {bucket: tensor.to(device) for bucket, tensor in buffers.items()})
+        setattr(state, name, jax.tree.map(lambda tensor: tensor.to(device), buffers))

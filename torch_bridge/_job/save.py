@@ -249,9 +249,6 @@ def save_checkpoint(
             hooks = getattr(ddp_model, "_comm_hooks", ())  # torch has no public name for these
             if hooks:
                 hook = hook_name(hooks[-1][0])
-            run = None
-            if inputs is not None:
-                run = run_example(module, inputs)
             scale = None
             beside = dict(extra or {})
             if scaler is not None:
@@ -268,7 +265,7 @@ def save_checkpoint(
                 extra=_plain(beside, "`extra`"),
                 world_size=dist.get_world_size(group),
                 hook=hook,
-                example=run,
+                example=inputs and run_example(module, inputs),
                 loss_scale=scale,
             )
             write_document(pathlib.Path(path), make_document(checkpoint))
