@@ -353,6 +353,48 @@ def test_a_state_that_no_longer_fits_its_dtype_is_refused():
     assert caught.value.mis_shaped == ("error_dict of bucket 0: float16",)
 
 
+# --- an example of a job ------------------------------------------------------------------------
+
+
+class Disturbing(torch.nn.Module):
+    """Notes how it is run, and changes all that a run may change."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(3, 2)
+        self.norm = torch.nn.BatchNorm1d(2)
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append((self.training, torch.get_float32_matmul_precision()))
+        self.norm.running_mean += torch.rand(2)
+        return self.norm(self.fc(x))
+
+
+@pytest.fixture
+def _rounded_products():
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("_rounded_products")
+def test_an_example_is_run_exactly_and_leaves_a_job_as_it_was(alone, tmp_path):
+    module = Disturbing()
+    ddp = DistributedDataParallel(module)
+    random = torch.get_rng_state()
+    mean = module.norm.running_mean.clone()
+    save_checkpoint(tmp_path / "c.pt", ddp, None, example=torch.ones(4, 3))
+    (inputs,), outputs = load(tmp_path / "c.pt").example
+    assert inputs.shape == (4, 3)
+    assert outputs.shape == (4, 2)
+    assert module.seen == [(False, "highest")]
+    assert module.training
+    assert torch.get_float32_matmul_precision() == "medium"
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(module.norm.running_mean, mean)
+
+
 # --- tied in torch, and two leaves in Flax ------------------------------------------------------
 
 

@@ -86,14 +86,16 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
     wild = {}
     # Without a layout the parameters' shapes show which ones torch compresses.
     for entry in known or BucketLayout.from_order([trainable(checkpoint.model)], checkpoint.model):
-        row: dict[str, Any] = dict.fromkeys(("bucket", "q_norm", "error_norm"))
-        row.update(name=entry.name, shape=entry.shape, matrix=entry.matrix)
-        row["rank"] = 0 if record is None else entry.factor_rank(record)
         part = parts.get(entry.name)
-        if part is not None:
-            row["bucket"] = part.bucket
-            row["error_norm"] = _norm(part.error)
-            row["q_norm"] = _norm(part.q if part.rank else None)
+        row: dict[str, Any] = {
+            "name": entry.name,
+            "shape": entry.shape,
+            "matrix": entry.matrix,
+            "rank": 0 if record is None else entry.factor_rank(record),
+            "bucket": part and part.bucket,
+            "q_norm": part and _norm(part.q),
+            "error_norm": part and _norm(part.error),
+        }
         for key in ("q_norm", "error_norm"):
             if row[key] is not None and not math.isfinite(row[key]):
                 wild[entry.name] = key

@@ -209,7 +209,7 @@ def doubts_of_scale(
     ratios = []
     for name, part in (layout.parts(record) if layout else {}).items():
         entry = plan.entries.get(name)
-        if entry is None or part.q is None or not part.rank:
+        if entry is None or part.q is None:
             continue
         moment = entry.state.get("exp_avg", entry.state.get("momentum_buffer"))
         if moment is not None:

@@ -444,9 +444,7 @@ def optimizer_to_torch(
     groups = []
     for group in like["param_groups"]:
         # A learning rate that is an array becomes a tensor, for torch.load(weights_only=True).
-        plain = dict(group)
-        plain.update(plain_copy(group)[0])
-        groups.append(plain)
+        groups.append(dict(group) | plain_copy(group)[0])
     return dict(like, state=filled, param_groups=groups)
 
 

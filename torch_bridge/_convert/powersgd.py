@@ -386,7 +386,7 @@ def _fill(
             torch_q[q_rows] = to_numpy(factors[pair.path]).reshape(torch_q.shape)
             seen.setdefault(part.entry.name, []).append(torch_q)
     for name, part in layout.parts(record).items():
-        if part.rank and part.q is not None:
+        if part.q is not None:
             part.q[...] = _common_q(part, seen.get(name, []))
 
 

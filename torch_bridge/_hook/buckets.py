@@ -119,8 +119,9 @@ class BucketPart(NamedTuple):
       bucket: Index of the bucket.
       rank: The rank of the factors; 0 if the hook does not compress the parameter.
       error: The error, with the parameter's shape; None if the bucket has no such buffer.
-      p: The P factor, shape (rows, rank), with the rows of ``entry.matrix``; or None likewise.
-      q: The Q factor, shape (cols, rank), with the columns of ``entry.matrix``; or None likewise.
+      p: The P factor, shape (rows, rank), with the rows of ``entry.matrix``; or None likewise, and
+        if the parameter is not compressed.
+      q: The Q factor, shape (cols, rank), with the columns of ``entry.matrix``; or None, as for P.
     """
 
     entry: BucketEntry
@@ -316,7 +317,7 @@ def in_hook_order(bucket: Iterable[BucketEntry]) -> list[BucketEntry]:
 
 
 class _Cursor:
-    """Cuts a buffer into consecutive views; if there is no buffer, every view is None."""
+    """Cuts a buffer into consecutive views; without a buffer, and of no values, they are None."""
 
     def __init__(self, flat: Any) -> None:
         self._flat = flat
@@ -327,7 +328,7 @@ class _Cursor:
     def take(self, *shape: int) -> np.ndarray | None:
         start = self._end
         self._end += math.prod(shape)
-        if self._flat is None:
+        if self._flat is None or start == self._end:
             return None
         return self._flat[start : self._end].reshape(shape)
 

@@ -82,18 +82,31 @@ def run_example(
 
 
 @contextlib.contextmanager
+def undisturbed(module: torch.nn.Module) -> Iterator[None]:
+    """Restores a module's buffers and torch's random number generators when the block ends."""
+    torch = import_torch()
+    saved = [buffer.detach().clone() for buffer in module.buffers()]
+    devices = {parameter.device for parameter in module.parameters()} - {torch.device("cpu")}
+    with torch.random.fork_rng(list(devices)):
+        try:
+            yield
+        finally:
+            for buffer, values in zip(module.buffers(), saved, strict=True):
+                buffer.copy_(values)
+
+
+@contextlib.contextmanager
 def _evaluation(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Puts a module into evaluation mode, and afterwards restores its modes and buffers.
+    """Puts a module into evaluation mode, and restores its modes when the block ends.
 
     Products are exact meanwhile, on a CPU as on a GPU: both may round them to 16 bits on request.
     """
     torch = import_torch()
     modes = {part: part.training for part in module.modules()}
-    saved = [buffer.detach().clone() for buffer in module.buffers()]
     precision = torch.get_float32_matmul_precision()
     with (
         torch.no_grad(),
-        torch.random.fork_rng([] if device.type == "cpu" else [device]),
+        undisturbed(module),
         torch.autocast(device.type, enabled=False),
         # TF32 rounds to a thousandth, which would hide the differences that we look for.
         torch.backends.cudnn.flags(allow_tf32=False),
@@ -106,8 +119,6 @@ def _evaluation(module: torch.nn.Module, device: torch.device) -> Iterator[None]
             torch.set_float32_matmul_precision(precision)
             for part, training in modes.items():
                 part.training = training
-            for buffer, values in zip(module.buffers(), saved, strict=True):
-                buffer.copy_(values)
 
 
 def _plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ from torch_bridge._base.framework import HOOKS, import_torch
 from torch_bridge._base.schema import BUFFERS, COUNTERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_tensor
 from torch_bridge._hook.buckets import BucketLayout
+from torch_bridge._job.example import undisturbed
 from torch_bridge._job.save import (
     awaits_rebuild,
     holds_buffers,
@@ -108,7 +109,6 @@ def resume_powersgd(
       >>> state.iter, state.start_powerSGD_iter
       (20, 20)
     """
-    torch = import_torch()
     require(ddp_model=ddp_model, state=state)
     count = state.iter
     start = state.start_powerSGD_iter
@@ -117,13 +117,10 @@ def resume_powersgd(
     over_gloo = import_torch("torch.distributed").get_backend(state.process_group) == "gloo"
     default = waiting_hook if over_gloo else import_torch(HOOKS).powerSGD_hook
     ddp_model.register_comm_hook(state, hook or default)
-    buffers = [buffer.detach().clone() for buffer in ddp_model.module.buffers()]
     # DDP rebuilds its buckets in the second forward pass, and with a static graph in the third.
-    with torch.random.fork_rng():
+    with undisturbed(ddp_model.module):
         for _ in range(3 if ddp_model.static_graph else 2):
             backward()
-    for buffer, saved in zip(ddp_model.module.buffers(), buffers, strict=True):
-        buffer.copy_(saved)
     # Gradients of the rehearsal must not be added to those of the first step.
     for parameter in ddp_model.module.parameters():
         parameter.grad = None

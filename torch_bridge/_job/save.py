@@ -265,7 +265,7 @@ def save_checkpoint(
                 extra=_plain(beside, "`extra`"),
                 world_size=dist.get_world_size(group),
                 hook=hook,
-                example=inputs and run_example(module, inputs),
+                example=None if inputs is None else run_example(module, inputs),
                 loss_scale=scale,
             )
             write_document(pathlib.Path(path), make_document(checkpoint))
@@ -304,9 +304,7 @@ def _gather_errors(state: PowerSGDState, group: Any) -> list[dict[int, torch.Ten
     """Returns the errors of all ranks, in rank order, on rank 0; an empty list on other ranks."""
     torch = import_torch()
     dist = import_torch("torch.distributed")
-    errors = {}
-    for bucket in sorted(state.error_dict):
-        errors[bucket] = state.error_dict[bucket].detach()
+    errors = jax.tree.map(torch.Tensor.detach, dict(sorted(state.error_dict.items())))
     if dist.get_rank(group) != 0:
         root = dist.get_global_rank(group, 0)
         for error in errors.values():
