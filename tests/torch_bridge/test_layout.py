@@ -421,6 +421,13 @@ def test_a_layout_in_another_order_is_refused():
         layout_of(checkpoint, wrong, None)
 
 
+def test_a_layout_is_taken_where_a_bucket_has_no_errors():
+    layout, checkpoint = checkpoint_of(ORDERS["ready, two buckets"])
+    for record in checkpoint.powersgd:
+        del record.error_dict[0]
+    assert layout_of(checkpoint, layout, None) == layout
+
+
 def test_a_layout_is_taken_where_all_ranks_had_the_same_gradients():
     layout, checkpoint = checkpoint_of([VIT_READY], VIT)
     (error,) = checkpoint.powersgd[0].error_dict.values()

@@ -160,7 +160,8 @@ class _Test:
         """Reads all errors once, because they may be gigabytes and there are many candidates."""
         self.record = checkpoint.powersgd[0]
         self.entries = entries
-        self.lengths = list(dict(sorted(self.record.error_sizes.items())).values())
+        self._sizes = self.record.error_sizes
+        self.lengths = list(dict(sorted(self._sizes.items())).values())
         self._errors = self.record.error_dict
         self._means = {}
         if not checkpoint.missing_ranks:
@@ -208,11 +209,11 @@ class _Test:
         """
         for bucket, places in enumerate(buckets):
             total = self.size(places)
-            is_whole = bool(self.lengths) and total == self.lengths[bucket]
+            is_whole = self._sizes.get(bucket) == total
             following = rest
             if is_whole or bucket < len(buckets) - 1:
                 following = ()
-            if self.lengths and not is_whole and not following:
+            if bucket in self._sizes and not is_whole and not following:
                 return f"no parameter ends where bucket {bucket} does"
             factors = {}
             # Matrices of one shape stand together, so all parameters of the bucket must be known.
