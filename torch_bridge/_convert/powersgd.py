@@ -379,9 +379,9 @@ def _fill(
     factors = leaves_by_path(state.q)
     seen = {}  # torch name -> one Q for each leaf of the tensor
     for pair, part, q_rows in matrices:
-        if part.error is not None and pair.path in residuals:
+        if part.error is not None:
             part.error[pair.row_range] = pair.to_torch(residuals[pair.path])
-        if part.q is not None and pair.path in factors:
+        if part.q is not None:
             torch_q = np.empty_like(part.q)
             torch_q[q_rows] = to_numpy(factors[pair.path]).reshape(torch_q.shape)
             seen.setdefault(part.entry.name, []).append(torch_q)
