@@ -72,7 +72,11 @@ class Checkpoint:
         """Returns what seem to be states of one kind in `extra`, by their Python expressions.
 
         Args:
-          kind: A kind of `is_state`, such as ``"optimizer"``.
+          kind: ``"optimizer"``, ``"PowerSGDState"``, ``"scheduler"`` or ``"GradScaler"``.
+
+        Example:
+          >>> Checkpoint({}, extra={"ema": {"param_groups": []}}).unread("optimizer")
+          {"checkpoint.extra['ema']": {'param_groups': []}}
         """
         states = {}
         for keys, value in nested(self.extra):
