@@ -153,17 +153,17 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
         {'rank': 2, 'start_step': 100}
     """
     if len(args) == 1 and hasattr(args[0], "matrix_approximation_rank"):
-        given = {name: getattr(args[0], name) for name in _POSITIONS if hasattr(args[0], name)}
+        values = {name: getattr(args[0], name) for name in _POSITIONS if hasattr(args[0], name)}
     elif len(args) > len(_POSITIONS):
         raise ValueError(
             f"PowerSGDState takes {len(_POSITIONS)} positional arguments, got {len(args)}. Pass "
             "them by name."
         )
     else:
-        given = dict(zip(_POSITIONS, args, strict=False))
+        values = dict(zip(_POSITIONS, args, strict=False))
     for name, value in arguments.items():
         # A single argument may be a state, some of whose values the caller replaces by name.
-        if name in given and args[1:]:
+        if name in values and args[1:]:
             raise ValueError(f"{name!r} is given twice, by position and by name; leave one out.")
         if name in _REFUSED and value is not None:
             raise ValueError(f"`{name}` is no argument of torch's PowerSGDState: {_REFUSED[name]}.")
@@ -172,7 +172,7 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
             hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(_KNOWN)}."
             raise ValueError(f"{name!r} is not an argument of torch's PowerSGDState. {hint}")
     kwargs = {}
-    for name, value in (given | arguments).items():
+    for name, value in (values | arguments).items():
         ours = _ARGUMENTS.get(name)
         if ours:
             kwargs[ours] = value
@@ -222,5 +222,7 @@ def reducer_from_torch(
     if name not in _REDUCERS:
         instead = _ELSEWHERE.get(name, f"one of {', '.join(_HOOKS)}")
         raise ValueError(f"There is no reducer for the hook {name!r}; use {instead}.")
-    make, own = _REDUCERS[name]
-    return make(axis_name=axis_name, **(wire if make is jaxcomp.allreduce else {}) | own)
+    make, fixed = _REDUCERS[name]
+    if make is jaxcomp.allreduce:
+        fixed = wire | fixed
+    return make(axis_name=axis_name, **fixed)
