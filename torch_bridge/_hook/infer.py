@@ -31,6 +31,7 @@ from torch_bridge._hook.ready_orders import reversed_modules, used_orders
 from torch_bridge._pairing.pairs import Pair, unpaired
 
 _COLUMNS = 128  # the most columns of P that are tested
+_USUAL = 4  # the usual orders in `_orders`
 _HOW_TO = (
     "Record it in the torch run with torch_bridge.record_layout(ddp_model, state), or pass "
     "layout=BucketLayout.from_order(...)."
@@ -73,9 +74,10 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     test = _Test(checkpoint, BucketLayout.from_order([every], model).entries)
     fitting: dict[Any, tuple[str, BucketLayout]] = {}
     reasons = []
-    for orders_of in (_usual_orders, _unusual_orders):
-        for names in filter(test.fits, trained):
-            for label, order in orders_of(names, test):
+    candidates = [_orders(names, test) for names in filter(test.fits, trained)]
+    for most in (_USUAL, None):  # the usual orders decide, if one of them fits
+        for orders in candidates:
+            for label, order in itertools.islice(orders, most):
                 buckets = test.filled(order, test.lengths)
                 layout = BucketLayout.from_order(list(map(list, buckets)), model)
                 flaws = [*layout.misfits(test.record), test.flaw(buckets)]
@@ -318,8 +320,10 @@ def layout_of(
     return layout
 
 
-def _usual_orders(names: Sequence[str], test: _Test) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yields the usual orders of a model's parameters, with labels.
+def _orders(names: Sequence[str], test: _Test) -> Iterator[tuple[str, Iterable[str]]]:
+    """Yields orders of a model's parameters, with labels: first the usual orders.
+
+    Then come the orders that fit if modules use their parts in any order.
 
     Args:
       names: The names of the trained parameters, in the order of definition.
@@ -333,17 +337,12 @@ def _usual_orders(names: Sequence[str], test: _Test) -> Iterator[tuple[str, Iter
     buckets = test.filled(names, test.lengths[::-1])
     yield "definition order", itertools.chain(*buckets[::-1])
 
-
-def _unusual_orders(names: Sequence[str], test: _Test) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yields the orders that fit if modules use their parts in any order, with labels."""
-
     def can_begin(order: Sequence[str]) -> bool:
         rest = dict.fromkeys(names)
         for name in order:
             del rest[name]
         return not test.flaw(test.filled(order, test.lengths), tuple(rest))
 
-    labels = ("gradient-ready order", "reversed modules")
-    for label, groups in zip(labels, reversed_modules(names, test.entries), strict=True):
+    for label, groups in (("gradient-ready order", ready), ("reversed modules", whole)):
         for place, order in enumerate(used_orders(groups, test.entries, can_begin)):
             yield f"{label}, modules used in another order ({place})", order
