@@ -298,11 +298,11 @@ def _no_optimizer(value: Any) -> str:
         )
         if len(inner) > 1:
             sentence += f"; there are {some(list(map(str, inner)))}"
-        masters = [name for name in value if "fp32" in str(name)]
+        masters = [name for name in map(str, value) if "fp32" in name]
         if masters:
             sentence += (
-                f". The float32 copies in {some(list(map(str, masters)))} are the weights that it "
-                "updates: put them into `model` as well"
+                f". The float32 copies in {some(masters)} are the weights that it updates: put "
+                "them into `model` as well"
             )
         return f"{sentence}."
     if any(isinstance(name, str) and name.startswith("param_groups.") for name in value):
@@ -322,19 +322,15 @@ def _numbered(optimizer: Document, problems: Problems) -> list[Entry]:
     nobodys = set(optimizer["state"])
     for number, group in enumerate(optimizer["param_groups"]):
         states = {}
-        names = set()
         for index in group["params"]:
             key = index
             if index not in optimizer["state"]:
                 key = str(index)  # dcp_to_torch and JSON make text of the indices
             nobodys.discard(key)
-            state = dict(optimizer["state"].get(key, {}))
-            for name in [name for name, value in state.items() if value is None]:
-                del state[name]
-            names |= state.keys()
-            states[index] = state
+            state = optimizer["state"].get(key, {})
+            states[index] = {name: value for name, value in state.items() if value is not None}
         with problems.about(f"group {number}"):
-            hyper = Hyperparameters.read(group, names)
+            hyper = Hyperparameters.read(group, set().union(*states.values()))
             for index, state in states.items():
                 step = _number("step", state.get("step", 0))
                 if not 0 <= step < _MAX_STEPS:
