@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch_bridge._pairing.layers import Layer, Share
 from torch_bridge._pairing.pairs import Maps, Packing, Pair, Shape
@@ -68,24 +68,43 @@ class View(NamedTuple):
         return self._replace(pair=dataclasses.replace(self.pair, split=split, axes=axes))
 
 
+Views: TypeAlias = dict[Form, View]  # the views in all forms that the shapes allow
+
+
 class Link(NamedTuple):
-    """One tensor of a layer and its leaf, by their names in the layers."""
+    """A tensor of a torch layer and a leaf of a Flax layer, which may be one.
+
+    Attributes:
+      tensor: The tensor's name in its layer, which may lack it.
+      leaf: The leaf's name in its layer, which may lack it.
+      share: The part of the rows that go to the leaf; None for all rows.
+      maps: For the leaf's first axes and its last axes, the field of `Answer` with the maps there,
+        or "" if there are none.
+      forms: Form -> order of torch's axes; None for a vector, or a matrix (out, in).
+      is_packed: Whether three row axes of the leaf may have any order in torch.
+      terms: As for `Pair`, like `must_be_zero`.
+    """
 
     tensor: str
     leaf: str
-    views: dict[Form, View]  # empty if the shapes do not fit
+    share: Share | None = None
+    maps: tuple[str, str] = _NO_MAPS
+    forms: Mapping[Form, Shape] | None = None
+    is_packed: bool = False
+    terms: int = 1
+    must_be_zero: tuple[int, int] | None = None
 
 
 class Joined(NamedTuple):
     """A torch layer and a Flax layer as partners.
 
     Attributes:
-      links: The tensors and leaves that fit.
+      links: The names of each tensor and its leaf -> the views, for those that fit.
       problems: A line of text for each ``missing`` leaf, which has no tensor, each ``unexpected``
         tensor, which has no leaf, and each ``mis_shaped`` tensor with its leaf.
     """
 
-    links: list[Link]
+    links: dict[tuple[str, str], Views]
     problems: dict[str, list[str]]
 
     @property
@@ -96,15 +115,13 @@ class Joined(NamedTuple):
     @property
     def forms(self) -> list[Form]:
         """Returns the possible forms of the weight, the usual form first."""
-        if not self.links:
-            return []
-        return list(self.links[0].views)
+        return list(next(iter(self.links.values()), ()))
 
     def views(self, form: Form) -> list[View]:
         """Returns the view of each link in a form, or the usual view if it has no such form."""
         views = []
-        for link in self.links:
-            views.append(link.views.get(form) or next(iter(link.views.values())))
+        for several in self.links.values():
+            views.append(several.get(form) or next(iter(several.values())))
         return views
 
     def pairs(self, answer: Answer) -> list[Pair]:
@@ -122,28 +139,32 @@ class Joined(NamedTuple):
 @functools.lru_cache(maxsize=2**12)
 def join(torch: Layer, flax: Layer) -> Joined:
     """Links the tensors of a torch layer with the leaves of a Flax layer."""
-    links = []
-    problems = {"missing": [], "unexpected": [], "mis_shaped": []}
-    kind = _KINDS.get((torch.sort, flax.sort), _bare)
-    placed = set()
-    filled = set()
+    links = {}
     lost = set()  # packed tensors, of which a part has no leaf
+    kind = _KINDS.get((torch.sort, flax.sort), _bare)
     for link in kind(torch, flax):
+        both = (link.tensor, link.leaf)
         if link.leaf not in flax.parts:
             lost.add(link.tensor)
-        elif link.tensor in torch.parts:
-            placed.add(link.tensor)
-            filled.add(link.leaf)
-            if link.views:
-                links.append(link)
-            else:
-                line = f"{torch.line(link.tensor)} <-> {flax.line(link.leaf)}"
-                problems["mis_shaped"].append(line)
-    for leaf in itertools.filterfalse(filled.__contains__, flax.parts):
-        problems["missing"].append(flax.line(leaf))
-    for tensor in itertools.filterfalse((placed - lost).__contains__, torch.parts):
-        problems["unexpected"].append(torch.line(tensor))
-    return Joined(links, problems)
+        elif link.tensor in torch.parts and not links.get(both):
+            # Of several links of the same names, the first one that fits counts.
+            links[both] = _views(link, torch, flax)
+    problems = {"missing": [], "unexpected": [], "mis_shaped": []}
+    fitting = {}
+    empty = dict.fromkeys(flax.parts)
+    homeless = dict.fromkeys(torch.parts)
+    for (tensor, leaf), views in links.items():
+        empty.pop(leaf, None)
+        if tensor not in lost:
+            homeless.pop(tensor, None)
+        if views:
+            fitting[tensor, leaf] = views
+        else:
+            line = f"{torch.line(tensor)} <-> {flax.line(leaf)}"
+            problems["mis_shaped"].append(line)
+    problems["missing"] += map(flax.line, empty)
+    problems["unexpected"] += map(torch.line, homeless)
+    return Joined(fitting, problems)
 
 
 def _weight(torch: Layer, flax: Layer) -> list[Link]:
@@ -159,47 +180,34 @@ def _weight(torch: Layer, flax: Layer) -> list[Link]:
     space = tuple(range(2, len(shape)))
     in_out = CONV_TRANSPOSE if space else CONV1D
     forms: dict[Form, Shape] = {OUT_IN: (*space, 1, 0), in_out: (*space, 0, 1)}
-    is_dense = not space or (math.prod(shape[2:]) == 1 and len(kernel) == 2)
     maps = _NO_MAPS
-    if is_dense:
+    if not space or (math.prod(shape[2:]) == 1 and len(kernel) == 2):
         maps = _DENSE
-    if torch.share:
-        del forms[in_out]
-    elif not is_dense and len(shape) != len(kernel):
-        # A Conv2d over one channel that is a Conv1d in Flax.
-        del forms[in_out]
-        turned = (*space[::-1], 1, 0)
-        forms[turned] = turned
-    elif not is_dense and len(shape) == 3:
+    elif len(shape) != len(kernel):  # a Conv2d over one channel that is a Conv1d in Flax
+        forms = {OUT_IN: forms[OUT_IN], (*space[::-1], 1, 0): (*space[::-1], 1, 0)}
+    elif len(shape) == 3 and not torch.share:
         for order in itertools.permutations(range(3)):
             forms[order] = order
-    weight = _link(torch, flax, "weight", "kernel", torch.share, maps, forms)
-    bias = _link(torch, flax, "bias", "bias", torch.share, ("", maps[1]))
-    usual = weight.views.get(OUT_IN)
-    if usual and usual.pair.row_axes == _PACKED_AXES:
-        for order in itertools.islice(itertools.permutations(range(_PACKED_AXES)), 1, None):
-            weight.views[order] = usual.with_rows(order)
-            if bias.views:
-                bias.views[order] = bias.views[OUT_IN].with_rows(order)
-    return [weight, bias]
+    if torch.share:
+        forms = {OUT_IN: forms[OUT_IN]}
+    return [
+        Link("weight", "kernel", torch.share, maps, forms, is_packed=True),
+        Link("bias", "bias", torch.share, ("", maps[1]), is_packed=True),
+    ]
 
 
-def _embedding(torch: Layer, flax: Layer) -> list[Link]:
+def _embedding(torch: Layer, _: Layer) -> list[Link]:
     """Links an embedding, whose rows may be flattened maps."""
-    forms: dict[Form, Shape] = {OUT_IN: tuple(range(len(torch.shape("weight"))))}
-    return [_link(torch, flax, "weight", "embedding", None, ("", "unflatten"), forms)]
+    same = tuple(range(len(torch.shape("weight"))))
+    return [Link("weight", "embedding", maps=("", "unflatten"), forms={OUT_IN: same})]
 
 
-def _norm(torch: Layer, flax: Layer) -> list[Link]:
+def _norm(_: Layer, flax: Layer) -> list[Link]:
     """Links a norm of any kind, with its running statistics, or a PReLU."""
-    scale = "scale"
+    leaves = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "var"}
     if "negative_slope" in flax.parts:
-        scale = "negative_slope"
-    leaves = {"weight": scale, "bias": "bias", "running_mean": "mean", "running_var": "var"}
-    links = []
-    for tensor, leaf in leaves.items():
-        links.append(_link(torch, flax, tensor, leaf, maps=("", "flatten")))
-    return links
+        leaves["weight"] = "negative_slope"
+    return [Link(tensor, leaf, maps=("", "flatten")) for tensor, leaf in leaves.items()]
 
 
 def _norm_of_map(torch: Layer, flax: Layer) -> list[Link]:
@@ -211,22 +219,23 @@ def _norm_of_map(torch: Layer, flax: Layer) -> list[Link]:
     same = tuple(range(len(torch.shape("weight"))))
     last = (*same[1:], 0)
     forms: dict[Form, Shape] = {same: same, last: last}
-    weight = _link(torch, flax, "weight", "scale", forms=forms)
-    bias = torch.shape("bias")
-    if not weight.views or (bias and len(bias) != len(same)):  # a Linear, even of one value
+    weight = Link("weight", "scale", forms=forms)
+    is_linear = len(torch.shape("bias") or same) != len(same)  # even of one value
+    if is_linear or "scale" not in flax.parts or not _views(weight, torch, flax):
         return _bare(torch, flax)
-    return [weight, _link(torch, flax, "bias", "bias", forms=forms)]
+    return [weight, Link("bias", "bias", forms=forms)]
 
 
-def _attention(torch: Layer, flax: Layer) -> list[Link]:
+def _attention(_: Layer, __: Layer) -> list[Link]:
     """Links the parts of MultiheadAttention's packed projection, and the output projection."""
-    links = []
+    links = [Link("out_proj.weight", "out.kernel"), Link("out_proj.bias", "out.bias")]
     for place, name in enumerate(("query", "key", "value")):
-        links.append(_link(torch, flax, "in_proj_weight", f"{name}.kernel", (place, (1, 1, 1))))
-        links.append(_link(torch, flax, f"{name[0]}_proj_weight", f"{name}.kernel"))
-        links.append(_link(torch, flax, "in_proj_bias", f"{name}.bias", (place, (1, 1, 1))))
-    links.append(_link(torch, flax, "out_proj.weight", "out.kernel"))
-    links.append(_link(torch, flax, "out_proj.bias", "out.bias"))
+        share = (place, (1, 1, 1))
+        links += [
+            Link("in_proj_weight", f"{name}.kernel", share),
+            Link(f"{name[0]}_proj_weight", f"{name}.kernel"),
+            Link("in_proj_bias", f"{name}.bias", share),
+        ]
     return links
 
 
@@ -250,21 +259,16 @@ def _recurrent(torch: Layer, flax: Layer) -> list[Link]:
         share = (place, (1,) * len(gates))
         inputs = f"{prefix}i{gate}"
         state = f"{prefix}h{gate}"
-        links += [
-            _link(torch, flax, "weight_ih", f"{inputs}.kernel", share, ("flatten", "")),
-            _link(torch, flax, "weight_hh", f"{state}.kernel", share),
-        ]
-        biases = [("bias_ih", f"{inputs}.bias"), ("bias_hh", f"{state}.bias")]
-        biases.sort(key=lambda bias: bias[1] not in flax.parts)
-        (first, leaf), (second, other) = biases
-        fields = {}
-        if other not in flax.parts:  # `leaf` is the sum of both biases
-            other = leaf
-            fields["terms"] = 2
-        links.append(_link(torch, flax, first, leaf, share, **fields))
-        if fields and count == 3 and prefix:
-            fields["must_be_zero"] = (2 * hidden, 3 * hidden)
-        links.append(_link(torch, flax, second, other, share, **fields))
+        links.append(Link("weight_ih", f"{inputs}.kernel", share, ("flatten", "")))
+        links.append(Link("weight_hh", f"{state}.kernel", share))
+        biases = [Link("bias_ih", f"{inputs}.bias", share), Link("bias_hh", f"{state}.bias", share)]
+        first, second = sorted(biases, key=lambda bias: bias.leaf not in flax.parts)
+        if second.leaf not in flax.parts:  # the first leaf is the sum of both biases
+            first = first._replace(terms=2)
+            second = second._replace(leaf=first.leaf, terms=2)
+            if count == 3 and prefix:
+                second = second._replace(must_be_zero=(2 * hidden, 3 * hidden))
+        links += [first, second]
     return links
 
 
@@ -291,11 +295,11 @@ def _bare(torch: Layer, flax: Layer) -> list[Link]:
         maps = _DENSE
     elif torch.sort == "bare" and len(without_ones(shape)) <= 1:
         maps = ("", "flatten")
-    link = _link(torch, flax, tensor, leaf, None, maps, dict(zip(orders, orders, strict=True)))
-    if not link.views and len(same) <= _BARE_AXES:
+    links = [Link(tensor, leaf, None, maps, dict(zip(orders, orders, strict=True)))]
+    if len(same) <= _BARE_AXES:
         orders = list(itertools.permutations(same))
-        link = _link(torch, flax, tensor, leaf, None, maps, dict(zip(orders, orders, strict=True)))
-    return [link]
+        links.append(Link(tensor, leaf, None, maps, dict(zip(orders, orders, strict=True))))
+    return links
 
 
 # Sorts of a torch and a Flax layer -> the function that links them. `_bare` links other sorts, if
@@ -310,47 +314,23 @@ _KINDS: Mapping[tuple[str, str], Callable[[Layer, Layer], list[Link]]] = {
 }
 
 
-def _link(
-    torch: Layer,
-    flax: Layer,
-    tensor: str,
-    leaf: str,
-    share: Share | None = None,
-    maps: tuple[str, str] = _NO_MAPS,
-    forms: Mapping[Form, Shape] | None = None,
-    **fields: Any,
-) -> Link:
-    """Links a tensor, or a share of its rows, with a leaf, in each form that the shapes allow.
-
-    Forms with equal views occur once.
-
-    Args:
-      torch: The layer of the tensor.
-      flax: The layer of the leaf.
-      tensor: The tensor's name in its layer, which may lack it.
-      leaf: The leaf's name in its layer, which may lack it.
-      share: The part of the rows; None for all rows.
-      maps: For the leaf's first axes and its last axes, the field of `Answer` with the maps there,
-        or "" if there are none.
-      forms: Form -> order of torch's axes; None for a vector, or a matrix (out, in).
-      **fields: Further fields of the pair.
-    """
-    views: dict[Form, View] = {}
-    if tensor not in torch.parts or leaf not in flax.parts:
-        return Link(tensor, leaf, views)
-    name, whole = torch.parts[tensor]
-    path, target = flax.parts[leaf]
+def _views(link: Link, torch: Layer, flax: Layer) -> Views:
+    """Returns the view of a link in each form that the shapes allow, without equal views."""
+    name, whole = torch.parts[link.tensor]
+    path, target = flax.parts[link.leaf]
     shape = whole or (1,)
-    forms = forms or {OUT_IN: tuple(range(len(shape)))[::-1]}
-    if share and len(share[1]) > 1:
-        place, sizes = share
+    forms = link.forms or {OUT_IN: tuple(range(len(shape)))[::-1]}
+    rows = None
+    if link.share and len(link.share[1]) > 1:
+        place, sizes = link.share
         unit, rest = divmod(shape[0], sum(sizes))
         start = unit * sum(sizes[:place])
         height = unit * sizes[place]
-        fields["rows"] = (start, start + height)
+        rows = (start, start + height)
         shape = (height, *shape[1:])
         if rest:
             forms = {}
+    views: Views = {}
     seen = set()
     for form, order in forms.items():
         wide = tuple(axis for axis in order if shape[axis] != 1)  # axes of length 1 do not matter
@@ -364,12 +344,19 @@ def _link(
         flip = ()
         if form == CONV_TRANSPOSE:
             flip = tuple(range(len(target) - 2))
-        pair = Pair(name, whole, path, target, split, axes, len(leaf_axes[0]), flip, **fields)
-        first, last = maps
+        pair = Pair(
+            *(name, whole, path, target, split, axes, len(leaf_axes[0]), flip),
+            *(rows, link.terms, link.must_be_zero),
+        )
+        first, last = link.maps
         views[form] = View(pair, first, last)
         if order[-1] == 0:  # torch's rows are the last axis in Flax
             views[form] = View(pair, last, first)
-    return Link(tensor, leaf, views)
+    usual = views.get(OUT_IN)
+    if link.is_packed and usual and usual.pair.row_axes == _PACKED_AXES:
+        for order in itertools.islice(itertools.permutations(range(_PACKED_AXES)), 1, None):
+            views[order] = usual.with_rows(order)
+    return views
 
 
 def _leaf_axes(shape: Shape, target: Shape, order: Shape) -> list[list[int]] | None:

@@ -229,9 +229,8 @@ def _meet(layer: Layer, part: str, target: Layer, leaf: str, rule: Rule) -> bool
     pattern matches the module's name, too, and joining the layers gives any link.
     """
     links = join(layer, target).links
-    for link in links:
-        if (link.tensor, link.leaf) == (part, leaf):
-            return True
+    if (part, leaf) in links:
+        return True
     return bool(links) and re.fullmatch(rule.pattern, layer.name) is not None
 
 
