@@ -25,8 +25,8 @@ from torch_bridge._pairing.pairs import Pair
 from torch_bridge._pairing.questions import Questions, answered, asked_orders, listed
 from torch_bridge._pairing.search import TRIES, Search
 
-# Class of torch or transformers -> the form of its weight.
-_FORMS = {"Linear": OUT_IN, "_ConvNd": OUT_IN, "Conv1D": CONV1D}
+# Class of torch or transformers -> the form of its weight; "" if Flax has two forms of it.
+_FORMS = {"Linear": OUT_IN, "_ConvTransposeNd": "", "_ConvNd": OUT_IN, "Conv1D": CONV1D}
 _PACKED_IN_FLAX = (
     "A Flax kernel that packs several (query, key and value) cannot be filled from separate torch "
     "weights: convert into a tree with separate kernels, and join them with np.concatenate. "
@@ -145,10 +145,7 @@ def refuse_lost_statistics(tensors: Mapping[str, Any], tree: Tree, options: Opti
     Raises:
       CheckpointMismatch: The Flax tree has no statistics; the error lists torch's.
     """
-    lost = []
-    for name in options.kept(tensors):
-        if name.endswith(STATISTICS):
-            lost.append(name)
+    lost = list(filter(lambda name: name.endswith(STATISTICS), options.kept(tensors)))
     if lost and not tree.has_statistics:
         raise CheckpointMismatch(
             "The Flax tree has no place for running statistics. Pass linen variables with "
@@ -286,10 +283,7 @@ def known_forms(model: Any) -> dict[str, str]:
     """Returns the form of each module's weight, by its class; {} if `model` is a state dict."""
     forms = {}
     for name, module in getattr(model, "named_modules", tuple)():
-        kinds = [kind.__name__ for kind in type(module).__mro__]
-        if "_ConvTransposeNd" in kinds:
-            continue
-        for kind in reversed(kinds):
-            if kind in _FORMS:
-                forms[name] = _FORMS[kind]
+        for kind in type(module).__mro__:
+            if kind.__name__ in _FORMS:
+                forms.setdefault(name, _FORMS[kind.__name__])
     return forms

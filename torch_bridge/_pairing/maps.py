@@ -213,9 +213,11 @@ class Flow:
 
         The convolutions before it have at least as many output channels in all.
         """
+        if not layer.is_vector or self.sizes[layer].get("flatten") != values:
+            return False
         before, _ = self._beside(layer)
-        total = sum(self.facing["flatten"][conv] for conv in before if conv in self.convs)
-        return layer.is_vector and self.sizes[layer].get("flatten") == values <= total
+        convs = filter(self.convs.__contains__, before)
+        return sum(map(self.facing["flatten"].__getitem__, convs)) >= values
 
     def _beside(self, layer: Layer) -> tuple[list[Layer], list[Layer]]:
         """Returns the layers before a layer and those behind it, the nearest first."""
