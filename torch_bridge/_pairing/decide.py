@@ -239,7 +239,7 @@ def _without_problems(match: Match) -> Reading:
         (orders and is_plain, _ORDER_IS_OPEN + _PLAIN_ORDER),
         (orders, _ORDER_IS_OPEN),
         (is_plain, _PLAIN_IS_OPEN),
-        (questions.likely, _MAPS_ARE_OPEN),
+        (questions.has_likely_map, _MAPS_ARE_OPEN),
         (True, _FORMS_ARE_OPEN),
     )
     message = next(sentence for applies, sentence in cases if applies)

@@ -157,8 +157,11 @@ class Match:
                 shares = layer.shares(sizes)
                 lacking = False
                 for share, size in zip(shares, sizes, strict=True):
-                    fitting = filter(lambda alike, share=share: self.fits(share, alike[0]), kinds)
-                    lacking = lacking or sum(map(len, fitting)) < sizes.count(size)
+                    places = 0
+                    for alike in kinds:
+                        if self.fits(share, alike[0]):
+                            places += len(alike)
+                    lacking = lacking or places < sizes.count(size)
                 if not lacking:
                     packed[layer] = shares
                     break

@@ -191,7 +191,7 @@ class Questions:
 
     Attributes:
       asked: The open questions, each a line of text that says how to answer.
-      likely: The arguments for flattened maps directly beside a convolution, which are likely.
+      has_likely_map: Whether a layer directly beside a convolution probably has a flattened map.
       assumed: A line of text for each question that ``plain=True`` answers, although neither names
         nor shapes of other layers support the answer.
     """
@@ -199,7 +199,7 @@ class Questions:
     def __init__(self, match: Match, reading: Reading) -> None:
         """Asks about the layers of a reading, which has the user's answers."""
         self.asked = []
-        self.likely = []
+        self.has_likely_map = False
         self.assumed = []
         self._options = match.options
         self._ask_forms(match, reading)
@@ -255,8 +255,7 @@ class Questions:
             names = listed(layers)
             answer = f"{option}={{{names!r}: {_written(shapes[0])}}}"
             is_likely = any(map(flow.is_beside_convolution, itertools.repeat(option), layers))
-            if is_likely:
-                self.likely.append(answer)
+            self.has_likely_map |= is_likely
             if self._options.plain:
                 if is_likely or not flow.has_other_end(option, values):
                     self.assumed.append(
