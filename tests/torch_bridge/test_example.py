@@ -331,6 +331,10 @@ def attention(n, x, order):
     elif order == "general heads":
         rows = n.general(x, "qkv", 2, 12)
         q, k, v = in_parts(rows.reshape(*x.shape[:2], 24), "heads")
+    elif order == "one and two":
+        rows = n.dense(x, "qkv", 24)
+        rest = rows[..., 8:]
+        q, k, v = rows[..., :8], rest[..., :8], rest[..., 8:]
     elif order == "general parts":
         rows = n.general(x, "qkv", 3, 2, 4)
         q, k, v = in_parts(rows.reshape(*x.shape[:2], 24), "qkv")
@@ -350,6 +354,7 @@ SENTENCE = values(2, 5, 8)
         ("heads", "qkv"),
         ("heads", "general heads"),
         ("heads", "general parts"),
+        ("heads", "one and two"),
         ("qkv", "heads"),
         ("qkv", "general heads"),
         ("vqk", "dense"),

@@ -254,7 +254,11 @@ class Evidence:
         self.maps = list(dict.fromkeys(self.maps))
         for (whole, axis), places in cuts.items():
             length = whole.aval.shape[axis]
-            self._add_split(length, np.diff(sorted({0, *places, length})).tolist())
+            sizes = np.diff(sorted({0, *places, length})).tolist()
+            self._add_split(length, sizes)
+            for size in sizes:  # the model may cut the rest of the axis later
+                if length % size == 0 and length // size in _PARTS:
+                    self._add_split(length, [size] * (length // size))
 
     def _add_merged(self, wide: Sequence[int], narrow: Sequence[int]) -> Shape:
         """Adds the map whose axes become the last axis; returns their lengths, or ()."""
