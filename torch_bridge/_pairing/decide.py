@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import STATISTICS, clean_names, equal_matrices, shape_of, tied
 from torch_bridge._base.terminal import printable
-from torch_bridge._pairing.evidence import Apart, Evidence
+from torch_bridge._pairing.evidence import Apart, Apply, Evidence, Example
 from torch_bridge._pairing.kinds import CONV1D, OUT_IN, join
 from torch_bridge._pairing.layers import Layer, layers_of
 from torch_bridge._pairing.leaves import Tree
@@ -76,7 +76,8 @@ def decide(
     tree: Tree,
     options: Options,
     known: Mapping[str, str],
-    evidence: Evidence | None,
+    apply: Apply | None,
+    example: Example | None,
 ) -> Paired:
     """Pairs two models, with tied torch tensors as one leaf or as several leaves.
 
@@ -85,11 +86,23 @@ def decide(
       tree: The Flax tree.
       options: The user's options.
       known: Module name -> the form of its weight, for torch's own classes.
-      evidence: An example to run, or None.
+      apply: The Flax model, to run on the example.
+      example: Inputs and outputs of the torch module.
 
     Raises:
       CheckpointMismatch: Layers do not fit, questions are open, or no run gives torch's outputs.
+      ValueError: Only one of `apply` and `example` is passed.
     """
+    evidence = None
+    if apply is not None and example is not None:
+        evidence = Evidence(apply, example, tree, list(tensors.values()))
+    elif apply is not None or example is not None:
+        missing = "apply" if apply is None else "example"
+        raise ValueError(
+            f"`apply` and `example` belong together, and `{missing}` is missing. Files of "
+            "save_checkpoint(..., example=inputs) have an example; for other files pass "
+            "example=(inputs, outputs) of the torch module, the inputs as a tuple."
+        )
     names = clean_names(list(tensors)).values()
     kept = options.kept(tensors)
     errors = []

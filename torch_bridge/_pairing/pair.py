@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._pairing.decide import Paired, decide, known_forms, refuse_lost_statistics
-from torch_bridge._pairing.evidence import Apply, Evidence, Example
+from torch_bridge._pairing.evidence import Apply, Example
 from torch_bridge._pairing.leaves import flatten as flatten_tree
 from torch_bridge._pairing.options import Flatten, Options, PairOptions, Rules
 from torch_bridge._pairing.pairs import Pair
@@ -120,7 +120,8 @@ def pair(
       [('fc.bias', 'Dense_0/bias'), ('fc.weight', 'Dense_0/kernel')]
     """
     options = Options(rules, flatten, unflatten, conv_transpose, conv1d, turned, plain, ignore)
-    return _paired(model, like, options, apply, example, whole=False).pairs
+    tensors = named(model)
+    return decide(tensors, flatten_tree(like), options, known_forms(model), apply, example).pairs
 
 
 def paired_for(
@@ -153,8 +154,12 @@ def paired_for(
         names = ", ".join(sorted(PairOptions.__optional_keys__))
         raise TypeError(f"There is no argument {unknown[0]!r}; those of `pair` are {names}.")
     if pairs is None:
-        whole = options is not None
-        return _paired(model, like, Options(**options or {}), apply, example, whole=whole)
+        tensors = named(model)
+        tree = flatten_tree(like)
+        read = Options(**options or {})
+        if options is not None:
+            refuse_lost_statistics(tensors, tree, read)
+        return decide(tensors, tree, read, known_forms(model), apply, example)
     twice = []
     for name, value in (options or {}).items():
         if value:
@@ -201,37 +206,6 @@ def pairs_of(like: Any, pairs: Pairs) -> tuple[Pair, ...]:
             mis_shaped=wrong,
         )
     return tuple(selected)
-
-
-def _paired(
-    model: Model,
-    like: Any,
-    options: Options,
-    apply: Apply | None,
-    example: Example | None,
-    *,
-    whole: bool,
-) -> Paired:
-    """Pairs two models, with an example if the user passed one.
-
-    Raises:
-      ValueError: Only one of `apply` and `example` is passed.
-    """
-    tensors = named(model)
-    tree = flatten_tree(like)
-    if whole:
-        refuse_lost_statistics(tensors, tree, options)
-    evidence = None
-    if apply is not None and example is not None:
-        evidence = Evidence(apply, example, tree, list(tensors.values()))
-    elif apply is not None or example is not None:
-        missing = "apply" if apply is None else "example"
-        raise ValueError(
-            f"`apply` and `example` belong together, and `{missing}` is missing. Files of "
-            "save_checkpoint(..., example=inputs) have an example; for other files pass "
-            "example=(inputs, outputs) of the torch module, the inputs as a tuple."
-        )
-    return decide(tensors, tree, options, known_forms(model), evidence)
 
 
 def named(model: Model) -> Mapping[str, Any]:
