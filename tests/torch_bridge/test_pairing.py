@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import torch_bridge
 from tests.helpers.bridge import kernels, linears, norm, params_to_torch, values
+from tests.helpers.tables import numbers, rows
 from torch_bridge import Checkpoint, CheckpointMismatch, pair, params_from_torch
 
 
@@ -25,9 +26,20 @@ def twins(**shapes):
     return model_of(**shapes), kernels(**{n: (*s[2:], s[1], s[0]) for n, s in shapes.items()})
 
 
-def blocks(name, numbers, **shapes):
-    """Kernels of several blocks of one name."""
-    return {name.format(k): kernels(**shapes) for k in numbers}
+def squares(text):
+    """Makes layers of 4 by 4, of torch's names and behind a bar of their modules in Flax.
+
+    Returns torch's names, Flax's modules, the model and the tree.
+    """
+    names, modules = (side.split() for side in text.split(" | "))
+    model = {f"{name}.weight": values(4, 4) + k for k, name in enumerate(names)}
+    like = {}
+    for module in sorted(modules):
+        node = like
+        for word in module.split("/"):
+            node = node.setdefault(word, {})
+        node["kernel"] = np.zeros((4, 4), np.float32)
+    return names, modules, model, like
 
 
 def there_and_back(model, like, rules=(), **said):
@@ -48,41 +60,44 @@ def refused(model, like, rules=(), **said):
 ASSUMING = pytest.mark.filterwarnings("ignore:Assumed")
 TWO = (0, 1)
 WORDS = {"q": "query", "k": "key", "v": "value", "out": "out"}
-PAIRED = {  # torch's layers and those of Flax, all of one shape; and the rules
-    "numbers in natural order": ({f"{2 * k}": f"Dense_{k}" for k in range(12)}, ()),
+PAIRED = {  # torch's layers, those of Flax in the same order, and the rules
+    "numbers in natural order": (
+        "0 2 4 6 8 10 12 14 16 18 20 22 | Dense_0 Dense_1 Dense_2 Dense_3 Dense_4 Dense_5"
+        " Dense_6 Dense_7 Dense_8 Dense_9 Dense_10 Dense_11",
+        (),
+    ),
     "modules of the same name": (
-        {f"{n}.{2 * k}": f"{n}/Dense_{k}" for k in TWO for n in ("left", "right")},
+        "left.0 right.0 left.2 right.2 | left/Dense_0 right/Dense_0 left/Dense_1 right/Dense_1",
         (),
     ),
     "projections of attention": (
-        {f"h.{k}.attn.{a}_proj": f"Block_{k}/attn/{b}" for k in TWO for a, b in WORDS.items()},
+        "h.0.attn.q_proj h.0.attn.k_proj h.0.attn.v_proj h.0.attn.out_proj"
+        " h.1.attn.q_proj h.1.attn.k_proj h.1.attn.v_proj h.1.attn.out_proj"
+        " | Block_0/attn/query Block_0/attn/key Block_0/attn/value Block_0/attn/out"
+        " Block_1/attn/query Block_1/attn/key Block_1/attn/value Block_1/attn/out",
         {rf"h\.(\d+)\.attn\.{a}_proj": rf"Block_\1/attn/{b}" for a, b in WORDS.items()},
     ),
     "rules with numbers": (
-        {f"h.{k}.{a}": f"block_{k}/{b}" for k in TWO for a, b in ("uq", "vp")},
+        "h.0.u h.0.v h.1.u h.1.v | block_0/q block_0/p block_1/q block_1/p",
         {r"h\.(\d+)\.u": r"block_\1/q", r"h\.(\d+)\.v": r"block_\1/p"},
     ),
     "a rule for a leaf, of which the other follows": (
-        {"fast": "y", "slow": "x"},
+        "fast slow | y x",
         [(r"slow\.weight", "x/kernel")],
     ),
-    "prefixes of wrappers": ({f"_orig_mod.module.fc{k}": f"fc{k}" for k in TWO}, ()),
+    "prefixes of wrappers": ("_orig_mod.module.fc0 _orig_mod.module.fc1 | fc0 fc1", ()),
 }
 
 
 @ASSUMING
 @pytest.mark.parametrize("case", PAIRED)
 def test_what_belongs_together(case):
-    together, rules = PAIRED[case]
-    model = {f"{name}.weight": values(4, 4) + k for k, name in enumerate(together)}
-    like = {}
-    for path in sorted(together.values()):
-        node = like
-        for word in path.split("/"):
-            node = node.setdefault(word, {})
-        node["kernel"] = np.zeros((4, 4), np.float32)
+    text, rules = PAIRED[case]
+    names, modules, model, like = squares(text)
     found = {p.torch_name: "/".join(p.path) for p in pair(model, like, rules, plain=True)}
-    assert found == {f"{name}.weight": f"{path}/kernel" for name, path in together.items()}
+    for name, module in zip(names, modules, strict=True):
+        assert found.pop(f"{name}.weight") == f"{module}/kernel"
+    assert not found
     there_and_back(model, like, rules, plain=True)
 
 
@@ -120,8 +135,7 @@ ATTENTIONS = {"self_attn": "Attention_0", "multihead_attn": "Attention_1"}
 
 
 def test_what_fits_several_is_listed_with_a_rule():
-    model = model_of(fast=(4, 4), slow=(4, 4))
-    like = kernels(x=(4, 4), y=(4, 4))
+    _, _, model, like = squares("fast slow | x y")
     error = refused(model, like)
     assert error.ambiguous[0].startswith("fast, slow (4, 4) could be x, y: say which is which")
     assert "rules={'fast': 'x'}" in error.ambiguous[0]
@@ -129,7 +143,7 @@ def test_what_fits_several_is_listed_with_a_rule():
     assert "neither a leaf nor a module" in str(refused(model, like, {"slow": "z"}))
     words = {"fc1": "x", "out2": "y"}  # whose numbers are no numbers of blocks
     model = model_of(**{f"enc1__{k}__{n}": (4, 4) for k in range(12) for n in words})
-    like = blocks("layer_{}", range(12), x=(4, 4), y=(4, 4))
+    like = {f"layer_{k}": kernels(x=(4, 4), y=(4, 4)) for k in range(12)}
     (line,) = refused(model, like).ambiguous
     assert r"enc\d+\.\d+\.out\d+ (4, 4) could be layer_\d+/x|" in line
     rules = {rf"enc1\.(\d+)\.{n}": rf"layer_\1/{leaf}" for n, leaf in words.items()}
@@ -161,75 +175,54 @@ def test_leaves_of_one_name_are_refused():
     assert refused({"0.weight": values(4, 3)}, like).ambiguous == ("0/kernel",)
 
 
-OTHER_SCHEMES = {  # numbers that may run another way: torch's names, and the tree
-    "from one": (
-        [f"layers.{k}.fc" for k in (1, 2)],
-        blocks("layers_{}", (0, 1), dense=(4, 4)),
-    ),
-    "of another word": ([f"h.{k}.fc" for k in TWO], blocks("block_{}", TWO, fc=(4, 4))),
-    "of blocks with other layers": (
-        [f"blocks.{k}.a" for k in TWO],
-        blocks("blocks_{}", TWO, b=(4, 4)),
-    ),
-    "in nested calls": (["0", "2"], kernels(Dense_0=(4, 4), Dense_1=(4, 4))),
-    "of modules in modules": (
-        [f"{k}.{n}" for k in TWO for n in TWO],
-        {f"a_{n}": blocks("b_{}", TWO, fc=(4, 4)) for n in TWO},
-    ),
+OTHER_SCHEMES = {  # numbers that may run another way
+    "from one": "layers.1.fc layers.2.fc | layers_0/dense layers_1/dense",
+    "of another word": "h.0.fc h.1.fc | block_0/fc block_1/fc",
+    "of blocks with other layers": "blocks.0.a blocks.1.a | blocks_0/b blocks_1/b",
+    "in nested calls": "0 2 | Dense_0 Dense_1",
+    "of modules in modules": "0.0 0.1 1.0 1.1 | a_0/b_0/fc a_0/b_1/fc a_1/b_0/fc a_1/b_1/fc",
 }
 
 
 @pytest.mark.parametrize("scheme", OTHER_SCHEMES)
 def test_numbers_of_another_scheme_are_asked_about_and_plain_is_not_the_advice(scheme):
-    names, like = OTHER_SCHEMES[scheme]
-    error = refused({f"{name}.weight": values(4, 4) for name in names}, like)
+    _, _, model, like = squares(OTHER_SCHEMES[scheme])
+    error = refused(model, like)
     assert error.message.startswith("Neither names nor shapes tell how some layers correspond.")
     assert any("say which is which" in line for line in error.ambiguous)
     assert "plain=True" not in error.message
 
 
-OTHER_COUNTS = {  # torch's names and those of Flax, in the order of their numbers
-    "two numbers and one": (
-        ["convs1.0", "convs1.1", "convs2.0", "convs2.1"],
-        kernels(**{f"Conv_{k}": (4, 4) for k in range(4)}),
-    ),
-    "one number and two": (
-        ["0", "2", "4", "6"],
-        blocks("Block_{}", TWO, Dense_0=(4, 4), Dense_1=(4, 4)),
-    ),
-    "two by three and three by two": (
-        [f"convs{k}.{n}" for k in TWO for n in range(3)],
-        blocks("Block_{}", range(3), Conv_0=(4, 4), Conv_1=(4, 4)),
-    ),
+OTHER_COUNTS = {
+    "two numbers and one": "convs1.0 convs1.1 convs2.0 convs2.1 | Conv_0 Conv_1 Conv_2 Conv_3",
+    "one number and two": "0 2 4 6"
+    " | Block_0/Dense_0 Block_0/Dense_1 Block_1/Dense_0 Block_1/Dense_1",
+    "two by three and three by two": "convs0.0 convs0.1 convs0.2 convs1.0 convs1.1 convs1.2"
+    " | Block_0/Conv_0 Block_0/Conv_1 Block_1/Conv_0 Block_1/Conv_1 Block_2/Conv_0 Block_2/Conv_1",
 }
 
 
 @ASSUMING
 @pytest.mark.parametrize("case", OTHER_COUNTS)
 def test_numbers_that_count_in_another_way_are_asked_about_in_spite_of_plain(case):
-    names, like = OTHER_COUNTS[case]
-    model = {f"{name}.weight": values(4, 4) for name in names}
+    names, modules, model, like = squares(OTHER_COUNTS[case])
     error = refused(model, like, plain=True)
     (line,) = error.ambiguous
     assert f"say which is which, as with rules={{{re.escape(names[0])!r}: " in line
     assert "count in the same way on both sides" in error.message
-    places = []
-    for path, _ in jax.tree.leaves_with_path(like):
-        places.append("/".join(key.key for key in path[:-1]))
-    rules = dict(zip(map(re.escape, names), places, strict=True))
+    rules = dict(zip(map(re.escape, names), modules, strict=True))
     there_and_back(model, like, rules, plain=True)
 
 
 @ASSUMING
 def test_numbers_that_are_equal_or_go_on_together_do_not_count():
-    names = [f"encoder.3.layer{k}.conv{k}" for k in (1, 2)]
-    model = {f"{name}.weight": values(4, 4) + k for k, name in enumerate(names)}
-    there_and_back(model, kernels(Conv_0=(4, 4), Conv_1=(4, 4)), plain=True)
+    _, _, model, like = squares("encoder.3.layer1.conv1 encoder.3.layer2.conv2 | Conv_0 Conv_1")
+    there_and_back(model, like, plain=True)
 
 
 def test_layers_of_equal_names_say_which_block_is_which():
-    model = model_of(**{f"blocks__{k}__{n}": (4, 4) for k in TWO for n in ("fc", "a")})
-    like = blocks("blocks_{}", TWO, fc=(4, 4), b=(4, 4))
+    names = "blocks.0.fc blocks.0.a blocks.1.fc blocks.1.a"
+    _, _, model, like = squares(f"{names} | blocks_0/fc blocks_0/b blocks_1/fc blocks_1/b")
     found = {p.torch_name: "/".join(p.path) for p in pair(model, like, conv1d="")}
     assert found["blocks.1.a.weight"] == "blocks_1/b/kernel"
 
@@ -255,25 +248,29 @@ def test_the_only_whole_assignment_needs_no_answer():
 # --- rules that name a tensor and a leaf ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "path", "turned"),
-    [
-        ("tok.table", (4, 4), "tok/embedding", False),
-        ("pos.weight", (6, 4), "vit/pos_embedding", False),
-        ("norm.weight", (4, 4), "norm/scale", False),  # LayerNorm((T, D)), over two axes
-        ("fc.weight", (3, 4), "fc/w", True),
-        ("fc.matrix", (3, 4), "fc/kernel", True),
-        ("conv.weight", (5, 4, 3, 3), "conv/w", True),
-    ],
-)
-def test_rule_couples_a_tensor_and_a_leaf_of_different_layers(name, shape, path, turned):
-    weight = values(*shape)
+# A tensor, its shape, a leaf, and whether that lies the other way round; LayerNorm((T, D)) has a
+# matrix.
+COUPLED = rows("""
+tok.table | 4 4 | tok/embedding | kept
+pos.weight | 6 4 | vit/pos_embedding | kept
+norm.weight | 4 4 | norm/scale | kept
+fc.weight | 3 4 | fc/w | turned
+fc.matrix | 3 4 | fc/kernel | turned
+conv.weight | 5 4 3 3 | conv/w | turned
+""")
+
+
+@pytest.mark.parametrize(("name", "shape", "path", "way"), COUPLED)
+def test_rule_couples_a_tensor_and_a_leaf_of_different_layers(name, shape, path, way):
+    weight = values(*numbers(shape))
     model = {name: weight, "last.weight": np.ones((2, 7)), "last.bias": np.ones(2)}
-    wanted = weight.transpose(*range(2, len(shape)), 1, 0) if turned else weight
+    expected = weight
+    if way == "turned":
+        expected = weight.transpose(*range(2, weight.ndim), 1, 0)
     module, leaf = path.split("/")
-    like = linears(last=(7, 2)) | {module: {leaf: np.zeros(wanted.shape)}}
+    like = linears(last=(7, 2)) | {module: {leaf: np.zeros(expected.shape)}}
     params = there_and_back(model, like, {name.replace(".", r"\."): path})
-    np.testing.assert_array_equal(params[module][leaf], wanted)
+    np.testing.assert_array_equal(params[module][leaf], expected)
 
 
 def test_axes_of_length_one_keep_their_place_among_the_others():
@@ -483,16 +480,16 @@ def test_a_rule_without_the_order_of_the_rows_names_what_is_assumed():
     there_and_back(PACKED, like, rules, conv1d="")  # torch's own order
 
 
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        ("5*(q|k|v)", "15 equal blocks of rows, and it has 24"),
-        ("q|k|q", "names a Flax layer twice"),
-        ("q[0]|k[1]|v[2]", "must name every part of one Flax layer once"),
-        ("q[0]|q[2]", "must name every part of one Flax layer once"),
-        ("q[a]", "q[a], which is neither a leaf nor a module"),
-    ],
-)
+WRONG_ORDERS = rows("""
+5*(q|k|v) | 15 equal blocks of rows, and it has 24
+q|k|q | names a Flax layer twice
+q[0]|k[1]|v[2] | must name every part of one Flax layer once
+q[0]|q[2] | must name every part of one Flax layer once
+q[a] | q[a], which is neither a leaf nor a module
+""")
+
+
+@pytest.mark.parametrize(("path", "text"), WRONG_ORDERS)
 def test_a_wrong_order_of_packed_rows_is_refused(path, text):
     like = kernels(q=(8, 8), k=(8, 8), v=(8, 8))
     with pytest.raises(ValueError, match=re.escape(text)):
