@@ -88,37 +88,12 @@ def pytest_unconfigure():
 
 # A worker that begins one of these as the last would keep the others waiting. Roughly in the order
 # of the processor time that they take.
-LONGEST = [
-    "test_battery.py",
-    "test_adopt.py",
-    "test_examples.py",
-    "test_recorded.py",
-    "test_time_to_loss.py",
-    "test_docs.py",
-    "test_faults.py",
-    "test_value_and_grad.py",
-    "test_powersgd.py",
-    "test_check.py",
-    "test_in_loops.py",
-    "test_reducer_bytes.py",
-    "test_data_parallel.py",
-    "test_formats.py",
-    "test_cluster.py",
-    "test_meshes.py",
-    "test_optimizers.py",
-    "test_ddp_equivalence.py",
-    "test_memory.py",
-    "test_whole_run.py",
-    "test_migration.py",
-    "test_refused.py",
-    "test_integer_factors.py",
-    "test_non_finite.py",
-    "test_gpu_form.py",
-    "test_programs.py",
-    "test_torch_hook.py",
-    "test_notebooks.py",
-    "test_overhead.py",
-]
+LONGEST = """
+adopt check examples docs value_and_grad programs faults migration time_to_loss in_loops
+data_parallel recorded battery gpu_form reducer_bytes whole_run architectures optimizers powersgd
+ddp_equivalence formats meshes memory refused round_on_mesh cluster example fuzz torch_hook
+notebooks torch overhead non_finite orthogonalize adapt
+"""
 
 
 def pytest_collection_modifyitems(config, items):
@@ -127,7 +102,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[x for x in items if x.get_closest_marker("torch")])
         items[:] = [x for x in items if not x.get_closest_marker("torch")]
     if "PYTEST_XDIST_WORKER" in os.environ:
-        place = {name: i for i, name in enumerate(LONGEST)}
+        place = {f"test_{name}.py": i for i, name in enumerate(LONGEST.split())}
         items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 

@@ -34,7 +34,7 @@ class Perturbed:
         self.failed = set()
 
     def pytest_configure(self):
-        """Patches what tests import, before they do."""
+        """Patches what tests import, before they do; helpers must look it up in `np.testing`."""
         from tests.helpers import control, local_runs, reference
 
         np.testing.assert_allclose = self.recorded(np.testing.assert_allclose)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax.traverse_util import unflatten_dict
+from numpy.testing import assert_allclose
 
 from benchmarks.cluster.command import EXIT_UNAVAILABLE
 from benchmarks.cluster.jax_trainer import loss_of
@@ -43,7 +44,7 @@ def test_both_frameworks_compute_the_same_loss_and_gradient(tmp_path):
     # A loss is a mean over tokens of sums over the width, through two products in each layer.
     terms = [task.held_inputs.size, *[TINY.width, 4 * TINY.width] * TINY.layers, 256]
     allowed = rounding(*terms, largest=loss)
-    np.testing.assert_allclose(loss_in_torch.item(), loss, rtol=0, atol=allowed)
+    assert_allclose(loss_in_torch.item(), loss, rtol=0, atol=allowed)
     in_torch = {
         "mlp_in": other.get_submodule("block_1").mlp_in.weight.grad.numpy().T,
         "tokens": other.tokens.weight.grad.numpy(),
@@ -54,7 +55,7 @@ def test_both_frameworks_compute_the_same_loss_and_gradient(tmp_path):
     }
     for name, gradient in in_jax.items():  # a gradient goes the same way, and back
         allowed = rounding(*terms, *terms, largest=gradient)
-        np.testing.assert_allclose(in_torch[name], gradient, rtol=0, atol=allowed)
+        assert_allclose(in_torch[name], gradient, rtol=0, atol=allowed)
 
 
 def test_the_page_shows_the_committed_runs(tmp_path):

@@ -18,6 +18,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
+from numpy.testing import assert_array_equal
 
 import jaxcomp
 from tests.helpers.control import apart, assert_no_further
@@ -265,7 +266,7 @@ def recipes():
 
 def assert_one_step_is_left_out(params, scale, names):
     """Asserts it of the parameters after each of five steps, and of the scale after all."""
-    np.testing.assert_array_equal(params[2], params[1])
+    assert_array_equal(params[2], params[1])
     assert np.isfinite(params[-1]).all()
     assert (params[3] != params[2]).any()
     assert scale.scale == names["scale"].scale / 2
@@ -288,7 +289,7 @@ def test_a_loss_scale_in_a_mapped_function_leaves_one_step_out_everywhere(recipe
     for k in range(5):
         both, state = run(overflowing(k), state, both)
         if mapping != "shard_map":  # which proves it
-            jax.tree.map(lambda x: np.testing.assert_array_equal(x[0], x[1]), both)
+            jax.tree.map(lambda x: assert_array_equal(x[0], x[1]), both)
             both = first(both)
         seen.append(jax.device_get(both[0]))
     assert_one_step_is_left_out(seen, both[1], names)

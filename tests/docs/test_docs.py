@@ -16,10 +16,12 @@ import numpy as np
 import optax
 import pytest
 import train
+from numpy.testing import assert_allclose
 
 import jaxcomp
 import torch_bridge.types
 from tests.helpers.control import apart, assert_no_further
+from tests.helpers.leaves import equal
 from tests.helpers.paths import ROOT
 from tests.helpers.runners import simulate
 
@@ -96,7 +98,7 @@ def test_every_public_name_has_its_place_in_the_reference():
 def test_the_page_about_local_sgd_runs():
     names = run("docs/local_sgd.md", {})
     # The fit of the first program: y is the sum of x.
-    np.testing.assert_allclose(names["params"]["w"], np.ones((5, 1)), atol=0.1)
+    assert_allclose(names["params"]["w"], np.ones((5, 1)), atol=0.1)
     assert names["stats"].ratio == 32
 
 
@@ -179,7 +181,7 @@ def test_the_program_about_steps_that_are_not_finite_leaves_one_out():
         )
     assert (good[0]["w"][0] < 0).all()
     assert not bad[0]["w"][1].any()
-    jax.tree.map(np.testing.assert_array_equal, bad[1][0], good[1][0])
+    equal(bad[1][0], good[1][0])
 
 
 def test_the_commands_about_checkpoints_are_understood():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import jaxcomp
 from tests.helpers.control import apart, assert_no_further
@@ -55,12 +56,12 @@ def test_the_call_in_the_table_runs(name):
     outputs, grads = one_update(eval(CALLS[name], {"jaxcomp": jaxcomp, "optax": optax, "jnp": jnp}))
     mean = grads.mean(0)
     if CALLS[name].startswith("optax.identity"):
-        np.testing.assert_array_equal(outputs, grads)
+        assert_array_equal(outputs, grads)
     else:
-        np.testing.assert_array_equal(outputs[0], outputs[3])
+        assert_array_equal(outputs[0], outputs[3])
         if "sgd(0.1" in CALLS[name]:  # local SGD too averages exactly until start_step
             mean = -0.1 * mean
-        np.testing.assert_allclose(outputs[0], mean, rtol=0, atol=tolerance_of(CALLS[name], grads))
+        assert_allclose(outputs[0], mean, rtol=0, atol=tolerance_of(CALLS[name], grads))
 
 
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adam(0.01)])

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import train
 from checkpoints import CheckpointError, Checkpoints
+from numpy.testing import assert_array_equal
 
 from tests.helpers import many_faults
 from tests.helpers.control import apart, assert_no_further
@@ -170,8 +171,8 @@ def restored(directory):
 def test_the_newest_is_restored_and_the_last_are_kept(tmp_path):
     step, state = restored(written(tmp_path / "run", 1, 2, 3))
     assert step == 3
-    np.testing.assert_array_equal(state["w"], STATE["w"])
-    np.testing.assert_array_equal(state["b"], [3, 3, 3])
+    assert_array_equal(state["w"], STATE["w"])
+    assert_array_equal(state["b"], [3, 3, 3])
     assert saved(tmp_path / "run") == [2, 3]
 
 

@@ -8,7 +8,6 @@ import zipfile
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -21,6 +20,7 @@ import torch_bridge
 from tests.helpers import cli_model
 from tests.helpers import torch_files as files
 from tests.helpers.cli_model import PARAMS, document
+from tests.helpers.leaves import equal
 from tests.helpers.script import python
 from tests.helpers.watch import watched
 from torch_bridge.__main__ import OK, UNSAFE, UNUSABLE, USAGE
@@ -113,10 +113,6 @@ def test_names_from_a_file_are_escaped(call, tmp_path):
 
 
 # --- conversions ------------------------------------------------------------------------------
-
-
-def equal(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 def test_to_flax_restores_as_a_train_state(call):

@@ -1,6 +1,5 @@
 """One example through both models: it finds out, proves or refuses."""
 
-import collections
 from functools import partial, reduce
 
 import flax.linen as nn
@@ -10,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 from torch import nn as tnn
 
 import torch_bridge
 from tests.helpers.bridge import randomize, values
 from tests.helpers.leaves import equal
 from tests.helpers.two_frameworks import NEVER, FlaxModel, TorchModel, attend
+from tests.helpers.zoo.images import halved
 from torch_bridge import Checkpoint, CheckpointMismatch, params_from_torch
 
 
@@ -58,7 +59,7 @@ def test_the_run_says_how_far_the_outputs_are_apart_and_goes_back():
     for said in ({"pairs": run.pairs}, {"apply": Nested().apply}):
         back = torch_bridge.to_torch(run.params, (), checkpoint, **said)
         for name, value in arrays.items():
-            np.testing.assert_array_equal(back["state_dict"][name], value)
+            assert_array_equal(back["state_dict"][name], value)
     with pytest.warns(UserWarning, match="Assumed, because neither names nor shapes show it"):
         run = torch_bridge.to_flax(checkpoint, like, plain=True)
     assert run.difference is None
@@ -94,7 +95,7 @@ def test_what_an_example_cannot_tell_is_refused_until_it_is_said():
     )
     said = {"rules": {"left": "Dense_1", "right": "Dense_0"}}
     params = params_from_torch(state, like, apply=model.apply, example=example, **said)
-    np.testing.assert_array_equal(params["params"]["Dense_1"]["kernel"].T, state["left.weight"])
+    assert_array_equal(params["params"]["Dense_1"]["kernel"].T, state["left.weight"])
 
 
 @pytest.mark.parametrize(
@@ -136,46 +137,33 @@ def torch_picture():
 PICTURES = values(2, 3, 4, 4)
 
 
-class Pooled(nn.Module):
+def pooled(n, x):
     """Has a hidden layer of as many outputs as the flattened map has values."""
-
-    names: tuple[str | None, ...] = ("fc1", "fc2")
-
-    @nn.compact
-    def __call__(self, x):
-        first, second = self.names
-        x = nn.relu(nn.Conv(8, (3, 3), name="conv")(x))
-        x = nn.max_pool(x, (2, 2), (2, 2)).reshape(len(x), -1)
-        x = nn.relu(nn.Dense(32, name=first)(x))
-        return nn.Dense(10, name=second)(x)
-
-
-def torch_pooled():
-    layers = {"conv": tnn.Conv2d(3, 8, 3, padding=1), "relu": tnn.ReLU(), "pool": tnn.MaxPool2d(2)}
-    layers |= {"flat": tnn.Flatten(), "fc1": tnn.Linear(32, 32), "last": tnn.ReLU()}
-    return tnn.Sequential(collections.OrderedDict(layers, fc2=tnn.Linear(32, 10)))
+    x = n.flatten(halved(n.max, n.relu(n.conv(x, "conv", 8, 3, p=1))))
+    return n.dense(n.relu(n.dense(x, "fc1", 32)), "fc2", 10)
 
 
 ALL_SAID = {"flatten": {"fc1": (8, 2, 2)}, "unflatten": {}}
 
 
 @pytest.mark.parametrize("said", [{}, {"flatten": {"fc1": (8, 2, 2)}}, {"unflatten": {}}, ALL_SAID])
-@pytest.mark.parametrize("names", [("fc1", "fc2"), (None, None)])
+@pytest.mark.parametrize("names", [None, {"conv": "conv"}])
 def test_hidden_units_are_not_permuted_beside_a_flattened_map(names, said):
-    state, example = proof(torch_pooled(), PICTURES)
-    model = Pooled(names)
+    state, example = proof(TorchModel(pooled, channels=4), PICTURES)
+    model = FlaxModel(pooled, names=names)
     like = abstract(model, np.moveaxis(PICTURES, 1, -1))
-    params = params_from_torch(state, like, apply=model.apply, example=example, **said)
-    first, second = (params["params"][name or f"Dense_{k}"] for k, name in enumerate(names))
-    np.testing.assert_array_equal(first["bias"], state["fc1.bias"])
-    np.testing.assert_array_equal(second["kernel"].T, state["fc2.weight"])
+    params = params_from_torch(state, like, apply=model.apply, example=example, **said)["params"]
+    first, second = ("Dense_0", "Dense_1") if names else ("fc1", "fc2")
+    assert_array_equal(params[first]["bias"], state["fc1.bias"])
+    assert_array_equal(params[second]["kernel"].T, state["fc2.weight"])
 
 
 def test_an_answer_that_names_no_map_is_not_searched_around():
-    state, example = proof(torch_pooled(), PICTURES)
-    like = abstract(Pooled(), np.moveaxis(PICTURES, 1, -1))
+    state, example = proof(TorchModel(pooled, channels=4), PICTURES)
+    model = FlaxModel(pooled)
+    like = abstract(model, np.moveaxis(PICTURES, 1, -1))
     with pytest.raises(CheckpointMismatch, match="does not give torch's outputs"):
-        params_from_torch(state, like, apply=Pooled().apply, example=example, flatten={})
+        params_from_torch(state, like, apply=model.apply, example=example, flatten={})
 
 
 def test_states_and_modules_of_nnx_and_an_apply_that_moves_the_axes_itself():
@@ -194,7 +182,7 @@ def test_states_and_modules_of_nnx_and_an_apply_that_moves_the_axes_itself():
         if tree is model:
             params = nnx.state(params)
         outputs = apply(params, np.moveaxis(PICTURES, 1, -1))
-        np.testing.assert_allclose(outputs, example[1], atol=1e-5)
+        assert_allclose(outputs, example[1], atol=1e-5)
 
 
 def test_what_is_wrong_in_every_layout_is_said_once():
@@ -223,7 +211,7 @@ def test_kernels_with_several_axes_of_a_map():
     like = abstract(General(), inputs)
     params = params_from_torch(state, like, apply=General().apply, example=example)
     outputs = np.moveaxis(General().apply(params, inputs), -1, 1)
-    np.testing.assert_allclose(outputs, example[1], atol=1e-5)
+    assert_allclose(outputs, example[1], atol=1e-5)
 
 
 def test_a_model_that_decides_by_values_is_run_as_it_is():
@@ -233,7 +221,7 @@ def test_a_model_that_decides_by_values_is_run_as_it_is():
         return Nested().apply(params, x if x.sum() < 1e6 else 0 * x)
 
     params = params_from_torch(state, abstract(Nested(), ROWS), apply=apply, example=example)
-    np.testing.assert_allclose(apply(params, ROWS), example[1], atol=1e-5)
+    assert_allclose(apply(params, ROWS), example[1], atol=1e-5)
 
 
 def test_trees_without_modules():
@@ -253,7 +241,7 @@ def test_trees_without_modules():
 
     for like, apply in ((named, of_names), (listed, of_list)):
         params = params_from_torch(state, like, apply=apply, example=example)
-        np.testing.assert_allclose(apply(params, ROWS), example[1], atol=1e-6)
+        assert_allclose(apply(params, ROWS), example[1], atol=1e-6)
 
 
 class Heads(nn.Module):
@@ -286,7 +274,7 @@ def test_outputs_in_dictionaries_and_one_of_several():
     for apply in (Heads().apply, value):
         with pytest.warns(UserWarning, match=r"Left out.* unused\.weight \(2, 6\)"):
             params = params_from_torch(state, like, apply=apply, example=example)
-        np.testing.assert_allclose(value(params, ROWS)[:, 0], example[1]["value"], atol=1e-6)
+        assert_allclose(value(params, ROWS)[:, 0], example[1]["value"], atol=1e-6)
         params_from_torch(state, like, apply=apply, example=example, ignore=r"unused\..*")
 
 
@@ -307,7 +295,7 @@ def found_by_trying(theirs, model, *inputs, channels=NEVER, atol=1e-5):
     outputs = model.apply(params, *ours)
     if channels != NEVER:
         outputs = np.moveaxis(outputs, -1, 1)
-    np.testing.assert_allclose(outputs, example[1], atol=atol)
+    assert_allclose(outputs, example[1], atol=atol)
     back = torch_bridge.params_to_torch(params, state, pairs=pairs)
     assert all(torch.equal(back[name], value) for name, value in state.items())
     return params["params"]
@@ -379,7 +367,7 @@ def test_gate_and_value_in_the_other_order():
     params = found_by_trying(theirs, FlaxModel(partial(gated, order="gv")), ROWS)
     state, _ = proof(TorchModel(theirs), ROWS)
     bias = state["up.bias"].numpy()
-    np.testing.assert_array_equal(params["up"]["bias"], [*bias[8:], *bias[:8]])
+    assert_array_equal(params["up"]["bias"], [*bias[8:], *bias[:8]])
 
 
 def deep(n, x, parts, halves):
@@ -618,7 +606,7 @@ def test_a_model_of_two_hundred_layers():
 
     outputs = reduce(lambda row, weight: row @ weight.T, weights, x)
     params = params_from_torch(state, like, apply=apply, example=((x,), outputs))
-    np.testing.assert_array_equal(params["layers_199"]["kernel"].T, weights[199])
+    assert_array_equal(params["layers_199"]["kernel"].T, weights[199])
 
 
 def branches(n, x, order):
@@ -653,4 +641,4 @@ def test_alike_branches_of_alike_blocks_are_told_apart():
     params = found_by_trying(theirs, model, images, channels=4)
     state, _ = proof(TorchModel(theirs, channels=4), images)
     kernel = params["FlaxModel_0"]["Conv_5"]["kernel"][0, 0]
-    np.testing.assert_array_equal(kernel.T, state["2.point.weight"][:, :, 0, 0])
+    assert_array_equal(kernel.T, state["2.point.weight"][:, :, 0, 0])

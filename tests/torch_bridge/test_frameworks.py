@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from numpy.testing import assert_array_equal
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
@@ -70,8 +71,8 @@ def assert_has_moments_of(job, run):
         layer, kind = name.split(".")
         expected = job.optimizer.state_dict()["state"][number]["exp_avg"].numpy()
         found = moments[f"layers_{layer}"][{"weight": "kernel", "bias": "bias"}[kind]]
-        np.testing.assert_array_equal(found.T, expected)
-    np.testing.assert_array_equal(run.params["layers_0"]["kernel"].T, job.model["0.weight"])
+        assert_array_equal(found.T, expected)
+    assert_array_equal(run.params["layers_0"]["kernel"].T, job.model["0.weight"])
 
 
 # --- converted ----------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ def test_the_scaler_may_be_anywhere(alone, tmp_path):
     for name, place in {"at the root": lambda state: {"scaler": state}, **SCALERS}.items():
         torch.save(document | place(state), tmp_path / "x.pt")
         residuals.append(to_flax(load(tmp_path / "x.pt"), WIDE).reducer_state.residual["kernel"])
-        np.testing.assert_array_equal(residuals[0], residuals[-1], err_msg=name)
+        assert_array_equal(residuals[0], residuals[-1], err_msg=name)
 
 
 def test_a_scale_that_is_not_in_the_file_is_suspected(alone, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -59,12 +60,12 @@ def test_any_dense_strides(shape, random):
     tensor = memory.permute(np.argsort(order).tolist())
     entry = BucketLayout.from_order([["w"]], {"w": tensor}).buckets[0][0]
     flat = memory.reshape(-1).numpy()
-    np.testing.assert_array_equal(entry.from_memory(flat), tensor.numpy())
-    np.testing.assert_array_equal(entry.to_memory(tensor.numpy()), flat)
+    assert_array_equal(entry.from_memory(flat), tensor.numpy())
+    assert_array_equal(entry.to_memory(tensor.numpy()), flat)
     columns = entry.columns()
     if columns is not None:
         logical = tensor.numpy().reshape(shape[0], -1)
-        np.testing.assert_array_equal(flat.reshape(shape[0], -1)[:, columns], logical)
+        assert_array_equal(flat.reshape(shape[0], -1)[:, columns], logical)
 
 
 # --- recording, in a real process group of one ----------------------------------------------
@@ -258,9 +259,7 @@ def test_parameters_of_the_root_are_found_where_the_model_uses_them():
     found = infer_layout(checkpoint).parts(checkpoint.mean)
     for name in ("head.weight", "stem.weight"):  # the errors of the others cancel
         for field in ("error", "p", "q"):
-            np.testing.assert_array_equal(
-                getattr(found[name], field), getattr(expected[name], field)
-            )
+            assert_array_equal(getattr(found[name], field), getattr(expected[name], field))
 
 
 class Embeddings(torch.nn.Module):
@@ -376,7 +375,7 @@ def test_modules_that_use_their_parts_in_another_order(alone, make, cap):
     for name, part in expected.items():
         if part.rank:  # the errors of the others cancel
             for field in ("error", "p", "q"):
-                np.testing.assert_array_equal(getattr(found[name], field), getattr(part, field))
+                assert_array_equal(getattr(found[name], field), getattr(part, field))
 
 
 @pytest.mark.parametrize("rank", [1, 3])
@@ -396,7 +395,7 @@ def test_parameters_of_the_root_are_found_without_errors():
     found = infer_layout(checkpoint).parts(checkpoint.powersgd[0])
     expected = layout.parts(checkpoint.powersgd[0])
     for name in ("head.weight", "stem.weight", "tail.weight", "table"):
-        np.testing.assert_array_equal(found[name].p, expected[name].p)
+        assert_array_equal(found[name].p, expected[name].p)
 
 
 def test_the_orders_that_are_tested_are_limited():

@@ -6,6 +6,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_array_equal
 
 from tests.helpers import torch_files as files
 from tests.helpers.script import python
@@ -23,7 +24,7 @@ def put(tmp_path):
     return write
 
 
-same = functools.partial(np.testing.assert_array_equal, strict=True)  # shapes and dtypes, too
+same = functools.partial(assert_array_equal, strict=True)  # shapes and dtypes, too
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -127,7 +128,7 @@ def test_files_that_cannot_be_the_ranks_of_one_run(tmp_path):
     ):
         with pytest.raises(CheckpointMismatch, match=said):
             load(paths)
-    np.testing.assert_array_equal(load([one, three]).powersgd[1].error_dict[0], 0)
+    assert_array_equal(load([one, three]).powersgd[1].error_dict[0], 0)
 
 
 def test_hook_states_under_a_key_of_ones_own_are_named(put):
@@ -145,12 +146,12 @@ def test_the_mean_of_errors_counts_every_rank():
 
     once = {0: np.array([1, 2], np.float32)}
     thrice = {0: np.array([5, 10], np.float32)}
-    np.testing.assert_array_equal(mean(thrice, once, thrice, thrice), [4, 8])
+    assert_array_equal(mean(thrice, once, thrice, thrice), [4, 8])
     # At one address, and told apart by shape and strides.
     honest = np.array([1, 2, 3, 4], np.float32)
     expanded = np.lib.stride_tricks.as_strided(honest, (4,), (0,))
     found = mean(*({0: e} for e in (honest, expanded, honest, honest[::-1][::-1])))
-    np.testing.assert_array_equal(found, [1, 1.75, 2.5, 3.25])
+    assert_array_equal(found, [1, 1.75, 2.5, 3.25])
 
 
 # --- what once was refused, or taken for something else ---------------------------------------

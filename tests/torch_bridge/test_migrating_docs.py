@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from numpy.testing import assert_allclose, assert_array_equal
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
 
 import torch_bridge
@@ -98,7 +99,7 @@ def test_the_programs_of_the_page_move_a_run_and_bring_it_back(alone, tmp_path, 
     names |= {"model": job.model, "ddp_model": job.ddp_model, "optimizer": job.optimizer}
     exec(program(4), names | {"batch": BATCHES[25], "loss": job.loss})
     kernel = job.model.state_dict()["first.weight"].numpy().T
-    np.testing.assert_array_equal(kernel, params["Dense_1"]["kernel"])
+    assert_array_equal(kernel, params["Dense_1"]["kernel"])
     moved += job.steps(BATCHES[25:])
     assert_no_further(np.array(moved), np.array(stayed), *controls)
     assert moved[-1] < 0.9 * moved[0]
@@ -127,11 +128,11 @@ def test_the_loop_with_statistics_follows_torch(alone, tmp_path, monkeypatch):
         "losses": losses,
     }
     exec(program(2), names)
-    np.testing.assert_allclose(losses, stayed, rtol=1e-4)
+    assert_allclose(losses, stayed, rtol=1e-4)
     back = torch.load("continued.pt", weights_only=True)["state_dict"]
     # Flax's variance is over n, torch's over n - 1.
     for name, tolerance in (("norm.running_mean", 1e-5), ("norm.running_var", 0.1)):
-        np.testing.assert_allclose(back[name], job.model.state_dict()[name], atol=tolerance)
+        assert_allclose(back[name], job.model.state_dict()[name], atol=tolerance)
     assert back["norm.num_batches_tracked"] == 10
 
 
@@ -139,6 +140,6 @@ def test_the_page_shows_a_flatten():
     names = {}
     exec(program(-1), names)
     mapped, pooled = (names[n]["fc"]["kernel"] for n in ("mapped", "pooled"))
-    np.testing.assert_array_equal(pooled, names["model"]["fc.weight"].T)
+    assert_array_equal(pooled, names["model"]["fc.weight"].T)
     moved = names["model"]["fc.weight"].reshape(10, 8, 4, 4).transpose(2, 3, 1, 0)
-    np.testing.assert_array_equal(mapped, moved.reshape(128, 10))
+    assert_array_equal(mapped, moved.reshape(128, 10))

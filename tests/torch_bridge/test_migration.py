@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+from numpy.testing import assert_array_equal
 
 from tests.helpers.control import assert_no_further
 from tests.helpers.paths import EXAMPLES
@@ -19,7 +20,7 @@ def test_a_run_that_moves_has_the_losses_of_one_that_stays(tmp_path):
     moved = np.array(losses["moved"])
     control = np.array(losses["control"])
     assert len(stayed) == len(moved) == 96  # 33 steps after each of the two moves
-    np.testing.assert_array_equal(moved[:30], stayed[:30])
-    np.testing.assert_array_equal(control[:30], stayed[:30])
+    assert_array_equal(moved[:30], stayed[:30])
+    assert_array_equal(control[:30], stayed[:30])
     assert_no_further(moved, stayed, control)
     assert stayed[-1] < stayed[0] / 2

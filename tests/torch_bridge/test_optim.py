@@ -10,6 +10,7 @@ import optax
 import pytest
 import torch
 from flax import nnx
+from numpy.testing import assert_allclose
 from torch.optim import SGD, Adam, AdamW
 
 from tests.helpers.rounding import rounding
@@ -101,7 +102,7 @@ def assert_close(params, job):
     def close(a, b):
         # A dozen operations in each of six steps; Adam's quotient is of sums of about one.
         allowed = rounding(12 * 6, largest=max(1, np.abs(b).max()))
-        np.testing.assert_allclose(a, b, rtol=0, atol=allowed)
+        assert_allclose(a, b, rtol=0, atol=allowed)
 
     jax.tree.map(close, params, job.params)
 
@@ -158,7 +159,7 @@ def test_packed_and_summed_parameters(make, keywords, module, twin):
     back = job.back_in_torch(params, state, make, alike, **keywords)
     for each in (back, job):
         each.train(8)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), back.params, job.params)
+    jax.tree.map(lambda a, b: assert_allclose(a, b, atol=3e-6), back.params, job.params)
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 
 import torch_bridge
 from tests.helpers.bridge import kernels, linears, norm, params_to_torch, values
@@ -47,7 +48,7 @@ def there_and_back(model, like, rules=(), **said):
     params = params_from_torch(model, like, rules=rules, **said)
     assert jax.tree.structure(params) == jax.tree.structure(like)
     for name, value in params_to_torch(params, model, rules=rules, **said).items():
-        np.testing.assert_array_equal(value, model[name], err_msg=name)
+        assert_array_equal(value, model[name], err_msg=name)
     return params
 
 
@@ -242,7 +243,7 @@ def test_the_only_whole_assignment_needs_no_answer():
     model |= {"c.weight": values(6, 4), "c.bias": values(6)}
     like = kernels(x=(6, 4)) | linears(y=(6, 4), z=(4, 6))
     params = there_and_back(model, like)
-    np.testing.assert_array_equal(params["y"]["kernel"], model["b.weight"].T)
+    assert_array_equal(params["y"]["kernel"], model["b.weight"].T)
 
 
 # --- rules that name a tensor and a leaf ------------------------------------------------------
@@ -270,7 +271,7 @@ def test_rule_couples_a_tensor_and_a_leaf_of_different_layers(name, shape, path,
     module, leaf = path.split("/")
     like = linears(last=(7, 2)) | {module: {leaf: np.zeros(expected.shape)}}
     params = there_and_back(model, like, {name.replace(".", r"\."): path})
-    np.testing.assert_array_equal(params[module][leaf], expected)
+    assert_array_equal(params[module][leaf], expected)
 
 
 def test_axes_of_length_one_keep_their_place_among_the_others():
@@ -286,7 +287,7 @@ def test_bare_parameters_and_leaves_of_the_same_names():
     model = {"norms.0.scale": values(4), "tok.embedding": values(6, 4)}
     like = {"norms_0": {"scale": np.zeros(4)}, "tok": {"embedding": np.zeros((6, 4))}}
     params = there_and_back(model, like)
-    np.testing.assert_array_equal(params["norms_0"]["scale"], model["norms.0.scale"])
+    assert_array_equal(params["norms_0"]["scale"], model["norms.0.scale"])
     square = {"fc.kernel": values(4, 4)}  # stored (in, out) or (out, in)
     tree = {"fc": {"kernel": np.zeros((4, 4))}}
     assert refused(square, tree).parameters == ("rules", "turned", "ignore", "apply")
@@ -295,7 +296,7 @@ def test_bare_parameters_and_leaves_of_the_same_names():
         ({r"fc\.kernel": (1, 0)}, square["fc.kernel"].T),
     ):
         params = params_from_torch(square, tree, turned=turned)
-        np.testing.assert_array_equal(params["fc"]["kernel"], expected)
+        assert_array_equal(params["fc"]["kernel"], expected)
 
 
 def test_a_rule_that_sends_a_convolution_where_nothing_fits_is_refused():
@@ -311,8 +312,8 @@ def test_one_rule_takes_the_matrices_of_a_recurrent_layer_apart():
     model = {"rnn.weight_ih_l0": of_input, "rnn.weight_hh_l0": of_state}
     like = {"rnn": {"ih": np.zeros((3, 4)), "hh": np.zeros((4, 4))}}
     params = there_and_back(model, like, {r"rnn\.weight_(..)_l0": r"rnn/\1"})
-    np.testing.assert_array_equal(params["rnn"]["ih"], of_input.T)
-    np.testing.assert_array_equal(params["rnn"]["hh"], of_state.T)
+    assert_array_equal(params["rnn"]["ih"], of_input.T)
+    assert_array_equal(params["rnn"]["hh"], of_state.T)
 
 
 def convolution_and_bare_leaves():
@@ -329,15 +330,15 @@ def test_rules_for_the_leaves_of_a_layer_behind_a_map():
     params = there_and_back(model, like, rules, flatten={"fc": (8, 2, 2)})
     by_channel = model["fc.weight"].reshape(5, 8, 2, 2)
     expected = by_channel.transpose(2, 3, 1, 0).reshape(32, 5)
-    np.testing.assert_array_equal(params["fc"]["w"], expected)
-    np.testing.assert_array_equal(params["fc"]["b"], model["fc.bias"])
+    assert_array_equal(params["fc"]["w"], expected)
+    assert_array_equal(params["fc"]["b"], model["fc.bias"])
 
 
 def test_what_a_rule_leaves_over_is_paired_if_it_is_the_only_one():
     model, like = convolution_and_bare_leaves()
     rules = {r"fc\.weight": "fc/w"}
     params = params_from_torch(model, like, rules=rules, flatten={"fc": None})
-    np.testing.assert_array_equal(params["fc"]["b"], model["fc.bias"])
+    assert_array_equal(params["fc"]["b"], model["fc.bias"])
 
 
 def test_rules_that_scatter_a_layer_or_meet_in_one_leaf_are_refused():
@@ -355,7 +356,7 @@ def test_rules_that_swap_two_leaves_are_followed_and_not_corrected():
     model = {"n.weight": values(4), "n.bias": values(4) + 1}
     swapped = {r"n\.weight": "n/bias", r"n\.bias": "n/scale"}
     params = there_and_back(model, {"n": norm(4)}, swapped)
-    np.testing.assert_array_equal(params["n"]["bias"], model["n.weight"])
+    assert_array_equal(params["n"]["bias"], model["n.weight"])
 
 
 @pytest.mark.parametrize("names", [("fc", "x.b"), ("x.b", "fc")])
@@ -364,8 +365,8 @@ def test_a_rule_gives_a_layer_the_bias_that_lies_elsewhere(names):
     rules = {name: {"fc": "a", "x.b": "a/bias"}[name] for name in names}
     state = {name: value for key in names for name, value in model.items() if key in name}
     params = there_and_back(state, linears(a=(2, 3)), rules)
-    np.testing.assert_array_equal(params["a"]["kernel"].T, model["fc.weight"])
-    np.testing.assert_array_equal(params["a"]["bias"], model["x.b"])
+    assert_array_equal(params["a"]["kernel"].T, model["fc.weight"])
+    assert_array_equal(params["a"]["bias"], model["x.b"])
 
 
 def test_rule_takes_a_packed_linear_apart():
@@ -381,7 +382,7 @@ def test_rule_takes_a_packed_linear_apart():
     }
     params = there_and_back(model, like, rules, conv1d="")
     expected = model["h.0.c_attn.weight"][8:16].T.reshape(8, 2, 4)
-    np.testing.assert_array_equal(params["h_0"]["key"]["kernel"], expected)
+    assert_array_equal(params["h_0"]["key"]["kernel"], expected)
     later = [*rules.items(), (r".*attn", "h_0/out"), (r"h.*", "a|b")]  # of which none decides
     assert pair(model, like, later, conv1d="") == pair(model, like, rules, conv1d="")
     whole = [(r"h\.0\.c_attn", "all"), *rules.items()]
@@ -441,8 +442,8 @@ def test_a_rule_says_the_order_of_packed_rows(case):
     params = there_and_back(model, like, {"packed": path})
     biases = take(model["packed.bias"][:, None])
     for name, weight, bias in zip(widths, take(model["packed.weight"]), biases, strict=True):
-        np.testing.assert_array_equal(params[name]["kernel"].T, weight)
-        np.testing.assert_array_equal(params[name]["bias"], bias[:, 0])
+        assert_array_equal(params[name]["kernel"].T, weight)
+        assert_array_equal(params[name]["bias"], bias[:, 0])
 
 
 @pytest.mark.parametrize(
@@ -458,7 +459,7 @@ def test_a_rule_says_the_order_of_packed_rows(case):
 def test_a_rule_says_the_order_of_rows_in_one_packed_layer(path, take):
     model = {"packed.weight": values(24, 8)}
     params = there_and_back(model, kernels(qkv=(8, 24)), {"packed": path})
-    np.testing.assert_array_equal(params["qkv"]["kernel"].T, take(model["packed.weight"]))
+    assert_array_equal(params["qkv"]["kernel"].T, take(model["packed.weight"]))
 
 
 def test_blocks_of_one_part_are_said_one_after_the_other():
@@ -466,7 +467,7 @@ def test_blocks_of_one_part_are_said_one_after_the_other():
     rules = {"packed": "2*(qkv[0]|qkv[0]|qkv[1]|qkv[2])"}
     params = there_and_back(model, kernels(qkv=(8, 32)), rules)
     parts = np.concatenate(by_group(model["packed.weight"]))
-    np.testing.assert_array_equal(params["qkv"]["kernel"].T, parts)
+    assert_array_equal(params["qkv"]["kernel"].T, parts)
 
 
 def test_a_rule_without_the_order_of_the_rows_names_what_is_assumed():
@@ -582,7 +583,7 @@ def test_one_question_for_all_square_matrices():
     params = there_and_back(model, like, conv1d=r"fc\d+")
     for name, turned in {"fc0": False, "out": True, "wide": False, "up": True}.items():
         weight = model[f"{name}.weight"]
-        np.testing.assert_array_equal(params[name]["kernel"], weight.T if turned else weight)
+        assert_array_equal(params[name]["kernel"], weight.T if turned else weight)
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (4, 4, 4)])
@@ -595,22 +596,22 @@ def test_the_order_of_a_cubic_norm_is_asked_about_in_spite_of_plain(shape):
         assert f"else turned={{'norm': {last}}}" in error.ambiguous[0]
         assert error.message.startswith("plain=True does not") == bool(options)
     kept = there_and_back(model, like, turned={})
-    np.testing.assert_array_equal(kept["norm"]["bias"], model["norm.bias"])
+    assert_array_equal(kept["norm"]["bias"], model["norm.bias"])
     moved_last = there_and_back(model, like, turned={"norm": last})
-    np.testing.assert_array_equal(moved_last["norm"]["scale"], model["norm.weight"].transpose(last))
+    assert_array_equal(moved_last["norm"]["scale"], model["norm.weight"].transpose(last))
 
 
 def test_a_norm_of_a_map_has_its_channels_last_and_torchs_matrix():
     model = {"norm.weight": values(4, 3, 3), "norm.bias": values(4, 3, 3) + 1}
     like = {"norm": {"scale": np.zeros((3, 3, 4)), "bias": np.zeros((3, 3, 4))}}
     params = there_and_back(model, like)
-    np.testing.assert_array_equal(params["norm"]["bias"], np.moveaxis(model["norm.bias"], 0, -1))
+    assert_array_equal(params["norm"]["bias"], np.moveaxis(model["norm.bias"], 0, -1))
     for one in pair(model, like):
         rows, cols = one.matrix_axes()
         assert rows == (2,)
         matrix = params["norm"][one.path[-1]].transpose(*rows, *cols).reshape(4, -1)
         torch_matrix = model[one.torch_name].reshape(4, -1)
-        np.testing.assert_array_equal(matrix, torch_matrix[:, one.column_order(cols)])
+        assert_array_equal(matrix, torch_matrix[:, one.column_order(cols)])
 
 
 @pytest.mark.parametrize(
@@ -798,7 +799,7 @@ def test_a_map_that_may_be_something_else_is_asked_about(case):
     )
     for leaf, plain in zip(jax.tree.leaves(params), jax.tree.leaves(pooled), strict=True):
         reads_the_map = len(leaf) == math.prod(shape)
-        np.testing.assert_array_equal(leaf, moved(plain, shape) if reads_the_map else plain)
+        assert_array_equal(leaf, moved(plain, shape) if reads_the_map else plain)
     if case == "a norm elsewhere":
         there_and_back(model, like, flatten={"fc": None})  # so that there is no map
 
@@ -810,7 +811,7 @@ def test_a_norm_before_a_map_follows_it_unless_it_is_left_out():
     like = FLAT[1] | {"norm": norm(128)}
     for said, order in (({}, moved(np.arange(128), (8, 4, 4))), ({"norm": None}, np.arange(128))):
         params = there_and_back(model, like, flatten={"fc": (8, 4, 4), **said})
-        np.testing.assert_array_equal(params["norm"]["bias"], vectors["norm.bias"][order])
+        assert_array_equal(params["norm"]["bias"], vectors["norm.bias"][order])
 
 
 # --- ties and statistics ----------------------------------------------------------------------
@@ -869,11 +870,11 @@ def test_round_trip_and_column_order(shape, transposed, data):
     )
     leaf = found.to_flax(weight)
     assert leaf.shape == flax_shape
-    np.testing.assert_array_equal(found.to_torch(leaf), weight)
+    assert_array_equal(found.to_torch(leaf), weight)
     rows, cols = found.matrix_axes()
     matrix = leaf.transpose(*rows, *cols).reshape(shape[0], -1)
     columns = found.column_order(cols)
-    np.testing.assert_array_equal(matrix, weight.reshape(shape[0], -1)[:, columns])
+    assert_array_equal(matrix, weight.reshape(shape[0], -1)[:, columns])
 
 
 def test_a_linear_of_one_value_is_not_a_norm():
@@ -925,7 +926,7 @@ def test_column_order_of_packed_flattened_and_unflattened_weights():
     parts = {p.path[0]: p for p in pair(PACKED, HEADS)}
     leaf = parts["key"].to_flax(weight)
     columns = parts["key"].column_order((0,))
-    np.testing.assert_array_equal(leaf.reshape(8, 8).T, weight[8:16][:, columns])
+    assert_array_equal(leaf.reshape(8, 8).T, weight[8:16][:, columns])
     assert parts["key"].rows == (8, 16)
     with pytest.raises(CheckpointMismatch, match="torch_matrix_dims"):
         parts["key"].column_order((0, 1))
@@ -935,4 +936,4 @@ def test_column_order_of_packed_flattened_and_unflattened_weights():
         (found,) = pair({"fc.weight": weight}, kernels(fc=shape[::-1]), **said)
         rows = moved(np.arange(12), (3, 2, 2)) if option == "unflatten" else np.arange(5)
         columns = found.column_order((0,))
-        np.testing.assert_array_equal(found.to_flax(weight).T, weight[rows][:, columns])
+        assert_array_equal(found.to_flax(weight).T, weight[rows][:, columns])

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from numpy.testing import assert_allclose, assert_array_equal
 
 import jaxcomp
 import torch_bridge
@@ -36,7 +37,7 @@ def back_of(state, params, checkpoint, **options):
 
 
 def same_q(one, other):
-    np.testing.assert_array_equal(one.q_memory_dict[0].numpy(), other.q_memory_dict[0])
+    assert_array_equal(one.q_memory_dict[0].numpy(), other.q_memory_dict[0])
 
 
 def test_tied_parameters_have_one_state():
@@ -46,9 +47,9 @@ def test_tied_parameters_have_one_state():
     params = {"embed": {"embedding": jnp.zeros((48, 24))}}
     state = powersgd_from_torch(dataclasses.replace(checkpoint, model=both), params)
     found = state.residual["embed"]["embedding"]
-    np.testing.assert_allclose(found, errors["embed.weight"], rtol=1e-6)
+    assert_allclose(found, errors["embed.weight"], rtol=1e-6)
     q = factors["embed.weight"][1].astype(np.float32)
-    np.testing.assert_array_equal(state.q["embed"]["embedding"], q)
+    assert_array_equal(state.q["embed"]["embedding"], q)
 
 
 def test_packed_attention_shares_q_and_says_so():
@@ -62,9 +63,9 @@ def test_packed_attention_shares_q_and_says_so():
     powersgd_from_torch(dataclasses.replace(checkpoint, powersgd=(before,)), params)
     q = np.asarray(factors["in_proj_weight"][1], np.float32)
     for part in ("query", "key", "value"):
-        np.testing.assert_array_equal(state.q[part]["kernel"], q)
+        assert_array_equal(state.q[part]["kernel"], q)
     key = errors["in_proj_weight"][32:64].T.reshape(32, 4, 8)
-    np.testing.assert_allclose(state.residual["key"]["kernel"], key, rtol=1e-6)
+    assert_allclose(state.residual["key"]["kernel"], key, rtol=1e-6)
     same_q(back_of(state, params, checkpoint), checkpoint.powersgd[0])
     state.q["key"]["kernel"] += 1
     with pytest.warns(UserWarning, match="different Q factors"):
@@ -97,14 +98,14 @@ def test_residuals_and_moments_of_heads_that_are_packed_one_by_one(names):
     by_head = errors["qkv.weight"].reshape(4, 3, 8, 32)
     by_part = by_head.swapaxes(0, 1).reshape(96, 32)
     residual = np.concatenate([state.residual[name]["kernel"].T for name in names])
-    np.testing.assert_allclose(residual, by_part, rtol=1e-6)
+    assert_allclose(residual, by_part, rtol=1e-6)
     for name in names:
         q = np.asarray(factors["qkv.weight"][1], np.float32)
-        np.testing.assert_array_equal(state.q[name]["kernel"], q)
+        assert_array_equal(state.q[name]["kernel"], q)
     back = back_of(state, params, checkpoint, pairs=pairs)
     same_q(back, checkpoint.powersgd[0])
     error = back.error_dict[0].numpy().reshape(96, 32)
-    np.testing.assert_allclose(error, errors["qkv.weight"], rtol=1e-6)
+    assert_allclose(error, errors["qkv.weight"], rtol=1e-6)
 
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
     gradient = errors["qkv.weight"].astype(np.float32)
@@ -114,7 +115,7 @@ def test_residuals_and_moments_of_heads_that_are_packed_one_by_one(names):
     _, state = optimizer_from_torch(before, model, params, pairs=pairs)
     trace = state[0].trace
     moments = np.concatenate([trace[name]["kernel"].T for name in names])
-    np.testing.assert_allclose(moments, by_part, rtol=1e-6)
+    assert_allclose(moments, by_part, rtol=1e-6)
     after = optimizer_to_torch(state, params, before, model, pairs=pairs)
     torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
 
@@ -173,7 +174,7 @@ def test_a_state_born_in_jax():
     assert back.orthogonalization_epsilon == 0
     assert back.iter == 7
     assert back.start_powerSGD_iter == 9
-    np.testing.assert_array_equal(back.q_memory_dict[0].numpy(), state.q["a"]["kernel"].ravel())
+    assert_array_equal(back.q_memory_dict[0].numpy(), state.q["a"]["kernel"].ravel())
 
 
 def test_parts_of_a_packed_matrix_may_be_too_small_to_be_compressed_one_by_one():
@@ -194,7 +195,7 @@ def test_parts_of_a_packed_matrix_may_be_too_small_to_be_compressed_one_by_one()
 
     gradients = jax.tree.map(lambda leaf: jnp.ones((1, *leaf.shape)), run.params["params"])
     updates, states = jax.vmap(update, axis_name="data")(gradients)
-    np.testing.assert_array_equal(updates["hi"]["kernel"][0], 1)
+    assert_array_equal(updates["hi"]["kernel"][0], 1)
     state = first(states)
     pairs = torch_bridge.pair(model, run.params["params"])
     back = back_of(state, run.params["params"], checkpoint, pairs=pairs)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from numpy.testing import assert_allclose, assert_array_equal
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.fuzz.legitimate import DTYPES
 from tests.helpers import torch_files as files
 from tests.helpers.bridge import ddp_job, kernels, linears
+from tests.helpers.leaves import equal
 from torch_bridge import (
     BucketLayout,
     Checkpoint,
@@ -84,15 +86,15 @@ def test_a_loss_scale_is_taken_out_and_put_in_again(plain, tmp_path, place):
     checkpoint = load(path)
     run, said = converted(checkpoint)
     assert not said
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    close = functools.partial(assert_allclose, rtol=1e-4, atol=1e-6)
     jax.tree.map(close, run.reducer_state, unscaled.reducer_state)
     back = tmp_path / "back.pt"
     to_torch(run.params, run.opt_state, checkpoint, path=back)
     returned = load(back)
     new = returned.layout.parts(state_from_record(returned.record(0)))["weight"]
     old = returned.layout.parts(state)["weight"]
-    np.testing.assert_array_equal(new.error, old.error)
-    np.testing.assert_array_equal(new.q, old.q)
+    assert_array_equal(new.error, old.error)
+    assert_array_equal(new.q, old.q)
 
 
 def test_scalers_that_disagree_need_an_answer(plain, tmp_path):
@@ -111,14 +113,14 @@ def test_scalers_that_disagree_need_an_answer(plain, tmp_path):
     run, _ = converted(said)
     same, _ = converted(dataclasses.replace(checkpoint, loss_scale=1))
     ours, theirs = (r.reducer_state.residual["kernel"] for r in (run, same))
-    np.testing.assert_array_equal(2 * ours, theirs)
+    assert_array_equal(2 * ours, theirs)
 
 
 def test_a_scaler_that_is_not_enabled_changes_nothing(plain, tmp_path):
     before, _ = converted(written(tmp_path / "c.pt", plain))
     plain["scaler"] = torch.amp.GradScaler("cpu", enabled=False).state_dict()
     after, _ = converted(written(tmp_path / "c.pt", plain))
-    jax.tree.map(np.testing.assert_array_equal, before.reducer_state, after.reducer_state)
+    equal(before.reducer_state, after.reducer_state)
 
 
 def test_save_checkpoint_wants_the_scaler_itself(alone, tmp_path):
@@ -198,7 +200,7 @@ def test_an_optimizer_without_names_says_what_could_be_exchanged(tmp_path):
     assert not said
     moved = run.optimizer_state[0].trace["layers_0"]["kernel"]
     buffer = optimizer.state_dict()["state"][2]["momentum_buffer"]
-    np.testing.assert_array_equal(moved, buffer.numpy().T)
+    assert_array_equal(moved, buffer.numpy().T)
     with pytest.raises(ValueError, match="names a parameter twice"):
         converted(checkpoint, SQUARES, plain=True, param_names=["0.weight", "1.weight", "0.weight"])
 
@@ -216,7 +218,7 @@ def test_sorted_names_do_not_tell_the_order_of_an_optimizer(tmp_path):
     run, said = converted(checkpoint, like, plain=True, param_names=names)
     assert not said
     kept = run.optimizer_state[0].mu["layers_10"]["bias"]
-    np.testing.assert_array_equal(kept, optimizer.state_dict()["state"][21]["exp_avg"].numpy())
+    assert_array_equal(kept, optimizer.state_dict()["state"][21]["exp_avg"].numpy())
 
 
 def test_moments_take_the_dtype_of_their_parameters(tmp_path):
@@ -245,7 +247,7 @@ def test_an_optimizers_own_file_is_read(tmp_path):
     optimizer = stepped(torch.optim.AdamW(module.named_parameters(), 0.1), module)
     found = written(tmp_path / "optimizer.bin", optimizer.state_dict()).optimizer
     kept = optimizer.state_dict()["state"][2]["exp_avg"].numpy()
-    np.testing.assert_array_equal(found["state"][2]["exp_avg"], kept)
+    assert_array_equal(found["state"][2]["exp_avg"], kept)
 
 
 def test_a_hook_that_draws_q_anew_is_equal_in_kind_alone(alone, tmp_path):
@@ -255,9 +257,9 @@ def test_a_hook_that_draws_q_anew_is_equal_in_kind_alone(alone, tmp_path):
     run, said = converted(checkpoint)
     assert "warm_start=False" in "".join(said)
     error = checkpoint.layout.parts(checkpoint.powersgd[0])["weight"].error
-    np.testing.assert_array_equal(run.reducer_state.residual["kernel"], error.T)
+    assert_array_equal(run.reducer_state.residual["kernel"], error.T)
     document = to_torch(run.params, run.opt_state, checkpoint)
-    np.testing.assert_array_equal(document["errors"][0][0][-24 * 16 :], error.reshape(-1))
+    assert_array_equal(document["errors"][0][0][-24 * 16 :], error.reshape(-1))
 
 
 # --- jobs of other kinds ------------------------------------------------------------------------
@@ -281,7 +283,7 @@ def test_complex_parameters_are_named(alone, tmp_path):
     with pytest.raises(CheckpointMismatch, match="a complex parameter for two real ones"):
         converted(checkpoint, like)
     run, _ = converted(dataclasses.replace(checkpoint, optimizer=None, hook=None), like)
-    np.testing.assert_array_equal(run.params["kernel"], module.weight.detach().numpy().T)
+    assert_array_equal(run.params["kernel"], module.weight.detach().numpy().T)
 
 
 def test_a_state_of_post_local_sgd_is_named(alone, tmp_path):
@@ -344,7 +346,7 @@ def test_a_state_that_no_longer_fits_its_dtype_is_refused():
     like = {"kernel": np.zeros((24, 16), np.float32)}
     run, _ = converted(checkpoint, like)
     back = to_torch(run.params, run.opt_state, checkpoint)
-    np.testing.assert_array_equal(back["errors"][0][0], error)
+    assert_array_equal(back["errors"][0][0], error)
     grown = run.reducer_state._replace(
         residual={"kernel": 100 + run.reducer_state.residual["kernel"]}
     )

@@ -12,6 +12,7 @@ import optax
 import pytest
 import torch
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 import jaxcomp
 import torch_bridge
@@ -21,6 +22,7 @@ from tests.helpers.leaves import all_zero, equal
 from tests.helpers.runners import first, simulate
 from torch_bridge import BucketLayout, Checkpoint, CheckpointMismatch, PowerSGDRecord
 
+UNUSED = pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
 LINEARS = {"frozen": (32, 24), "unused": (24, 40), "head": (24, 10)}
 
 
@@ -84,11 +86,11 @@ def test_a_buffer_of_the_models_own_needs_no_more_than_ignore():
     like = linears(layers_0=(24, 32), layers_1=(32, 16))
     params, _, opt_state, _ = torch_bridge.to_flax(source, like, ignore="mask")
     momentum = optax.tree.get(opt_state, "trace")
-    np.testing.assert_array_equal(momentum["layers_1"]["bias"], np.ones(16))
+    assert_array_equal(momentum["layers_1"]["bias"], np.ones(16))
     document = torch_bridge.to_torch(params, opt_state, source, ignore="mask")
     assert BucketLayout.from_json(document["layout"]) == layout
     assert document["optimizer"]["state"].keys() == {0, 1, 2, 3}
-    np.testing.assert_array_equal(document["state_dict"]["mask"], np.ones((8, 8)))
+    assert_array_equal(document["state_dict"]["mask"], np.ones((8, 8)))
 
 
 def stepped(optimizer):
@@ -119,7 +121,7 @@ def test_pairs_and_options_exclude_each_other_and_pairs_must_fit():
     assert len(error.value.mis_shaped) == 1
 
 
-@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
+@UNUSED
 def test_states_of_the_trained_parameters_alone():
     source = checkpoint()
     params = torch_bridge.to_flax(source, variables()).params
@@ -133,11 +135,11 @@ def test_states_of_the_trained_parameters_alone():
     document = torch_bridge.to_torch(params, (reducer, sgd), source, pairs=pairs)
     old = source.powersgd[0].q_memory_dict[1]
     kept = np.isfinite(old)
-    np.testing.assert_array_equal(document["powersgd"]["q_memory_dict"][1][kept], old[kept])
+    assert_array_equal(document["powersgd"]["q_memory_dict"][1][kept], old[kept])
     assert document["optimizer"]["state"].keys() >= source.optimizer["state"].keys()
 
 
-@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
+@UNUSED
 def test_a_part_of_the_paired_tree_is_refused_on_the_way_back():
     source = checkpoint()
     run = torch_bridge.to_flax(source, variables())
@@ -146,7 +148,7 @@ def test_a_part_of_the_paired_tree_is_refused_on_the_way_back():
     assert error.value.missing == ("norm/mean", "norm/var")
 
 
-@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
+@UNUSED
 def test_an_optimizer_of_the_trained_parameters_without_their_names():
     named = checkpoint()
     group = dict(named.optimizer["param_groups"][0])
@@ -165,10 +167,10 @@ def test_an_optimizer_of_the_trained_parameters_without_their_names():
         back = document["optimizer"]["state"]
         for index, entry in optimizer["state"].items():
             momentum = back[index]["momentum_buffer"]
-            np.testing.assert_allclose(momentum, entry["momentum_buffer"], rtol=1e-6)
+            assert_allclose(momentum, entry["momentum_buffer"], rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
+@UNUSED
 def test_a_run_is_all_that_the_way_back_needs():
     source = checkpoint()
     group = dict(source.optimizer["param_groups"][0])
@@ -200,7 +202,7 @@ def test_a_run_is_all_that_the_way_back_needs():
     assert "norm.bias" in error.value.missing
 
 
-@pytest.mark.filterwarnings("ignore:The state of unused:UserWarning")
+@UNUSED
 def test_what_the_torch_file_has_no_place_for_is_named():
     source = checkpoint()
     run = torch_bridge.to_flax(source, variables())
@@ -283,7 +285,7 @@ def test_what_was_frozen_late_keeps_its_state():
     back = torch_bridge.to_torch(like, state, source)["optimizer"]["state"]
     assert back.keys() == {1, 2, 3}
     for name, value in kept.items():
-        np.testing.assert_array_equal(back[1][name], value)
+        assert_array_equal(back[1][name], value)
     assert float(back[2]["step"]) == 3
 
 
@@ -312,7 +314,7 @@ def test_an_nnx_model_with_statistics():
     fresh = run.transformation.init(nnx.filter_state(run.params, nnx.Param))
     assert jax.tree.structure(run.opt_state) == jax.tree.structure(fresh)
     document = torch_bridge.to_torch(run.params, run.opt_state, source)
-    np.testing.assert_array_equal(document["state_dict"]["fc.weight"], source.model["fc.weight"])
+    assert_array_equal(document["state_dict"]["fc.weight"], source.model["fc.weight"])
     kept = optimizer["state"]
     torch.testing.assert_close(document["optimizer"]["state"], kept, rtol=0, atol=0)
 
@@ -355,7 +357,7 @@ def test_torchs_cut_is_used_where_jaxcomps_is_another():
     assert jax.tree.map(jnp.shape, fresh) == jax.tree.map(jnp.shape, run.opt_state)
     document = torch_bridge.to_torch(run.params, run.opt_state, source)
     q = document["powersgd"]["q_memory_dict"][0]
-    np.testing.assert_array_equal(q, factors["a.weight"][1].ravel().astype("f4"))
+    assert_array_equal(q, factors["a.weight"][1].ravel().astype("f4"))
 
 
 def test_a_file_serves_any_number_of_ranks():
@@ -363,7 +365,7 @@ def test_a_file_serves_any_number_of_ranks():
     for world in (1, 2, 3, 4):
         records = [source.record(rank, world) for rank in range(world)]
         means = np.mean([record.error_dict[1] for record in records], axis=0)
-        np.testing.assert_allclose(means, source.mean.error_dict[1], atol=1e-6)
+        assert_allclose(means, source.mean.error_dict[1], atol=1e-6)
 
 
 # --- runs of which all is trained -------------------------------------------------------------
@@ -448,7 +450,7 @@ def test_what_a_dtype_keeps_of_a_run_with_several_buckets(dtype, ranks):
 def same(tensor, array):
     """Asserts that a tensor of torch has these values and this dtype."""
     assert str(tensor.dtype) == f"torch.{array.dtype}"
-    np.testing.assert_array_equal(tensor.float(), array.astype(np.float32))
+    assert_array_equal(tensor.float(), array.astype(np.float32))
 
 
 def test_the_way_back_is_proved_by_the_torch_module():

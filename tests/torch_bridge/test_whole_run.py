@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from numpy.testing import assert_allclose, assert_array_equal
 
 import jaxcomp
 import torch_bridge
@@ -176,7 +177,7 @@ def test_what_only_torch_uses_comes_back(complete):
     errors = [record.error_dict[0].astype(np.float64) for record in checkpoint.powersgd]
     mean = np.mean(errors, axis=0)
     # Uncompressed segments are zero, which they are up to rounding in the mean as well.
-    np.testing.assert_allclose(new.error_dict[0], mean, atol=3e-6 * np.abs(mean).max())
+    assert_allclose(new.error_dict[0], mean, atol=3e-6 * np.abs(mean).max())
     for part in layout.parts(new).values():
         assert bool(part.rank) == bool(part.error.any())
     assert new.start_powerSGD_iter == old.iter + 2
@@ -191,8 +192,8 @@ def test_the_complete_file_holds_what_all_ranks_have_and_torch_reads_it(runs, co
     checkpoint, _, _ = complete
     single = torchs_own(runs[0], "static")
     for one, other in zip(checkpoint.powersgd, single.powersgd, strict=True):
-        np.testing.assert_array_equal(one.error_dict[0], other.error_dict[0])
-        np.testing.assert_array_equal(one.rng.get_state()[1], other.rng.get_state()[1])
+        assert_array_equal(one.error_dict[0], other.error_dict[0])
+        assert_array_equal(one.rng.get_state()[1], other.rng.get_state()[1])
     assert checkpoint.extra == single.extra == {"epoch": 3}
     assert list(checkpoint.model) == list(single.model)
     (group,) = checkpoint.optimizer["param_groups"]
@@ -216,4 +217,4 @@ def test_one_rank_alone_needs_a_choice(runs, complete):
     replicated = state_of(missing_ranks="replicate")
     parts = both.layout.parts(alone.powersgd[0])
     error = parts["fc.weight"].error
-    np.testing.assert_array_equal(replicated.residual["fc"]["kernel"], error.T)
+    assert_array_equal(replicated.residual["fc"]["kernel"], error.T)
