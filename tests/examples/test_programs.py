@@ -28,7 +28,7 @@ def output(name, *changes):
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
 def test_a_program_is_one_file_that_needs_nothing_of_ours_but_jaxcomp(program):
     source = program.read_text()
-    assert len(source.splitlines()) < 90
+    assert len(source.splitlines()) < 100
     ours = {path.stem for path in EXAMPLES.rglob("*.py")}
     assert ours.isdisjoint(name.split(".")[0] for name in imports(source))
 
