@@ -7,6 +7,7 @@ take it as they take any tree. Without streaming there is one fragment: all floa
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
@@ -167,12 +168,11 @@ def _by_pattern(paths: Iterable[KeyPath], patterns: tuple[str, ...]) -> dict[Key
     numbers: dict[KeyPath, int] = {}
     for path in paths:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        numbers[path] = -1  # no pattern found
         for number, pattern in enumerate(patterns):
             if re.search(pattern, name):
                 numbers[path] = number
                 break
-        if numbers[path] < 0:
+        else:
             raise ValueError(
                 f"No pattern of `fragments` is found in the leaf {name!r}, so that it would never "
                 "be averaged. Add a pattern for it, such as '.*' at the end for all other leaves."
@@ -195,11 +195,10 @@ def _by_size(sizes: dict[KeyPath, int], count: int) -> dict[KeyPath, int]:
             "Pass at most as many fragments as leaves."
         )
     numbers: dict[KeyPath, int] = {}
-    # Bytes and leaves of each fragment. Leaves count too, because an empty leaf has no bytes.
-    loads = [(0, 0)] * count
+    # Bytes, leaves and number of each fragment. Leaves count too, because an empty leaf has no
+    # bytes.
+    loads = [(0, 0, number) for number in range(count)]
     for path in sorted(sizes, key=lambda path: -sizes[path]):
-        lightest = loads.index(min(loads))
-        numbers[path] = lightest
-        size, leaves = loads[lightest]
-        loads[lightest] = size + sizes[path], leaves + 1
+        size, leaves, numbers[path] = loads[0]
+        heapq.heapreplace(loads, (size + sizes[path], leaves + 1, numbers[path]))
     return numbers

@@ -211,7 +211,7 @@ class _LocalSGD:
             """Returns the update that leads to `new`; other leaves keep the inner update."""
             return put_back(jax.tree.map(_difference, floating, before, new), updates)
 
-        def synchronised(axes: AxisName | None) -> tuple[PyTree, LocalSGDState]:
+        def synchronised(axes: AxisName) -> tuple[PyTree, LocalSGDState]:
             begin = lambda new: self.inner.init(put_back(new, params))  # noqa: E731
             new, changed = sync.step(after, state, begin, weight, axes)
             return towards(new), changed
@@ -228,10 +228,8 @@ class _LocalSGD:
         shared = (due > 0) | (count <= self.periods.start_step)
         last_sync = jnp.where(shared, count, state.last_sync)
         branches: list[Callable[[], tuple[PyTree, LocalSGDState]]] = [lambda: (updates, state)]
-        # The widest level has axes=None: only there do reducer and outer optimizer act.
-        for level in self.periods.levels[:-1]:
+        for level in self.periods.levels:
             branches.append(functools.partial(synchronised, level.axes))
-        branches.append(functools.partial(synchronised, None))
         if self.periods.start_step and not sync.plain:
             due = jnp.where(count == self.periods.start_step, len(branches), due)
             branches.append(rounds_begun)
@@ -242,18 +240,17 @@ class _LocalSGD:
         self, updates: PyTree, state: LocalSGDState, numbers: PyTree, weight: Any
     ) -> tuple[PyTree, PyTree]:
         """Returns the gradients for the inner optimizer, and the reducer's state."""
-        weights = {} if weight is None else {"weight": weight}
 
         def local() -> tuple[PyTree, PyTree]:
             if self.local_axis_name is None:
                 return updates, state.reducer
             mean = allreduce(axis_name=self.local_axis_name)
-            means, _ = mean.update(updates, optax.EmptyState(), **weights)
+            means, _ = mean.update(updates, optax.EmptyState(), weight=weight)
             return means, state.reducer
 
         def everywhere() -> tuple[PyTree, PyTree]:
             floating = part_of(updates, numbers)
-            means, reducer = self.sync.reducer.update(floating, state.reducer, **weights)
+            means, reducer = self.sync.reducer.update(floating, state.reducer, weight=weight)
             return put_back(means, updates), reducer
 
         return from_step(state.count, self.periods.start_step, everywhere, local)

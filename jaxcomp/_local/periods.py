@@ -39,32 +39,32 @@ class Periods(NamedTuple):
     offset: int
 
     def due(self, count: Any, last_sync: Any) -> Array:
-        """Returns the widest level that is due after update number `count` (from 1), as int32."""
-        level = jnp.zeros([], jnp.int32)
+        """Returns the widest level that is due after an update, in the integer dtype of `count`.
+
+        Args:
+          count: The number of the update, from 1; without a schedule also an array of numbers, of
+            JAX or NumPy.
+          last_sync: The number of the last update that ended with an average. Read only with a
+            schedule.
+        """
+        numpy = count.__array_namespace__()
+        level = numpy.zeros_like(count)
         if self.schedule is not None:
             # The round's length is fixed when it begins. Schedules give floats: 7.9999 means 8.
-            length = jnp.asarray(self.schedule(last_sync))
-            length = jnp.maximum(jnp.round(length), 1)
-            steps = count - last_sync
-            ended = steps >= length.astype(jnp.int32)
-            level = ended.astype(jnp.int32)
+            length = jnp.maximum(jnp.round(self.schedule(last_sync)), 1)
+            level = (count - last_sync >= length.astype(jnp.int32)).astype(jnp.int32)
         else:
             for number, (_, period) in enumerate(self.levels, start=1):
                 # Wider levels come later and replace narrower ones that are due too.
-                level = jnp.where((count - self.offset) % period == 0, number, level)
-        return jnp.where(count > self.start_step, level, 0)
+                level = numpy.where((count - self.offset) % period == 0, number, level)
+        return numpy.where(count > self.start_step, level, 0)
 
     def between(self, begin: int, end: int) -> list[int]:
         """Returns the level after each of the updates numbered ``begin + 1`` to ``end``."""
         if self.schedule is None:
             # All at once, because fixed periods do not look at the last average; in NumPy, because
             # JAX would compile `due` again for every number of updates.
-            counts = np.arange(begin + 1, end + 1)
-            fixed = np.zeros_like(counts)
-            for number, (_, period) in enumerate(self.levels, start=1):
-                fixed[(counts - self.offset) % period == 0] = number
-            fixed[counts <= self.start_step] = 0
-            return fixed.tolist()
+            return self.due(np.arange(begin + 1, end + 1), None).tolist()
         levels: list[int] = []
         last_sync = jnp.int32(self.start_step)
         for count in range(begin + 1, end + 1):

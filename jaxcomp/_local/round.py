@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxcomp._base.leaves import is_floating, leaf_name
+from jaxcomp._base.leaves import floating_leaves, leaf_name, with_leaves
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import AxisName, KeyPath, PyTree
 from jaxcomp._local.fragments import Streaming, numbered, part_of, put_back
@@ -29,7 +29,7 @@ from jaxcomp._local.sync import InnerInit, LocalSGDState, Sync, total
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound, owner_id
 from jaxcomp._mesh.explicit import explicit_inside, replicas_on, typed_specs
 from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
-from jaxcomp._reducers.transformation import Transformation, shown
+from jaxcomp._reducers.transformation import Counted, shown
 from jaxcomp._states.place import shard_state
 from jaxcomp._training.arguments import split_spec
 from jaxcomp._training.on_mesh import call_on_replicas, check_params
@@ -40,7 +40,7 @@ StepFn: TypeAlias = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, Any]]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class LocalSGDRound:
+class LocalSGDRound(Counted):
     """Runs a round of local SGD when it is called; `local_sgd_round` makes such an object."""
 
     step_fn: StepFn
@@ -217,7 +217,8 @@ class LocalSGDRound:
             )
             part = part_of(local, numbers, number)
             begin_anew = functools.partial(self._inner_begun, inner, local)
-            average, after = self.syncs[number].step(part, before, begin_anew, weight)
+            sync = self.syncs[number]
+            average, after = sync.step(part, before, begin_anew, weight, self.axis_name)
             # With a delay these steps may run during the collective, because they do not depend on
             # it. They are unrolled: XLA does not know how long a loop takes, and may wait before
             # it.
@@ -277,44 +278,14 @@ class LocalSGDRound:
 
     def _marked(self, params: PyTree, inner: PyTree) -> tuple[PyTree, PyTree]:
         """Marks floating parameters and the inner state as this replica's own."""
+        # Other parameters are not averaged, so they stay replicated.
+        floating, inner = as_local((floating_leaves(params), inner), self.axis_name)
+        return with_leaves(params, floating), inner
 
-        def marked(leaf: Any) -> Any:
-            if not is_floating(leaf):
-                return leaf  # not averaged, so it stays replicated
-            return as_local(leaf, self.axis_name)
-
-        return jax.tree.map(marked, params), as_local(inner, self.axis_name)
-
-    def bytes(
-        self,
-        params: PyTree,
-        *,
-        replicas: int | None = None,
-        step: int | None = None,
-        steps: int | None = None,
-    ) -> CompressionStats:
-        """Counts the bytes that each replica sends in a local step or a whole run.
-
-        Args:
-          params: Parameters: arrays, or other objects with ``shape`` and ``dtype``.
-          replicas: Number of replicas, if the reducer needs it.
-          step: Number of the local step, from 0 over all rounds; None for the mean over a round.
-          steps: Number of local steps of a run: counts the bytes of all of them. Pass either `step`
-            or `steps`.
-
-        Returns:
-          The payload per replica in bytes.
-
-        Raises:
-          ValueError: If the reducer cannot count its bytes, or the inner state is averaged and its
-            size is not known.
-        """
-        counting = Transformation(self.init, self.__call__, count_bytes=self._count_bytes)
-        return counting.bytes(params, replicas=replicas, step=step, steps=steps)
-
-    def _count_bytes(
+    def count_bytes(
         self, params: PyTree, replicas: int | None, step: int | None
     ) -> CompressionStats:
+        """Counts the bytes of a local step, numbered over all rounds; see ``bytes``."""
         numbers = numbered(params, self.streaming.split)
         nth = place = None
         if step is not None:

@@ -90,8 +90,8 @@ class Sync:
         params: PyTree,
         state: LocalSGDState,
         begin: InnerInit,
-        weight: Any = None,
-        axes: AxisName | None = None,
+        weight: Any,
+        axes: AxisName,
     ) -> tuple[PyTree, LocalSGDState]:
         """Averages parameters, or takes the outer step with the mean pseudo-gradient.
 
@@ -102,8 +102,8 @@ class Sync:
             With () as anchor they then keep their own parameters.
           begin: A function that makes a fresh inner state from parameters.
           weight: This replica's weight; None if all replicas have the same weight.
-          axes: Axes of a narrow level of a hierarchy, over which parameters are averaged; None for
-            all axes.
+          axes: The axes to average over. At a narrow level of a hierarchy, which does not have all
+            axes of the replicas, parameters are averaged whatever the reducer and the optimizer.
         """
         anchor = state.anchor
         momenta = ()
@@ -112,24 +112,20 @@ class Sync:
         weight, anew = self._dropped(params, momenta, weight)
 
         # At a narrow level replicas elsewhere have other parameters, so no anchor is common to all.
-        plain = self.plain or axes is not None
-        over = axes or self.axis_name
+        narrow = set(axis_tuple(axes)) != set(axis_tuple(self.axis_name))
+        plain = self.plain or narrow
         sent = params
         if not plain:
             sent = jax.tree.map(jnp.subtract, anchor, params)
         if plain or self.exact:
             # Momenta in the same all-reduce.
-            (mean, momenta), counted = averaged((sent, momenta), over, weight)
+            (mean, momenta), counted = averaged((sent, momenta), axes, weight)
         else:
-            # Passed only if there is one: a transformation that is no `Reducer` may not know it.
-            weights = {}
-            if weight is not None:
-                weights["weight"] = weight
-            mean, reducer = self.reducer.update(sent, state.reducer, anchor, **weights)
+            mean, reducer = self.reducer.update(sent, state.reducer, anchor, weight=weight)
             state = state._replace(reducer=reducer)
             # Without momenta to average, skip the all-reduce of weights.
             counting = weight if self.average_inner is True else None
-            momenta, counted = averaged(momenta, over, counting)
+            momenta, counted = averaged(momenta, axes, counting)
         new = mean
         outer = state.outer
         if not plain:
@@ -143,7 +139,7 @@ class Sync:
         if counted is not None and (plain or self.exact):
             # All weights were 0, and the mean is of nothing.
             before = params
-            if axes is None and jax.tree.leaves(anchor):
+            if not narrow and jax.tree.leaves(anchor):
                 before = anchor
             new, outer = optax.tree.where(counted, (new, outer), (before, state.outer))
         if anew is not None:

@@ -28,52 +28,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 CountBytes = Callable[[PyTree, int | None, int | None], CompressionStats]
 
 
-@jax.tree_util.register_static  # else JAX would flatten it to a plain tuple
-class Transformation(optax.GradientTransformationExtraArgs):
-    """Extends an Optax transformation: shows its arguments and counts the bytes that it sends.
+class Counted:
+    """Counts the bytes that a transformation, or a round of local SGD, sends."""
 
-    It is an ordinary pair of ``init`` and ``update`` for `optax.chain` and other functions. Its
-    update also accepts a state whose per-replica leaves are rows ``(1, *leaf)``, as `jax.shard_map`
-    passes them with `state_specs`; the new state then has rows too.
-
-    Args:
-      init: A function that makes a state from parameters.
-      update: An Optax update; it gets the state of one replica, without rows.
-      made_by: The text that ``repr`` shows.
-      count_bytes: The function that ``bytes`` calls, or None if it is not known what is sent.
-    """
-
-    made_by: str
-    count_bytes: CountBytes | None
+    count_bytes: Any  # `CountBytes`, or None if it is not known what is sent
     # True if the bytes change only between a few phases. Local SGD sends nothing in most steps and
     # averages in others, so its steps are counted one by one.
     in_phases = False
-
-    def __new__(
-        cls,
-        init: Callable[..., PyTree],
-        update: Callable[..., Any],
-        *,
-        made_by: str = "",
-        count_bytes: CountBytes | None = None,
-    ) -> Self:
-        """Makes an Optax pair of functions with two more attributes."""
-
-        def update_of_row(
-            updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-        ) -> tuple[PyTree, PyTree]:
-            # A state without an owner does not show whether it has rows, so it is compared with a
-            # fresh one.
-            like = updates if params is None else params
-            if not has_rows(state, lambda: init(like)):
-                return update(updates, state, params, **extra_args)
-            outputs, state = update(updates, without_row(state), params, **extra_args)
-            return outputs, with_row(state)
-
-        self = super().__new__(cls, init, update_of_row)
-        self.made_by = made_by
-        self.count_bytes = count_bytes
-        return self
 
     def bytes(
         self,
@@ -134,6 +95,50 @@ class Transformation(optax.GradientTransformationExtraArgs):
         steps = check_int("steps", steps, 1)
         count = functools.partial(self.count_bytes, params, replicas)
         return whole_run(count, steps, in_phases=self.in_phases)
+
+
+@jax.tree_util.register_static  # else JAX would flatten it to a plain tuple
+class Transformation(Counted, optax.GradientTransformationExtraArgs):
+    """Extends an Optax transformation: shows its arguments and counts the bytes that it sends.
+
+    It is an ordinary pair of ``init`` and ``update`` for `optax.chain` and other functions. Its
+    update also accepts a state whose per-replica leaves are rows ``(1, *leaf)``, as `jax.shard_map`
+    passes them with `state_specs`; the new state then has rows too.
+
+    Args:
+      init: A function that makes a state from parameters.
+      update: An Optax update; it gets the state of one replica, without rows.
+      made_by: The text that ``repr`` shows.
+      count_bytes: The function that ``bytes`` calls, or None if it is not known what is sent.
+    """
+
+    made_by: str
+
+    def __new__(
+        cls,
+        init: Callable[..., PyTree],
+        update: Callable[..., Any],
+        *,
+        made_by: str = "",
+        count_bytes: CountBytes | None = None,
+    ) -> Self:
+        """Makes an Optax pair of functions with two more attributes."""
+
+        def update_of_row(
+            updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+        ) -> tuple[PyTree, PyTree]:
+            # A state without an owner does not show whether it has rows, so it is compared with a
+            # fresh one.
+            like = updates if params is None else params
+            if not has_rows(state, lambda: init(like)):
+                return update(updates, state, params, **extra_args)
+            outputs, state = update(updates, without_row(state), params, **extra_args)
+            return outputs, with_row(state)
+
+        self = super().__new__(cls, init, update_of_row)
+        self.made_by = made_by
+        self.count_bytes = count_bytes
+        return self
 
     def __repr__(self) -> str:
         return self.made_by or f"{type(self).__name__}(...)"
