@@ -49,7 +49,7 @@ _FUSED_RANK = 8
 # Above that rank, the product is computed in blocks of this number of bytes; a core's cache holds
 # two of them.
 _BLOCK_BYTES = 1 << 20
-# Last key-path entries of a flax.nnx variable's array; they are not names of a parameter.
+# Key-path entries of a flax.nnx variable's array; they are not names of a parameter.
 _ANONYMOUS = ("value", "raw_value")
 
 T = TypeVar("T")
@@ -120,20 +120,14 @@ class MatrixView:
 
     def unmatricize(self, matrix: Array) -> Array:
         """Converts a batch of matrices to a leaf: the inverse of `matricize`."""
-        return matrix.reshape(self.sizes(self.order)).transpose(_inverse(self.order))
+        # `argsort` inverts a permutation.
+        return matrix.reshape(self.sizes(self.order)).transpose(np.argsort(self.order))
 
     def along(self, axes: tuple[int, ...], values: Array) -> Array:
         """Reshapes ``(*batch, n)`` so that it lies along `axes` of the leaf, with 1 elsewhere."""
-        values = values.reshape(self.sizes(axes)).transpose(_inverse(axes))
-        sizes = [1] * len(self.shape)
-        for axis in axes:
-            sizes[axis] = self.shape[axis]
-        return values.reshape(sizes)
-
-
-def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the position of each axis in an order of axes."""
-    return tuple(np.argsort(order).tolist())
+        sizes = np.ones(len(self.shape), int)
+        sizes[list(axes)] = self.sizes(axes)
+        return values.reshape(self.sizes(axes)).transpose(np.argsort(axes)).reshape(sizes)
 
 
 def exact_einsum(subscripts: str, first: Array, second: Array) -> Array:
@@ -229,7 +223,7 @@ def _sum_of_outer_products(view: MatrixView, p: Array, q: Array) -> Array:
         left = view.along(batch + rows, p[..., k])
         right = view.along(batch + cols, q[..., k])
         products.append(left * right)
-    return sum(products[1:], start=products[0])
+    return functools.reduce(jnp.add, products)
 
 
 def unsent(
@@ -475,10 +469,8 @@ def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
     ndim = len(shape)
     if ndim < 2:
         return None
-    names = [name for name in key_names(path) if isinstance(name, str)]
-    while names and names[-1] in _ANONYMOUS:
-        names.pop()
-    if ndim == 2 and names[-1:] == ["embedding"]:
+    named = [name for name in key_names(path) if isinstance(name, str) and name not in _ANONYMOUS]
+    if ndim == 2 and named[-1:] == ["embedding"]:
         return MatrixDims(rows=(0,), cols=(1,))
 
     def rows_and_cols(cut: int) -> int:

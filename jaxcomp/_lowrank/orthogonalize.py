@@ -188,8 +188,8 @@ def cholesky_bases(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array
     """Orthogonalises factors of one rank and dtype by Cholesky QR, traced once for given shapes.
 
     All factors take two rounds. If `rounds` is larger, the further rounds follow only if the first
-    round left the columns of any matrix far from orthonormal. Replicas have equal factors, so they
-    all take the same branch.
+    round left the columns of any matrix far from orthonormal; the first of these replaces lost
+    columns. Replicas have equal factors, so they all take the same branch.
     """
     stacks = []
     spares = []
@@ -200,11 +200,19 @@ def cholesky_bases(factors: Sequence[Array], rounds: int = ROUNDS) -> list[Array
     stacks, _, _ = _round(stacks)
     stacks, gram, _ = _round(stacks)
     if rounds > ROUNDS_TO_SPAN:
+
+        def further(stacks: Sequence[Array]) -> list[Array]:
+            columns, _, lost = _round(stacks, _LEAST_PIVOT)
+            for i, spare in enumerate(spares):
+                columns[i] = jnp.where(lost[i][:, None, None], spare, columns[i])
+            for _ in range(ROUNDS_TO_SPAN + 1, rounds):
+                columns, _, _ = _round(columns)
+            return columns
+
         identity = jnp.eye(gram.shape[-1], dtype=gram.dtype)
         deviation = gram - identity[None]  # JAX may refuse to promote ranks
         far = jnp.max(jnp.sum(deviation * deviation, axis=(-2, -1)))
-        further = functools.partial(_further_rounds, spares=spares, rounds=rounds)
-        stacks = lax.cond(far <= _FAR**2, lambda x: x, further, stacks)
+        stacks = lax.cond(far <= _FAR**2, list, further, stacks)
     bases = []
     for x, blocks in zip(factors, stacks, strict=True):
         # Keep the batch axis, even of length 1: else XLA copies a large leaf on GPUs.
@@ -269,18 +277,6 @@ def _round(
     for x, upper in zip(stacks, jnp.split(inverse, ends), strict=True):
         columns.append(exact_einsum("mbni,mij->mbnj", x, upper))
     return columns, gram, jnp.split(lost, ends)
-
-
-def _further_rounds(
-    stacks: Sequence[Array], *, spares: Sequence[Array], rounds: int
-) -> list[Array]:
-    """Takes the rounds after the first two; the first of these replaces lost columns."""
-    columns, _, lost = _round(stacks, _LEAST_PIVOT)
-    for i, spare in enumerate(spares):
-        columns[i] = jnp.where(lost[i][:, None, None], spare, columns[i])
-    for _ in range(ROUNDS_TO_SPAN + 1, rounds):
-        columns, _, _ = _round(columns)
-    return columns
 
 
 @jax.jit

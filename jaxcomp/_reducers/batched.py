@@ -27,7 +27,7 @@ from jaxcomp._base.leaves import (
     with_leaves,
 )
 from jaxcomp._base.stats import CompressionStats
-from jaxcomp._base.typing import Array, AxisName, DType, KeyPath, MatrixDims, PyTree
+from jaxcomp._base.typing import Array, AxisName, DType, MatrixDims, PyTree
 from jaxcomp._mesh.collectives import axis_size
 from jaxcomp._reducers.powersgd import powersgd
 from jaxcomp._reducers.reducer import Reducer, Reduction
@@ -100,7 +100,7 @@ def batched_powersgd(
         seed=seed,
         comm_dtype=checked_dtype("comm_dtype", comm_dtype),
         residual_dtype=residual_dtype,
-        matrix_dims=_rows_and_cols,
+        matrix_dims=lambda path, leaf: MatrixDims(rows=(0,), cols=(1,)),  # the square, as in torch
     )
 
     def init(params: PyTree) -> PyTree:
@@ -154,12 +154,6 @@ def batched_powersgd(
         count_bytes=count_bytes,
         keeps_residual=square.keeps_residual,
     )
-
-
-def _rows_and_cols(path: KeyPath, leaf: Any) -> MatrixDims:
-    """Returns the dims of the square matrix, which is the only leaf."""
-    del path, leaf
-    return MatrixDims(rows=(0,), cols=(1,))
 
 
 def _square_of(params: PyTree) -> jax.ShapeDtypeStruct:

@@ -33,8 +33,8 @@ from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree, Schedule
 from jaxcomp._mesh.collectives import as_local, axis_size, local_if_bound, owner_id
 from jaxcomp._mesh.per_replica import no_owner
-from jaxcomp._reducers.reducer import Reducer, Reduction
-from jaxcomp._reducers.transformation import shown, shows_its_call
+from jaxcomp._reducers.reducer import Reducer, Reduction, check_reducer
+from jaxcomp._reducers.transformation import shows_its_call
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -182,16 +182,10 @@ def error_feedback(
 
 def _check_reducer(reducer: Any) -> None:
     """Refuses anything but a reducer, and a reducer that already keeps a residual."""
-    if not isinstance(reducer, Reducer):
-        fix = "Call one first: jaxcomp.error_feedback(jaxcomp.allreduce(axis_name='data'))."
-        if isinstance(reducer, optax.GradientTransformation):
-            fix = (
-                "Put it around the reducer of a chain; wrap an average of yours in jaxcomp.Reducer."
-            )
-        raise ValueError(
-            "error_feedback needs a reducer, which says what a replica sent, got "
-            f"{shown(reducer)}. {fix}"
-        )
+    fix = "Call one first: jaxcomp.error_feedback(jaxcomp.allreduce(axis_name='data'))."
+    if isinstance(reducer, optax.GradientTransformation):
+        fix = "Put it around the reducer of a chain; wrap an average of yours in jaxcomp.Reducer."
+    check_reducer(reducer, fix)
     if reducer.keeps_residual:
         raise ValueError(
             f"{reducer!r} keeps a residual of its own, and error_feedback around it would add the "

@@ -41,7 +41,6 @@ from jaxcomp._lowrank.orthogonalize import ROUNDS_TO_SPAN, orthonormal_bases
 from jaxcomp._mesh.collectives import (
     Reduced,
     axis_size,
-    local_if_bound,
     mean_each,
     other_axes,
     reduce_mean,
@@ -71,16 +70,12 @@ class LowRank:
         """Returns the plan of each leaf of `tree`."""
         return plan_leaves(tree, self.rank, self.min_compression_rate, self.matrix_dims)
 
-    def first_residual(self, params: PyTree) -> PyTree:
-        """Makes a residual of zeros for every compressed leaf."""
-        leaves, treedef = jax.tree.flatten(params)
-        residual: list[Any] = [optax.MaskedNode()] * len(leaves)
-        for i, plan in enumerate(self.plan(params)):
-            if plan.view is not None and self.error_feedback:
-                dtype = self.residual_dtype or compute_dtype(plan.dtype)
-                # Not jnp.zeros: a residual is sharded over other mesh axes as its leaf is.
-                residual[i] = jnp.zeros_like(leaves[i], dtype=dtype)
-        return local_if_bound(treedef.unflatten(residual), self.axis_name)
+    def first_residual(self, plan: LeafPlan, leaf: Array) -> Any:
+        """Makes the residual of one leaf: zeros, or nothing if the leaf is not compressed."""
+        if plan.view is None or not self.error_feedback:
+            return optax.MaskedNode()
+        # Not jnp.zeros: a residual is sharded over other mesh axes as its leaf is.
+        return jnp.zeros_like(leaf, dtype=self.residual_dtype or compute_dtype(plan.dtype))
 
     def random_factors(self, plans: list[LeafPlan], count: Any) -> list[Any]:
         """Draws the initial right factors: equal on every replica, different for every leaf."""
@@ -171,7 +166,8 @@ def low_rank_average(
     # basis.
     bases = orthonormal_bases(starts, options.eps, ROUNDS_TO_SPAN)
     left = jax.tree.map(product, views, totals, bases)
-    left = _nan_if_too_large(views, left, axis_size(options.axis_name))
+    checked = functools.partial(_nan_if_too_large, axis_size(options.axis_name))
+    left = jax.tree.map(checked, views, left)
     first = average_factors(options, plans, left, gradients[number:])
     # Factors become zeros if a value is not finite, so no decomposition gets a NaN. torch uses the
     # sum over replicas and we use the mean; dividing eps by `replicas` too gives the same quotient.
@@ -202,9 +198,7 @@ def compressed_views(plans: list[LeafPlan]) -> list[MatrixView]:
     return [plan.view for plan in plans if plan.view is not None]
 
 
-def _nan_if_too_large(
-    views: Sequence[MatrixView], factors: Sequence[Array], replicas: int
-) -> list[Array]:
+def _nan_if_too_large(replicas: int, view: MatrixView, factor: Array) -> Array:
     """Replaces values of a factor by NaN if its matrix is so large that later steps could overflow.
 
     A factor is the product of a matrix with orthonormal columns, and shows the size of the matrix
@@ -212,12 +206,9 @@ def _nan_if_too_large(
     float range, later steps can multiply and sum the residual. Without this check one finite step
     could leave a state that makes every later step NaN.
     """
-    checked = []
-    for view, factor in zip(views, factors, strict=True):
-        size = math.sqrt(view.n_rows * view.n_cols) * replicas
-        largest = float(jnp.finfo(factor.dtype).max) / size
-        checked.append(jnp.where(jnp.abs(factor) < largest, factor, jnp.nan))
-    return checked
+    size = math.sqrt(view.n_rows * view.n_cols) * replicas
+    largest = float(jnp.finfo(factor.dtype).max) / size
+    return jnp.where(jnp.abs(factor) < largest, factor, jnp.nan)
 
 
 def _in_dtypes_of(plans: list[LeafPlan], averages: list[Array]) -> list[Array]:

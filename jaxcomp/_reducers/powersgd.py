@@ -40,7 +40,13 @@ from jaxcomp._base.leaves import (
 )
 from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, unsent
-from jaxcomp._mesh.collectives import axis_size, from_step, other_axes, owner_id
+from jaxcomp._mesh.collectives import (
+    axis_size,
+    from_step,
+    local_if_bound,
+    other_axes,
+    owner_id,
+)
 from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.low_rank import (
     LowRank,
@@ -184,14 +190,17 @@ def powersgd(
     )
 
     def init(params: PyTree) -> PowerSGDState:
+        leaves, treedef = jax.tree.flatten(params)
+        plans = options.plan(params)
+        residual = list(map(options.first_residual, plans, leaves))
         # Without a warm start no factor outlives its step, so the state holds none.
-        q = [optax.MaskedNode()] * len(jax.tree.leaves(params))
+        q = [optax.MaskedNode()] * len(plans)
         if options.warm_start:
-            q = options.random_factors(options.plan(params), 0)
+            q = options.random_factors(plans, 0)
         return PowerSGDState(
             count=jnp.zeros([], jnp.int32),
-            residual=options.first_residual(params),
-            q=jax.tree.structure(params).unflatten(q),
+            residual=local_if_bound(treedef.unflatten(residual), axis_name),
+            q=treedef.unflatten(q),
             owner=no_owner(axis_name),
         )
 
@@ -277,6 +286,8 @@ def powersgd_step(
         arrays = (*factors, totals[i], old)
         residual[i] = unsent(views[i], plans[i].dtype, *arrays, commit, replicas)
 
+    if not options.warm_start:  # the state does not keep the factors
+        q = []
     new_q = treedef.unflatten(apart(groups, q, old_q))
     new = PowerSGDState(
         count=jnp.where(average.finite, optax.safe_increment(state.count), state.count),
@@ -340,8 +351,10 @@ def _of_group(of_leaf: LeafPlan, number: int) -> LeafPlan:
 def together(groups: Groups, leaves: Sequence[Any]) -> list[Array]:
     """Returns the array of each group of leaves, except groups whose leaves are masked."""
     arrays = []
-    for positions in _present(groups, leaves):
+    for positions in groups.positions:
         array = leaves[positions[0]]
+        if is_masked(array):
+            continue
         if len(positions) > 1:
             array = jnp.stack([leaves[i] for i in positions])
         arrays.append(array)
@@ -349,18 +362,13 @@ def together(groups: Groups, leaves: Sequence[Any]) -> list[Array]:
 
 
 def apart(groups: Groups, arrays: Sequence[Array], leaves: Sequence[Any]) -> list[Any]:
-    """Returns `leaves` with the leaves of each group taken from `arrays`; masked leaves stay."""
+    """Returns `leaves` with the leaves of the first groups taken from `arrays`; others stay."""
     result = list(leaves)
-    # There may be no places: without a warm start the state does not keep the new factors.
-    for positions, array in zip(_present(groups, leaves), arrays, strict=False):
+    # Residuals and factors have an array for each compressed group, and these come first.
+    for positions, array in zip(groups.positions, arrays, strict=False):
         if len(positions) == 1:
             result[positions[0]] = array
             continue
         for place, i in enumerate(positions):
             result[i] = array[place]
     return result
-
-
-def _present(groups: Groups, leaves: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Returns the positions of each group whose leaves are not masked."""
-    return [x for x in groups.positions if not is_masked(leaves[x[0]])]
