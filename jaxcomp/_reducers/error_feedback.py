@@ -185,8 +185,7 @@ def _check_reducer(reducer: Any) -> None:
     fix = "Call one first: jaxcomp.error_feedback(jaxcomp.allreduce(axis_name='data'))."
     if isinstance(reducer, optax.GradientTransformation):
         fix = "Put it around the reducer of a chain; wrap an average of yours in jaxcomp.Reducer."
-    check_reducer(reducer, fix)
-    if reducer.keeps_residual:
+    if check_reducer(reducer, fix).keeps_residual:
         raise ValueError(
             f"{reducer!r} keeps a residual of its own, and error_feedback around it would add the "
             "unsent part a second time. Use it as it is, or pass error_feedback=False to powersgd."

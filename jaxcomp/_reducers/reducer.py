@@ -210,15 +210,17 @@ def in_dtypes_of(gradients: PyTree, averages: PyTree) -> PyTree:
     return jax.tree.map(cast, averages, gradients)
 
 
-def check_reducer(reducer: Any, fix: str = "Pass the first link of the chain.") -> None:
-    """Refuses an object that is not a `Reducer`.
+def check_reducer(reducer: Any, fix: str = "Pass the first link of the chain.") -> Reducer:
+    """Returns a `Reducer`; refuses any other object.
 
     Raises:
       ValueError: If it is not a `Reducer`; the message ends with `fix`.
     """
     if not isinstance(reducer, Reducer):
-        kind = type(reducer).__name__
+        # A function is named, since it may be a reducer's that was not called.
+        kind = getattr(reducer, "__name__", type(reducer).__name__)
         raise ValueError(f"`reducer` must be a jaxcomp reducer, got {kind}. {fix}")
+    return reducer
 
 
 def check_gradients(updates: PyTree, axis_name: AxisName) -> None:

@@ -86,7 +86,9 @@ class _Paths:
             results: list[_Depth] = []
             for branch, operand in zip(instruction.called, operands[1:], strict=True):
                 results.append(self.through(branch, [operand]))
-            return _merged(results)
+            if len(set(map(jax.tree.structure, results))) > 1:  # some do not know their parts
+                return _highest(results)
+            return jax.tree.map(lambda *depths: max(depths), *results)
         if opcode in _RUN_ONCE and instruction.called:
             return self.through(instruction.called[0], operands)
         if len(operands) == 1:
@@ -129,14 +131,3 @@ def _is_differentiated(instruction: Instruction) -> bool:
 
 def _highest(depth: _Depth) -> int:
     return max(jax.tree.leaves(depth), default=0)
-
-
-def _merged(results: list[_Depth]) -> _Depth:
-    """Returns the greatest depth over several branches, for each part of the result."""
-    for result in results:
-        if not isinstance(result, list):
-            return _highest(results)
-    merged: list[_Depth] = []
-    for parts in zip(*results, strict=True):  # pyright: ignore[reportArgumentType]
-        merged.append(_merged(list(parts)))
-    return merged
