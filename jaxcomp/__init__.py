@@ -13,10 +13,10 @@ from jaxcomp._adviser.measure import measure
 from jaxcomp._base.typing import MatrixDims
 from jaxcomp._bytes.gap import predict_gap
 from jaxcomp._bytes.ranks import Ranks, ranks_by_spectrum
-from jaxcomp._local.averages import average
 from jaxcomp._local.local_adam import scale_by_local_adam
 from jaxcomp._local.local_sgd import local_sgd
 from jaxcomp._local.local_sgd_round import local_sgd_round
+from jaxcomp._local.sync import average
 from jaxcomp._lowrank.stacked import stacked
 from jaxcomp._mesh.collectives import as_local
 from jaxcomp._reducers.allreduce import allreduce

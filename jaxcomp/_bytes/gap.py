@@ -242,16 +242,13 @@ def spectra_of(tree: PyTree, matrix_dims: MatrixDimsFn | None) -> dict[str, np.n
 def _squared_singular_values(matrices: np.ndarray) -> np.ndarray:
     """Returns the squared singular values of ``(..., rows, cols)``, summed over the batch."""
     if matrices.shape[-2] < matrices.shape[-1]:
-        matrices = np.swapaxes(matrices, -1, -2)
+        matrices = matrices.mT
     # Use the smaller Gram matrix: the cost depends on the features, not on 50 000 rows of a
     # vocabulary.
-    gram = np.swapaxes(matrices, -1, -2) @ matrices
-    values = np.linalg.eigvalsh(gram)
-    values = values[..., ::-1]  # the largest first
+    values = np.linalg.eigvalsh(matrices.mT @ matrices)
     # Rounding can make the smallest values negative.
-    values = np.maximum(values, 0)
-    of_each = values.reshape(-1, matrices.shape[-1])
-    return of_each.sum(axis=0)
+    values = np.maximum(values, 0).reshape(-1, matrices.shape[-1])
+    return values.sum(axis=0)[::-1]  # the largest first
 
 
 def _check_on_host(opt_state: PyTree) -> None:

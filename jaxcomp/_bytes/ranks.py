@@ -230,14 +230,11 @@ def _offers(
     scale = 1.0
     if scaled:
         scale = np.sqrt(energy.sum() / plan.size)
-    rank = 1
-    last = False
-    while not last:
+    for rank in range(1, min(rows, cols)):
         after: int | None = rank + 1
-        last = after >= min(rows, cols) or not is_compressed(rows, cols, after, rate)
         cost = column
         sent = energy[rank]
-        if last:
+        if after == min(rows, cols) or not is_compressed(rows, cols, after, rate):
             # The rule allows no further column, so what is left to offer is the whole leaf.
             after = None
             dense = dataclasses.replace(plan, view=None, rank=0)
@@ -246,7 +243,8 @@ def _offers(
         if sent <= _ROUNDING * energy[0]:
             return
         yield _Offer(plan.path, rank, after, cost, sent, sent / (cost * scale))
-        rank += 1
+        if after is None:
+            return
 
 
 def _cost(plan: LeafPlan, wire: Any) -> int:

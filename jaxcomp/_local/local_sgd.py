@@ -21,13 +21,13 @@ from jaxcomp._base.checks import answers_other_names, check_transformation
 from jaxcomp._base.leaves import is_floating, widest
 from jaxcomp._base.stats import CompressionStats, dense_stats
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._local.averages import average
 from jaxcomp._local.fragments import numbered, part_of, put_back
 from jaxcomp._local.periods import Periods, SyncEvery, check_known, check_periods
 from jaxcomp._local.sync import (
     AverageInnerState,
     LocalSGDState,
     Sync,
+    average,
     check_sync,
     total,
     wide_stats,

@@ -335,16 +335,15 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
 
 def _leaves_of_one(names: Collection[str], expected: Collection[str]) -> list[str]:
     """Lists the leaves that only one of two states has, if all their arrays are equal."""
-    lacking = [name for name in names if name not in expected]
-    added = [name for name in expected if name not in names]
+    lacking = (
+        "the state has none, as for a Python number among the parameters: make it an array, "
+        "jnp.asarray(number)"
+    )
     wrong = []
-    if lacking:
-        wrong.append(f"{', '.join(lacking)}: no gradient")
-    if added:
-        wrong.append(
-            f"{', '.join(added)}: the state has none, as for a Python number among the "
-            "parameters: make it an array, jnp.asarray(number)"
-        )
+    for these, others, cause in ((names, expected, "no gradient"), (expected, names, lacking)):
+        alone = [name for name in these if name not in others]
+        if alone:
+            wrong.append(f"{', '.join(alone)}: {cause}")
     return wrong or ["its trees have other containers than the gradients"]
 
 

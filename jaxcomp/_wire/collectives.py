@@ -8,6 +8,7 @@ axes.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -59,10 +60,9 @@ class Collectives(tuple[Collective, ...]):
     def __str__(self) -> str:
         """Returns a line for each collective, and the bytes over the same axes added up."""
         lines = list(map(str, self))
-        sums: dict[tuple[str, ...], int] = {}
+        sums: collections.Counter[tuple[str, ...]] = collections.Counter()
         for collective in self:
-            axes = collective.axes
-            sums[axes] = sums.get(axes, 0) + collective.times * collective.bytes
+            sums[collective.axes] += collective.times * collective.bytes
         for axes, sent in sums.items():
             lines.append(f"in all {sent:,} bytes over {axes}")
         return "\n".join(lines) or "no collectives"

@@ -124,6 +124,12 @@ def test_zero_gradients_get_one_column():
     assert by_name["a"] == 1
 
 
+def test_a_matrix_of_one_row_gets_its_one_column():
+    grads = {"a": matrix((24, 16), 0.7 ** np.arange(16)), "row": jnp.ones((1, 64))}
+    chosen = ranks_by_spectrum(grads, ratio=1.2, min_compression_rate=0.0)
+    assert chosen.by_leaf["['row']"] == 1
+
+
 def test_messages():
     grads = decaying()
     with pytest.raises(ValueError, match=r"rank 1 everywhere already sends .* at most \d"):
