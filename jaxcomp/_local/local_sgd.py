@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._base.checks import answers_other_names, check_transformation
+from jaxcomp._base.checks import check_transformation
 from jaxcomp._base.leaves import is_floating, widest
 from jaxcomp._base.stats import CompressionStats, dense_stats
 from jaxcomp._base.typing import Array, AxisName, PyTree
@@ -43,10 +43,10 @@ from jaxcomp._mesh.collectives import (
 from jaxcomp._mesh.weights import refuse_misspelt_weight
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import check_class, check_gradients
-from jaxcomp._reducers.transformation import Transformation, bytes_of, shown
+from jaxcomp._reducers.transformation import Transformation, bytes_of, shows_its_call
 
 
-@answers_other_names
+@shows_its_call
 def local_sgd(
     inner: optax.GradientTransformation,
     *,
@@ -144,11 +144,7 @@ def local_sgd(
         check_known("local_axis_name", local_axis_name, axis_name)
     check_transformation("inner", inner)
     run = _LocalSGD(optax.with_extra_args_support(inner), periods, sync, local_axis_name)
-    made_by = (
-        f"local_sgd({shown(inner)}, sync_every={shown(sync_every)}, axis_name={axis_name!r}, "
-        f"start_step={start_step}, reducer={shown(reducer)}, outer={shown(outer)})"
-    )
-    return Transformation(run.init, run.update, made_by=made_by, count_bytes=run.count_bytes)
+    return Transformation(run.init, run.update, count_bytes=run.count_bytes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,15 +12,16 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from jaxcomp._base.checks import answers_other_names, check_axis_name, check_int
+from jaxcomp._base.checks import check_axis_name, check_int
 from jaxcomp._base.typing import AxisName
 from jaxcomp._local.fragments import check_streaming
 from jaxcomp._local.round import LocalSGDRound, StepFn
 from jaxcomp._local.sync import AverageInnerState, InnerInit, check_sync
 from jaxcomp._mesh.explicit import check_mesh_axes
+from jaxcomp._reducers.transformation import shows_its_call
 
 
-@answers_other_names
+@shows_its_call
 def local_sgd_round(
     step_fn: StepFn,
     *,

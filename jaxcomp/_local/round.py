@@ -29,7 +29,7 @@ from jaxcomp._local.sync import InnerInit, LocalSGDState, Sync, total
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound, owner_id
 from jaxcomp._mesh.explicit import explicit_inside, replicas_on, typed_specs
 from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
-from jaxcomp._reducers.transformation import Counted, shown
+from jaxcomp._reducers.transformation import Counted
 from jaxcomp._states.place import shard_state
 from jaxcomp._training.arguments import split_spec
 from jaxcomp._training.on_mesh import call_on_replicas, check_params
@@ -50,12 +50,6 @@ class LocalSGDRound(Counted):
     syncs: tuple[Sync, ...]  # one for each fragment
     inner_init: InnerInit | None
     mesh: Mesh | None = None
-
-    def __repr__(self) -> str:
-        return (
-            f"local_sgd_round(step_fn={shown(self.step_fn)}, sync_every={self.sync_every}, "
-            f"axis_name={self.axis_name!r}, reducer={self.syncs[0].reducer!r}, ...)"
-        )
 
     def init(self, params: PyTree, inner_state: PyTree = None) -> LocalSGDState:
         """Makes the state before the first round.

@@ -36,6 +36,7 @@ from jaxcomp._base.leaves import (
     alike,
     checked_dtype,
     compute_dtype,
+    is_floating,
     is_masked,
 )
 from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, RankFn
@@ -319,7 +320,7 @@ def grouped(plans: Sequence[LeafPlan]) -> Groups:
         kind = None
         if plan.view is not None and plan.size <= largest:
             kind = dataclasses.replace(plan, path="")  # equal but for the name
-        elif jnp.issubdtype(plan.dtype, jnp.floating):
+        elif is_floating(plan):
             kind = i
         kinds.append(kind)
     groups = []

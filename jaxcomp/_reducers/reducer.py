@@ -126,8 +126,8 @@ class Reducer(Transformation):
             reduction = self.reduce(updates, state, params, **extra_args)
             return reduction.updates, reduction.state
 
-        made_by = made_by or f"{cls.__name__}(axis_name={axis_name!r})"
-        self = super().__new__(cls, unboxed_init, update, made_by=made_by, count_bytes=count_bytes)
+        self = super().__new__(cls, unboxed_init, update, count_bytes=count_bytes)
+        self.made_by = made_by or f"{cls.__name__}(axis_name={axis_name!r})"
         self.axis_name = axis_name
         self.keeps_residual = keeps_residual
         self._reduce = reduce

@@ -29,12 +29,16 @@ CountBytes = Callable[[PyTree, int | None, int | None], CompressionStats]
 
 
 class Counted:
-    """Counts the bytes that a transformation, or a round of local SGD, sends."""
+    """Shows the call that made a transformation or a round of local SGD, and counts its bytes."""
 
+    made_by: str = ""  # the text that ``repr`` shows
     count_bytes: Any  # `CountBytes`, or None if it is not known what is sent
     # True if the bytes change only between a few phases. Local SGD sends nothing in most steps and
     # averages in others, so its steps are counted one by one.
     in_phases = False
+
+    def __repr__(self) -> str:
+        return self.made_by or f"{type(self).__name__}(...)"
 
     def bytes(
         self,
@@ -108,21 +112,17 @@ class Transformation(Counted, optax.GradientTransformationExtraArgs):
     Args:
       init: A function that makes a state from parameters.
       update: An Optax update; it gets the state of one replica, without rows.
-      made_by: The text that ``repr`` shows.
       count_bytes: The function that ``bytes`` calls, or None if it is not known what is sent.
     """
-
-    made_by: str
 
     def __new__(
         cls,
         init: Callable[..., PyTree],
         update: Callable[..., Any],
         *,
-        made_by: str = "",
         count_bytes: CountBytes | None = None,
     ) -> Self:
-        """Makes an Optax pair of functions with two more attributes."""
+        """Makes an Optax pair of functions with one more attribute."""
 
         def update_of_row(
             updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
@@ -136,12 +136,8 @@ class Transformation(Counted, optax.GradientTransformationExtraArgs):
             return outputs, with_row(state)
 
         self = super().__new__(cls, init, update_of_row)
-        self.made_by = made_by
         self.count_bytes = count_bytes
         return self
-
-    def __repr__(self) -> str:
-        return self.made_by or f"{type(self).__name__}(...)"
 
     # A copy of a named tuple calls `__new__` with its fields, which is not how these are made.
     def __copy__(self) -> Self:
@@ -182,7 +178,8 @@ def shows_its_call(make: F) -> F:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         listed = [f"{name}={shown(value)}" for name, value in call.arguments.items()]
-        made.made_by = f"{make.__name__}({', '.join(listed)})"
+        # A round of local SGD is a frozen object.
+        object.__setattr__(made, "made_by", f"{make.__name__}({', '.join(listed)})")
         return made
 
     return cast(F, shown_call)

@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._base.checks import answers_other_names, check_int, check_transformation
+from jaxcomp._base.checks import check_int, check_transformation
 from jaxcomp._base.leaves import compute_dtype, is_floating
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree
 from jaxcomp._mesh.collectives import switch
 from jaxcomp._mesh.weights import refuse_misspelt_weight
 from jaxcomp._reducers.reducer import in_dtypes_of
-from jaxcomp._reducers.transformation import Transformation, bytes_of, shown
+from jaxcomp._reducers.transformation import Transformation, bytes_of, shows_its_call
 
 
 class AccumulateState(NamedTuple):
@@ -34,7 +34,7 @@ class AccumulateState(NamedTuple):
     per_replica = ("acc_grads",)
 
 
-@answers_other_names
+@shows_its_call
 def accumulate(
     tx: optax.GradientTransformation,
     every_k: int,
@@ -153,5 +153,4 @@ def accumulate(
         due = (step + 1) % every_k == 0
         return bytes_of(tx, params, replicas, step // every_k).scaled(due)
 
-    made_by = f"accumulate({shown(tx)}, every_k={every_k})"
-    return Transformation(init, update, made_by=made_by, count_bytes=count_bytes)
+    return Transformation(init, update, count_bytes=count_bytes)
