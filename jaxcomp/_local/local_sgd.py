@@ -8,7 +8,6 @@ synchronised at some level, the first of the rounds) is chosen by a conditional 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,11 +21,10 @@ from jaxcomp._base.leaves import is_floating, widest
 from jaxcomp._base.stats import CompressionStats, dense_stats
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._local.fragments import numbered, part_of, put_back
-from jaxcomp._local.periods import Periods, SyncEvery, check_known, check_periods
+from jaxcomp._local.periods import SyncEvery, check_known, check_periods
 from jaxcomp._local.sync import (
     AverageInnerState,
     LocalSGDState,
-    Sync,
     average,
     check_sync,
     total,
@@ -143,35 +141,40 @@ def local_sgd(
     if local_axis_name is not None:
         check_known("local_axis_name", local_axis_name, axis_name)
     check_transformation("inner", inner)
-    run = _LocalSGD(optax.with_extra_args_support(inner), periods, sync, local_axis_name)
-    return Transformation(run.init, run.update, count_bytes=run.count_bytes)
+    optimizer = optax.with_extra_args_support(inner)
 
-
-@dataclasses.dataclass(frozen=True)
-class _LocalSGD:
-    """Holds the checked arguments of `local_sgd`, with its functions `init` and `update`."""
-
-    inner: optax.GradientTransformationExtraArgs
-    periods: Periods
-    sync: Sync
-    local_axis_name: AxisName | None
-
-    def init(self, params: PyTree) -> LocalSGDState:
+    def init(params: PyTree) -> LocalSGDState:
         """Makes the state before the first step."""
         # Leaves that are not floating are not averaged, so neither reducer nor anchor has them.
         part = part_of(params, numbered(params))
         anchor = ()
-        if not self.sync.plain:
+        if not sync.plain:
             # A copy, because a training step that donates its state must not get one buffer twice.
             anchor = jax.tree.map(jnp.copy, part)
-        outer, reducer = self.sync.init(part)
-        inner = self.inner.init(params)
-        return LocalSGDState.first(
-            self.sync.axis_name, inner, anchor=anchor, outer=outer, reducer=reducer
-        )
+        outer, reducer = sync.init(part)
+        inner = optimizer.init(params)
+        return LocalSGDState.first(axis_name, inner, anchor=anchor, outer=outer, reducer=reducer)
+
+    def averaged_at_first(
+        updates: PyTree, state: LocalSGDState, numbers: PyTree, weight: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Returns the gradients for the inner optimizer, and the reducer's state."""
+
+        def local() -> tuple[PyTree, PyTree]:
+            if local_axis_name is None:
+                return updates, state.reducer
+            mean = allreduce(axis_name=local_axis_name)
+            means, _ = mean.update(updates, optax.EmptyState(), weight=weight)
+            return means, state.reducer
+
+        def everywhere() -> tuple[PyTree, PyTree]:
+            floating = part_of(updates, numbers)
+            means, reducer = sync.reducer.update(floating, state.reducer, weight=weight)
+            return put_back(means, updates), reducer
+
+        return from_step(state.count, periods.start_step, everywhere, local)
 
     def update(
-        self,
         updates: PyTree,
         state: Any,
         params: PyTree | None = None,
@@ -187,14 +190,12 @@ class _LocalSGD:
             )
         check_class(state, LocalSGDState)
         refuse_misspelt_weight(extra)
-        sync = self.sync
-        axis_name = sync.axis_name
         check_gradients(updates, axis_name)
         numbers = numbered(params)
-        gradients, reducer = self._gradients(updates, state, numbers, weight)
+        gradients, reducer = averaged_at_first(updates, state, numbers, weight)
         # Local before and after, because a loop under check_vma=True must carry a constant type.
         inner = as_local(state.inner, axis_name)
-        updates, inner = self.inner.update(gradients, inner, params, **extra)
+        updates, inner = optimizer.update(gradients, inner, params, **extra)
         updates = jax.tree.map(_widened, updates, params)
         updates, inner = as_local((updates, inner), axis_name)
         state = state._replace(reducer=reducer, inner=inner, owner=owner_id(axis_name))
@@ -208,7 +209,7 @@ class _LocalSGD:
             return put_back(jax.tree.map(_difference, floating, before, new), updates)
 
         def synchronised(axes: AxisName) -> tuple[PyTree, LocalSGDState]:
-            begin = lambda new: self.inner.init(put_back(new, params))  # noqa: E731
+            begin = lambda new: optimizer.init(put_back(new, params))  # noqa: E731
             new, changed = sync.step(after, state, begin, weight, axes)
             return towards(new), changed
 
@@ -219,54 +220,32 @@ class _LocalSGD:
             return towards(anchor), state._replace(anchor=anchor, reducer=sync.init(anchor)[1])
 
         count = jnp.asarray(optax.safe_increment(state.count))
-        due = self.periods.due(count, state.last_sync)
+        due = periods.due(count, state.last_sync)
         # Before `start_step` the gradients are averaged, and so the parameters stay equal.
-        shared = (due > 0) | (count <= self.periods.start_step)
+        shared = (due > 0) | (count <= periods.start_step)
         last_sync = jnp.where(shared, count, state.last_sync)
         branches: list[Callable[[], tuple[PyTree, LocalSGDState]]] = [lambda: (updates, state)]
-        for level in self.periods.levels:
+        for level in periods.levels:
             branches.append(functools.partial(synchronised, level.axes))
-        if self.periods.start_step and not sync.plain:
-            due = jnp.where(count == self.periods.start_step, len(branches), due)
+        if periods.start_step and not sync.plain:
+            due = jnp.where(count == periods.start_step, len(branches), due)
             branches.append(rounds_begun)
         updates, state = switch(due, branches)
         return updates, state._replace(count=count, last_sync=last_sync)
 
-    def _gradients(
-        self, updates: PyTree, state: LocalSGDState, numbers: PyTree, weight: Any
-    ) -> tuple[PyTree, PyTree]:
-        """Returns the gradients for the inner optimizer, and the reducer's state."""
-
-        def local() -> tuple[PyTree, PyTree]:
-            if self.local_axis_name is None:
-                return updates, state.reducer
-            mean = allreduce(axis_name=self.local_axis_name)
-            means, _ = mean.update(updates, optax.EmptyState(), weight=weight)
-            return means, state.reducer
-
-        def everywhere() -> tuple[PyTree, PyTree]:
-            floating = part_of(updates, numbers)
-            means, reducer = self.sync.reducer.update(floating, state.reducer, weight=weight)
-            return put_back(means, updates), reducer
-
-        return from_step(state.count, self.periods.start_step, everywhere, local)
-
-    def count_bytes(
-        self, params: PyTree, replicas: int | None, step: int | None
-    ) -> CompressionStats:
+    def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         """Counts the bytes of a step, without those over `local_axis_name`; see ``bytes``.
 
         Raises:
           ValueError: If the bytes are not known.
         """
         shapes, treedef = jax.tree.flatten(jax.eval_shape(optax.tree.zeros_like, params))
-        if _sends_something(self.inner, self.sync.axis_name, treedef, tuple(shapes)):
+        if _sends_something(optimizer, axis_name, treedef, tuple(shapes)):
             raise ValueError(
                 "`inner` sends something in every step, which is not counted here: the inner "
                 "optimizer should take local steps. Take the reducer out of its chain and pass it "
                 "as reducer=, or the axis that it averages over as local_axis_name=."
             )
-        periods = self.periods
         start = periods.start_step
         part = part_of(params, numbered(params))
 
@@ -274,7 +253,7 @@ class _LocalSGD:
             if not level:
                 return CompressionStats(())
             narrow = level < len(periods.levels)
-            return self.sync.bytes(part, replicas, nth, self.inner.init, params, plain=narrow)
+            return sync.bytes(part, replicas, nth, optimizer.init, params, plain=narrow)
 
         if step is None:
             if periods.schedule is not None:
@@ -288,13 +267,15 @@ class _LocalSGD:
         if step >= start:
             *earlier, level = periods.between(start, step + 1)
             return total(params, [averages(level, earlier.count(level))])
-        if self.sync.exact:
+        if sync.exact:
             sent = [dense_stats(params)]
         else:
-            sent = [bytes_of(self.sync.reducer, params, replicas, step)]
-        if step == start - 1 and not self.sync.plain:
+            sent = [bytes_of(sync.reducer, params, replicas, step)]
+        if step == start - 1 and not sync.plain:
             sent.append(wide_stats(params))  # the first anchor
         return total(params, sent)
+
+    return Transformation(init, update, count_bytes=count_bytes)
 
 
 @functools.lru_cache  # called for every step of a run
