@@ -9,7 +9,6 @@ twice in a row, sends several times without a new loss in between.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -40,57 +39,37 @@ def count_steps(program: Program, listed: Sequence[Collective], sent: Collective
       listed: Its collectives.
       sent: The largest collective of the reducer; metrics send no array of its size.
     """
+    # The reducer's collectives are recognised by their kind and by an array of a certain type and
+    # size, which the collectives of metrics and of the loss do not have.
     largest = max(sent.arrays, key=lambda array: array[1])
-    for computation in program.computations.values():
-        if any(map(_is_differentiated, computation.instructions.values())):
-            paths = _Paths(program, sent.kind, largest)
-            return (_highest(paths.through(program.entry, [])) + 1) // 2 or 1
-    turns = 1  # of the longest loop that has the reducer's collective
-    for other in listed:
-        if other.kind == sent.kind and largest in other.arrays:
-            turns = max(turns, other.times)
-    return turns
 
-
-@dataclasses.dataclass
-class _Paths:
-    """Follows the values of a program.
-
-    The reducer's collectives are recognised by their kind and by an array of a certain type and
-    size, which the collectives of metrics and of the loss do not have.
-    """
-
-    program: Program
-    kind: str
-    array: tuple[str, int]
-
-    def through(self, computation: int, arguments: list[_Depth]) -> _Depth:
+    def through(computation: int, arguments: list[_Depth]) -> _Depth:
         """Returns the depth of a computation's result."""
-        body = self.program.computations[computation]
+        body = program.computations[computation]
         depths: dict[int, _Depth] = {}
         for name, instruction in body.instructions.items():
             operands = [depths[operand] for operand in instruction.operands]
             if instruction.opcode == "parameter":
                 operands = arguments[instruction.position : instruction.position + 1]
-            depths[name] = self._behind(instruction, operands)
+            depths[name] = behind(instruction, operands)
         return depths[body.root]
 
-    def _behind(self, instruction: Instruction, operands: list[_Depth]) -> _Depth:
+    def behind(instruction: Instruction, operands: list[_Depth]) -> _Depth:
         """Returns the depth of an instruction's result; a parameter's value is its only operand."""
         opcode = instruction.opcode
         if opcode == "tuple":
             return operands
         if opcode == "while":
-            return self._behind_loop(instruction, operands[0])
+            return behind_loop(instruction, operands[0])
         if opcode == "conditional":
             results: list[_Depth] = []
             for branch, operand in zip(instruction.called, operands[1:], strict=True):
-                results.append(self.through(branch, [operand]))
+                results.append(through(branch, [operand]))
             if len(set(map(jax.tree.structure, results))) > 1:  # some do not know their parts
                 return _highest(results)
             return jax.tree.map(lambda *depths: max(depths), *results)
         if opcode in _RUN_ONCE and instruction.called:
-            return self.through(instruction.called[0], operands)
+            return through(instruction.called[0], operands)
         if len(operands) == 1:
             (whole,) = operands
             if opcode == "get-tuple-element" and isinstance(whole, list):
@@ -100,24 +79,33 @@ class _Paths:
         depth = _highest(operands)
         arrays = [array[:2] for array in instruction.arrays]
         # To the next odd number: twice in a row without a loss in between counts once.
-        if instruction.kind == self.kind and self.array in arrays:
+        if instruction.kind == sent.kind and largest in arrays:
             return depth + 1 - depth % 2
         if _is_differentiated(instruction):  # to the next even number
             return depth + depth % 2
         return depth
 
-    def _behind_loop(self, loop: Instruction, carried: _Depth) -> _Depth:
+    def behind_loop(loop: Instruction, carried: _Depth) -> _Depth:
         """Returns the depths of a loop's carried values after its last iteration."""
         body = loop.called[0]
         before = carried
         turns = min(loop.times, _TURNS)
         for _ in range(turns):
             before = carried
-            carried = self.through(body, [before])
+            carried = through(body, [before])
         if loop.times == turns:
             return carried
         left = loop.times - turns
         return jax.tree.map(lambda old, new: new + left * (new - old), before, carried)
+
+    for computation in program.computations.values():
+        if any(map(_is_differentiated, computation.instructions.values())):
+            return (_highest(through(program.entry, [])) + 1) // 2 or 1
+    turns = 1  # of the longest loop that has the reducer's collective
+    for other in listed:
+        if other.kind == sent.kind and largest in other.arrays:
+            turns = max(turns, other.times)
+    return turns
 
 
 def _is_differentiated(instruction: Instruction) -> bool:
