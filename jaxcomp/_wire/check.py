@@ -28,7 +28,7 @@ from jaxcomp._reducers.reducer import Reducer, check_reducer
 from jaxcomp._states.place import known_spec
 from jaxcomp._training.data_parallel import data_parallel
 from jaxcomp._wire.collectives import Collective, Collectives, collectives, mesh_of
-from jaxcomp._wire.program import Program, read_program
+from jaxcomp._wire.program import read_program
 from jaxcomp._wire.steps import count_steps
 
 _SMALL = 1024  # bytes: losses and flags
@@ -95,9 +95,21 @@ def check(
     listed = collectives(compiled, mesh=mesh)
     expected = []
     axes: dict[str, None] = {}
-    for network in networks:
-        expected.append(_expected(network, program, listed, mesh, allow))
-        axes.update(dict.fromkeys(axis_tuple(network.reducer.axis_name)))
+    for each, tree, count in networks:
+        alone = _sent_alone(each, tree, listed, mesh)
+        sent = _bytes(alone)
+        extra = allow
+        if extra is None:
+            dense = dense_stats(tree).bytes_before
+            # A forgotten pmean of all gradients must exceed it, and at high compression even half
+            # of the reducer's bytes is little.
+            extra = int(max(_SMALL, min(dense / 100, sent / 2)))
+        if count is None:
+            count = 1
+            if alone:
+                count = count_steps(program, listed, _largest(alone))
+        expected.append(_Expected(count, count * sent, count * len(alone), count * extra))
+        axes.update(dict.fromkeys(axis_tuple(each.axis_name)))
     crossing = _crossing(listed, axes)
     # On a mesh with other axes, each device of a replica may send only its share of the bytes.
     others = mesh.size // replicas_on(mesh, tuple(axes))
@@ -106,15 +118,8 @@ def check(
     if right / others / 2 <= sent <= right + allowed:
         return listed
 
-    raise ValueError(_difference(networks, expected, axes, crossing))
-
-
-class _Network(NamedTuple):
-    """Holds one network, and the reducer that it is trained with."""
-
-    reducer: Reducer
-    params: PyTree
-    steps: int | None  # in one call of the program; None: count them
+    reducers = " and ".join(repr(each) for each, _, _ in networks)
+    raise ValueError(_difference(reducers, expected, axes, crossing))
 
 
 class _Expected(NamedTuple):
@@ -127,7 +132,7 @@ class _Expected(NamedTuple):
 
 
 def _difference(
-    networks: Sequence[_Network],
+    reducers: str,
     expected: Sequence[_Expected],
     axes: Iterable[str],
     crossing: Sequence[Collective],
@@ -135,7 +140,6 @@ def _difference(
     """Says how much more or less a program sends than its reducers, and what may be the cause."""
     _, right, calls, allowed = np.sum(expected, axis=0)
     sent = _bytes(crossing)
-    reducers = " and ".join(repr(network.reducer) for network in networks)
     lines = [
         f"The compiled step sends {sent:,.0f} bytes over {', '.join(axes)}, but a step with "
         f"{reducers} sends {right:,.0f}, and {allowed:,.0f} more are allowed (allow=)."
@@ -155,7 +159,7 @@ def _difference(
             f"once, on the mean of the micro-batches' gradients. If one call takes {steps} "
             f"training steps, pass steps={steps}."
         )
-    elif sent > right and len(networks) == 1:
+    elif sent > right and len(expected) == 1:
         lines.append("  If it trains other networks too, pass lists of reducers and parameters.")
     largest = sorted(crossing, key=lambda collective: -collective.times * collective.as_all_reduce)
     for collective in largest[:6]:
@@ -163,8 +167,8 @@ def _difference(
     return "\n".join(lines)
 
 
-def _networks(reducer: Any, params: Any, steps: Any) -> list[_Network]:
-    """Reads the arguments of `check` that may be lists.
+def _networks(reducer: Any, params: Any, steps: Any) -> list[tuple[Reducer, PyTree, int | None]]:
+    """Returns the reducer, parameters and steps of each network; each argument may be a list.
 
     Raises:
       ValueError: If the lists have different lengths, or an argument is unusable.
@@ -185,7 +189,7 @@ def _networks(reducer: Any, params: Any, steps: Any) -> list[_Network]:
         check_reducer(each)
         if count is not None:
             check_int("steps", count, 1)
-    return list(map(_Network, *lists))
+    return list(zip(*lists, strict=True))
 
 
 def _bytes(listed: Iterable[Collective]) -> float:
@@ -198,47 +202,28 @@ def _crossing(listed: Iterable[Collective], axes: Iterable[str]) -> list[Collect
     return [collective for collective in listed if set(axes) & set(collective.axes)]
 
 
-def _expected(
-    network: _Network,
-    program: Program,
-    listed: Sequence[Collective],
-    mesh: Any,
-    allow: int | None,
-) -> _Expected:
-    """Compiles a network's reducer alone and returns what it sends."""
-    alone = _sent_alone(network, listed, mesh)
-    sent = _bytes(alone)
-    if allow is None:
-        dense = dense_stats(network.params).bytes_before
-        # A forgotten pmean of all gradients must exceed it, and at high compression even half of
-        # the reducer's bytes is little.
-        allow = int(max(_SMALL, min(dense / 100, sent / 2)))
-    steps = network.steps or 1
-    if network.steps is None and alone:
-        steps = count_steps(program, listed, _largest(alone))
-    return _Expected(steps, steps * sent, steps * len(alone), steps * allow)
-
-
 def _largest(alone: Iterable[Collective]) -> Collective:
     return max(alone, key=lambda collective: collective.bytes)
 
 
-def _sent_alone(network: _Network, listed: Sequence[Collective], mesh: Any) -> Sequence[Collective]:
-    """Returns the collectives of a network's reducer alone, over its axes.
+def _sent_alone(
+    reducer: Reducer, params: PyTree, listed: Sequence[Collective], mesh: Any
+) -> Sequence[Collective]:
+    """Compiles a reducer alone and returns its collectives over its axes.
 
     Beside an axis of the mesh that the step maps too, as for an exact average before the reducer,
     each device sends whole factors. Beside another axis it may send its share of them. The program
     does not say which axes it maps, so this tries them until it finds the reducer's largest array.
     """
-    axes = axis_tuple(network.reducer.axis_name)
+    axes = axis_tuple(reducer.axis_name)
     sharded = set(axes)
-    for leaf in jax.tree.leaves(network.params):
+    for leaf in jax.tree.leaves(params):
         sharded.update(jax.tree.leaves(tuple(known_spec(leaf, mesh))))
     beside = [name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in sharded]
     tried = []
     for number in range(len(beside) + 1):
         for mapped in itertools.combinations(beside, number):
-            compiled = _compiled_alone(network, mesh, mapped)
+            compiled = _compiled_alone(reducer, params, mesh, mapped)
             alone = _crossing(collectives(compiled, mesh=mesh), axes)
             tried.append(alone)
             if not alone:  # one replica sends nothing
@@ -249,16 +234,15 @@ def _sent_alone(network: _Network, listed: Sequence[Collective], mesh: Any) -> S
     return tried[0]  # none fits; the usual case makes the clearest error
 
 
-def _compiled_alone(network: _Network, mesh: Any, mapped: tuple[str, ...]) -> Any:
+def _compiled_alone(reducer: Any, params: PyTree, mesh: Any, mapped: tuple[str, ...]) -> Any:
     """Compiles the reducer alone, behind an exact average over the axes `mapped`.
 
     The gradients have the shardings of the parameters.
     """
-    reducer: Any = network.reducer
     axes = mapped + axis_tuple(reducer.axis_name)
     if mapped:
         reducer = optax.chain(allreduce(axis_name=mapped), reducer)
-    params = jax.tree.map(_floating_or_none, network.params)
+    params = jax.tree.map(_floating_or_none, params)
 
     def gradients(params: PyTree, x: Array) -> tuple[Array, PyTree]:
         # They depend on the examples: gradients that are equal everywhere would be refused.
