@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -109,11 +108,24 @@ def advise(
       'Do not compress.'
     """
     workers = check_int("workers", workers, 1)
-    senders = _senders(workers, hosts)
+    senders = workers  # those that share the network: replicas, or whole hosts
+    if hosts is not None:
+        senders = check_int("hosts", hosts, 1)
+        if workers % senders:
+            raise ValueError(
+                f"`hosts` must divide the workers, got hosts={hosts} for workers={workers}."
+            )
     link = Link(senders, parse("bandwidth", bandwidth), parse("latency", latency))
     compute_time = parse("step_time", step_time)
     budget = parse("loss_budget", loss_budget)
-    constants = _constants(device)
+    constants = device
+    if not isinstance(device, Calibration):
+        if device not in ASSUMED:
+            raise ValueError(
+                f"`device` must be one of {', '.join(ASSUMED)} or what measure returned, got "
+                f"{device!r}."
+            )
+        constants = ASSUMED[device]
     params, assumption = shapes_of(params)
     notes = [f"device: {constants.device}"]
     if assumption:
@@ -171,38 +183,6 @@ def advise(
         recommended,
         tuple(notes),
     )
-
-
-def _senders(workers: int, hosts: Any) -> int:
-    """Returns the number of those that share the network: replicas, or whole hosts.
-
-    Raises:
-      ValueError: If `hosts` is not a positive integer that divides the workers.
-    """
-    if hosts is None:
-        return workers
-    hosts = check_int("hosts", hosts, 1)
-    if workers % hosts:
-        raise ValueError(
-            f"`hosts` must divide the workers, got hosts={hosts} for workers={workers}."
-        )
-    return hosts
-
-
-def _constants(device: Any) -> Calibration:
-    """Returns the constants of a device: those measured, or assumed for its name.
-
-    Raises:
-      ValueError: If nothing is assumed for the name.
-    """
-    if isinstance(device, Calibration):
-        return device
-    if device not in ASSUMED:
-        raise ValueError(
-            f"`device` must be one of {', '.join(ASSUMED)} or what measure returned, got "
-            f"{device!r}."
-        )
-    return ASSUMED[device]
 
 
 def _losses_of_run(

@@ -107,7 +107,14 @@ def error_feedback(
       Karimireddy et al.: Error Feedback Fixes SignSGD and other Gradient Compression Schemes.
       ICML 2019.
     """
-    _check_reducer(reducer)
+    fix = "Call one first: jaxcomp.error_feedback(jaxcomp.allreduce(axis_name='data'))."
+    if isinstance(reducer, optax.GradientTransformation):
+        fix = "Put it around the reducer of a chain; wrap an average of yours in jaxcomp.Reducer."
+    if check_reducer(reducer, fix).keeps_residual:
+        raise ValueError(
+            f"{reducer!r} keeps a residual of its own, and error_feedback around it would add the "
+            "unsent part a second time. Use it as it is, or pass error_feedback=False to powersgd."
+        )
     axis_name = reducer.axis_name
     every = check_int("every", every, 1)
     if not callable(decay):
@@ -178,18 +185,6 @@ def error_feedback(
         return counted.instead_of(params)
 
     return Reducer(init, reduce, axis_name, count_bytes=count_bytes, keeps_residual=True)
-
-
-def _check_reducer(reducer: Any) -> None:
-    """Refuses anything but a reducer, and a reducer that already keeps a residual."""
-    fix = "Call one first: jaxcomp.error_feedback(jaxcomp.allreduce(axis_name='data'))."
-    if isinstance(reducer, optax.GradientTransformation):
-        fix = "Put it around the reducer of a chain; wrap an average of yours in jaxcomp.Reducer."
-    if check_reducer(reducer, fix).keeps_residual:
-        raise ValueError(
-            f"{reducer!r} keeps a residual of its own, and error_feedback around it would add the "
-            "unsent part a second time. Use it as it is, or pass error_feedback=False to powersgd."
-        )
 
 
 def _add(gradient: Array, residual: Array, scale: Any) -> Array:
