@@ -98,12 +98,11 @@ def measure(
         if reducer is not None:
             seconds = _step_time(reducer, tree, [local]) - alone
             assumed_seconds = costs.compression_time(reducer.bytes(tree, replicas=1))
-            # One time does not tell what a value and what a column costs: scale both alike.
-            times = seconds / assumed_seconds
-            times = max(times, 0.01)  # noise can make this difference too small
+            # One time does not tell what a value and what a column costs: scale both alike. Noise
+            # can make the difference too small.
+            times = max(seconds / assumed_seconds, 0.01)
             per_value = times * costs.per_value
-            per_column = times * costs.per_column
-            costs = costs._replace(per_value=per_value, per_column=per_column)
+            costs = costs._replace(per_value=per_value, per_column=times * costs.per_column)
         if len(devices) > 1:
             overhead, bandwidth = _collective(wire, devices, local)
             costs = costs._replace(overhead=overhead, bandwidth=bandwidth)
