@@ -113,7 +113,16 @@ class Sync:
         momenta = ()
         if self.average_inner is True:
             momenta = state.inner
-        weight, anew = self._dropped(params, momenta, weight)
+        anew = None  # a flag: whether this replica's inner state is reset; None for never
+        if self.drop_non_finite:
+            # A dropped replica's momenta may not be finite either, so they are reset. A weight of 0
+            # is how a replica is ignored, so no average needs to know of dropping.
+            anew = ~all_finite(jax.tree.leaves((params, momenta)))
+            if weight is None:
+                weight = 1
+            weight = jnp.where(anew, 0, jnp.asarray(weight, jnp.float32))
+        if self.average_inner == "reset":
+            anew = jnp.array(True)
 
         # At a narrow level replicas elsewhere have other parameters, so no anchor is common to all.
         narrow = set(axis_tuple(axes)) != set(axis_tuple(self.axis_name))
@@ -152,20 +161,6 @@ class Sync:
         if not plain:
             anchor = new
         return new, state._replace(inner=inner, outer=outer, anchor=anchor)
-
-    def _dropped(self, params: PyTree, momenta: PyTree, weight: Any) -> tuple[Any, Array | None]:
-        """Returns this replica's weight, and whether its inner state is reset; None for never."""
-        anew = None
-        if self.drop_non_finite:
-            # A dropped replica's momenta may not be finite either, so they are reset. A weight of 0
-            # is how a replica is ignored, so no average needs to know of dropping.
-            anew = ~all_finite(jax.tree.leaves((params, momenta)))
-            if weight is None:
-                weight = 1
-            weight = jnp.where(anew, 0, jnp.asarray(weight, jnp.float32))
-        if self.average_inner == "reset":
-            anew = jnp.array(True)
-        return weight, anew
 
     def bytes(
         self,
