@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -243,9 +242,9 @@ def unsent(
     range of a narrow dtype even if the gradients do not. The part that such an output cannot hold
     was sent but not applied, so it is added to the residual and sent in later steps.
 
-    On CPU a product that XLA does not fuse is computed in blocks, each of which replaces its part
-    of `old`. The leaf is one block on GPU, where each block would launch several kernels, and on a
-    mesh with unmapped axes, along which the leaf may be sharded.
+    On CPU a product that XLA does not fuse is computed in blocks of the matrix's first axis, each
+    of which replaces its part of `old`. The leaf is one block on GPU, where each block would launch
+    several kernels, and on a mesh with unmapped axes, along which the leaf may be sharded.
     """
     if is_narrow(dtype):
         mean = outer(view, p, q)
@@ -261,47 +260,34 @@ def unsent(
         product = outer(view, p, q_sent)
         return less(product[None], total[None], old[None]).reshape(old.shape)
 
+    def in_blocks() -> Array:
+        first, second = view.in_order(p, q_sent)
+        matrix = view.matricize(total)
+        # The loop over the blocks carries it, and the blocks vary where any of these does.
+        new = view.matricize(typed_like(old, (p, q_sent, total, commit)))
+        number = min(matrix.size * matrix.dtype.itemsize // _BLOCK_BYTES, matrix.shape[0])
+        size, rest = divmod(matrix.shape[0], number)
+
+        def block(start: Array | int, size: int, new: Array) -> Array:
+            cut = functools.partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=size)
+            columns = second
+            if view.batch:  # cut both factors along the batch axis; else keep all columns
+                columns = cut(second)
+            product = _dense(cut(first), columns)
+            value = less(product, cut(matrix), cut(new))
+            return lax.dynamic_update_slice_in_dim(new, value, start, axis=0)
+
+        # The remainder comes first. After the loop, XLA would run it after the loops of other
+        # leaves and keep its inputs in memory until then.
+        if rest:
+            new = block(number * size, rest, new)
+        new = lax.fori_loop(0, number, lambda i, new: block(i * size, size, new), new)
+        return view.unmatricize(new)
+
     small = total.size * total.dtype.itemsize < 2 * _BLOCK_BYTES
     if p.shape[-1] <= _FUSED_RANK or small or not view.is_reshape or other_axes():
         return whole()
-    # The loop over the blocks carries it, and the blocks vary where any of these does.
-    old_as_new = typed_like(old, (p, q_sent, total, commit))
-    blocks = functools.partial(_in_blocks, view, p, q_sent, total, old_as_new, less)
-    return lax.platform_dependent(cpu=blocks, default=whole)
-
-
-def _in_blocks(
-    view: MatrixView,
-    p: Array,
-    q: Array,
-    total: Array,
-    old: Array,
-    function: Callable[[Array, Array, Array], Array],
-) -> Array:
-    """Computes ``function(P Q^T, total, old)`` elementwise, in blocks of the first matrix axis."""
-    first, second = view.in_order(p, q)
-    matrix = view.matricize(total)
-    new = view.matricize(old)
-    number = min(matrix.size * matrix.dtype.itemsize // _BLOCK_BYTES, matrix.shape[0])
-    size, rest = divmod(matrix.shape[0], number)
-
-    def block(start: Array | int, size: int, new: Array) -> Array:
-        def cut(x: Array) -> Array:
-            return lax.dynamic_slice_in_dim(x, start, size)
-
-        columns = second
-        if view.batch:  # cut both factors along the batch axis; else keep all columns
-            columns = cut(second)
-        product = _dense(cut(first), columns)
-        value = function(product, cut(matrix), cut(new))
-        return lax.dynamic_update_slice_in_dim(new, value, start, axis=0)
-
-    # The remainder comes first. After the loop, XLA would run it after the loops of other leaves
-    # and keep its inputs in memory until then.
-    if rest:
-        new = block(number * size, rest, new)
-    new = lax.fori_loop(0, number, lambda i, new: block(i * size, size, new), new)
-    return view.unmatricize(new)
+    return lax.platform_dependent(cpu=in_blocks, default=whole)
 
 
 def _dense(first: Array, second: Array) -> Array:
