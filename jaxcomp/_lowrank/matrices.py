@@ -193,36 +193,34 @@ def outer(view: MatrixView, p: Array, q: Array) -> Array:
     # In a group the fused sum would be computed again for each leaf of the stack.
     if p.shape[-1] > _FUSED_RANK or view.is_group:
         return view.unmatricize(_dense(*view.in_order(p, q)))
-    as_they_lie = functools.partial(_sum_of_outer_products, view)
-    column_by_column = functools.partial(_sum_by_columns, view)
-    return lax.platform_dependent(p, q, cpu=as_they_lie, default=column_by_column)
-
-
-def _sum_by_columns(view: MatrixView, p: Array, q: Array) -> Array:
-    """Computes `_sum_of_outer_products` from factors in a memory layout that suits GPUs.
-
-    Neighbouring threads read one column of the factor along the last axis. Its values are `r` apart
-    in memory, which makes the kernel up to three times slower at rank 8. So the columns are first
-    stored one after the other, as an array of one axis: XLA cannot choose another layout for that.
-    """
-    first, last = view.in_order(p, q)
-    columns = jnp.moveaxis(last, -1, 0)
-    # The barrier keeps the factors of output and residual different for XLA. Else it would make one
-    # kernel of both, which cannot write the output in the place of the sum.
-    flat, first = lax.optimization_barrier((columns.reshape(-1), first))
-    last = jnp.moveaxis(flat.reshape(columns.shape), 0, -1)
-    return _sum_of_outer_products(view, *view.in_order(first, last))
-
-
-def _sum_of_outer_products(view: MatrixView, p: Array, q: Array) -> Array:
-    """Computes `outer` in a form that XLA fuses with the arithmetic around it."""
     batch, rows, cols = view.dims
-    products = []
-    for k in range(p.shape[-1]):
-        left = view.along(batch + rows, p[..., k])
-        right = view.along(batch + cols, q[..., k])
-        products.append(left * right)
-    return functools.reduce(jnp.add, products)
+
+    def summed(p: Array, q: Array) -> Array:
+        """Adds outer products, a form that XLA fuses with the arithmetic around it."""
+        products = []
+        for k in range(p.shape[-1]):
+            left = view.along(batch + rows, p[..., k])
+            right = view.along(batch + cols, q[..., k])
+            products.append(left * right)
+        return functools.reduce(jnp.add, products)
+
+    def summed_by_columns(p: Array, q: Array) -> Array:
+        """Adds outer products of factors in a memory layout that suits GPUs.
+
+        Neighbouring threads read one column of the factor along the last axis. Its values are `r`
+        apart in memory, which makes the kernel up to three times slower at rank 8. So the columns
+        are first stored one after the other, as an array of one axis: XLA cannot choose another
+        layout for that.
+        """
+        first, last = view.in_order(p, q)
+        columns = jnp.moveaxis(last, -1, 0)
+        # The barrier keeps the factors of output and residual different for XLA. Else it would make
+        # one kernel of both, which cannot write the output in the place of the sum.
+        flat, first = lax.optimization_barrier((columns.reshape(-1), first))
+        last = jnp.moveaxis(flat.reshape(columns.shape), 0, -1)
+        return summed(*view.in_order(first, last))
+
+    return lax.platform_dependent(p, q, cpu=summed, default=summed_by_columns)
 
 
 def unsent(
