@@ -19,7 +19,7 @@ import numpy as np
 from jaxcomp._base.checks import check_flag, check_function, check_static_number
 from jaxcomp._base.leaves import FACTOR_DTYPES, checked_dtype, is_floating, leaf_name
 from jaxcomp._base.typing import DType, KeyPath, MatrixDimsFn, PyTree
-from jaxcomp._bytes.gap import Momentum, read_momentum, spectra_of
+from jaxcomp._bytes.gap import read_momentum, spectra_of
 from jaxcomp._bytes.units import parse
 from jaxcomp._lowrank.matrices import LeafPlan, is_compressed, plan_leaves
 from jaxcomp._reducers.low_rank import leaf_bytes
@@ -145,24 +145,17 @@ def ranks_by_spectrum(
     # the gain falls from one column of a leaf to the next.
     in_order = heapq.merge(*offers, key=lambda offer: (-offer.gain_per_value, offer.path))
 
-    if momentum is not None:
-        _spend_loss(in_order, momentum, parse("loss_budget", loss_budget or 0.0), ranks)
-    else:
+    if momentum is None:
         _spend_bytes(in_order, plans, wire, check_static_number("ratio", ratio, 1), ranks)
-    return Ranks(ranks)
-
-
-def _spend_loss(
-    in_order: Iterable[_Offer], momentum: Momentum, budget: float, ranks: dict[str, int | None]
-) -> None:
-    """Takes offers into `ranks` until the predicted gap is within the budget."""
-    most = momentum.law.tail(budget)
+        return Ranks(ranks)
+    most = momentum.law.tail(parse("loss_budget", loss_budget or 0.0))
     tail = momentum.tail({path: 1 for path, rank in ranks.items() if rank})
     for offer in in_order:
         if tail <= most:
             break
         ranks[offer.path] = offer.rank
         tail -= offer.energy / momentum.energy
+    return Ranks(ranks)
 
 
 def _spend_bytes(

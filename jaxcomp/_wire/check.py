@@ -220,11 +220,30 @@ def _sent_alone(
     for leaf in jax.tree.leaves(params):
         sharded.update(jax.tree.leaves(tuple(known_spec(leaf, mesh))))
     beside = [name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in sharded]
+    params = jax.tree.map(_floating_or_none, params)  # also the shardings of the gradients
+
+    def gradients(params: PyTree, x: Array) -> tuple[Array, PyTree]:
+        # They depend on the examples: gradients that are equal everywhere would be refused.
+        scale = x.mean()
+        return scale, jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), params)
+
+    def compiled_behind(mapped: tuple[str, ...]) -> Any:
+        """Compiles the reducer behind an exact average over the axes `mapped`."""
+        chain: Any = reducer
+        if mapped:
+            chain = optax.chain(allreduce(axis_name=mapped), reducer)
+        rows = jax.NamedSharding(mesh, jax.P(mapped + axes))  # names the devices
+        shape = (replicas_on(mesh, mapped + axes),)
+        examples = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
+        run = data_parallel(gradients, chain, mesh=mesh, axis_name=mapped + axes)
+        state = jax.eval_shape(run.init, params)
+        lowered = jax.jit(run).lower(state, params, examples)
+        return lowered.compile()
+
     tried = []
     for number in range(len(beside) + 1):
         for mapped in itertools.combinations(beside, number):
-            compiled = _compiled_alone(reducer, params, mesh, mapped)
-            alone = _crossing(collectives(compiled, mesh=mesh), axes)
+            alone = _crossing(collectives(compiled_behind(mapped), mesh=mesh), axes)
             tried.append(alone)
             if not alone:  # one replica sends nothing
                 return alone
@@ -232,30 +251,6 @@ def _sent_alone(
                 if set(_largest(alone).arrays) <= set(collective.arrays):
                     return alone
     return tried[0]  # none fits; the usual case makes the clearest error
-
-
-def _compiled_alone(reducer: Any, params: PyTree, mesh: Any, mapped: tuple[str, ...]) -> Any:
-    """Compiles the reducer alone, behind an exact average over the axes `mapped`.
-
-    The gradients have the shardings of the parameters.
-    """
-    axes = mapped + axis_tuple(reducer.axis_name)
-    if mapped:
-        reducer = optax.chain(allreduce(axis_name=mapped), reducer)
-    params = jax.tree.map(_floating_or_none, params)
-
-    def gradients(params: PyTree, x: Array) -> tuple[Array, PyTree]:
-        # They depend on the examples: gradients that are equal everywhere would be refused.
-        scale = x.mean()
-        return scale, jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), params)
-
-    rows = jax.NamedSharding(mesh, jax.P(axes))  # names the devices
-    shape = (replicas_on(mesh, axes),)
-    examples = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
-    run = data_parallel(gradients, reducer, mesh=mesh, axis_name=axes)
-    state = jax.eval_shape(run.init, params)
-    lowered = jax.jit(run).lower(state, params, examples)
-    return lowered.compile()
 
 
 def _floating_or_none(leaf: Any) -> Any:
