@@ -135,11 +135,9 @@ def advise(
             f"{workers // senders} workers of each host average among themselves first "
             "(docs/meshes.md), which is not counted; bytes are those from host to host"
         )
-    deep = 0
-    values = 0
-    for leaf in jax.tree.leaves(params):
-        deep += len(np.shape(leaf)) > 2
-        values += math.prod(np.shape(leaf))
+    leaves = jax.tree.leaves(params)
+    values = sum(map(np.size, leaves))
+    deep = sum(np.ndim(leaf) > 2 for leaf in leaves)
     if deep and matrix_dims is None:
         notes.append(
             f"leaves of three axes or more, {deep} here, count as one matrix each: pass "

@@ -130,8 +130,18 @@ def local_sgd_round(
     check_axis_name(axis_name)
     length = check_int("sync_every", sync_every, 1)
     streaming = check_streaming(fragments, fragment_sync_delay, fragment_update_alpha, length)
+    fragment_count = len(streaming.ends)
+    optimizers: Any = outer  # one for each fragment
+    if type(outer) not in (list, tuple):  # an optimizer is a named tuple
+        optimizers = [outer] * fragment_count
+    elif len(optimizers) != fragment_count or None in optimizers:
+        raise ValueError(
+            f"`outer` has {len(optimizers)} optimizers for {fragment_count} fragments, or None in "
+            "its list. Pass one for each, in the order of `fragments`, with optax.sgd(1.0) for a "
+            "fragment that takes the mean itself; or a single optimizer for all."
+        )
     syncs = []
-    for optimizer in _one_for_each(outer, len(streaming.ends)):
+    for optimizer in optimizers:
         syncs.append(
             check_sync(axis_name, reducer, optimizer, average_inner_state, drop_non_finite)
         )
@@ -160,20 +170,3 @@ def local_sgd_round(
     if mesh is not None:
         check_mesh_axes(mesh, axis_name)
     return LocalSGDRound(step_fn, length, axis_name, streaming, tuple(syncs), inner_init, mesh)
-
-
-def _one_for_each(outer: Any, fragments: int) -> list[Any]:
-    """Returns the outer optimizer of each fragment.
-
-    Raises:
-      ValueError: If a list has another length than the number of fragments.
-    """
-    if type(outer) not in (list, tuple):  # an optimizer is a named tuple
-        return [outer] * fragments
-    if len(outer) != fragments or None in outer:
-        raise ValueError(
-            f"`outer` has {len(outer)} optimizers for {fragments} fragments, or None in its list. "
-            "Pass one for each, in the order of `fragments`, with optax.sgd(1.0) for a fragment "
-            "that takes the mean itself; or a single optimizer for all."
-        )
-    return list(outer)

@@ -456,10 +456,7 @@ def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
     named = [name for name in key_names(path) if isinstance(name, str) and name not in _ANONYMOUS]
     if ndim == 2 and named[-1:] == ["embedding"]:
         return MatrixDims(rows=(0,), cols=(1,))
-
-    def rows_and_cols(cut: int) -> int:
-        return math.prod(shape[:cut]) + math.prod(shape[cut:])
-
     # Later cuts first: min() keeps the first of equals.
-    cut = min(range(ndim - 1, 0, -1), key=rows_and_cols)
+    cuts = range(ndim - 1, 0, -1)
+    cut = min(cuts, key=lambda cut: math.prod(shape[:cut]) + math.prod(shape[cut:]))
     return MatrixDims(rows=tuple(range(cut, ndim)), cols=tuple(range(cut)))

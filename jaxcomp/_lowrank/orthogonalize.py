@@ -60,7 +60,7 @@ _FAR = 5e-2
 # length.
 _ZERO = 1e-30
 # Possible numbers of rows in a block; the largest is used whose padding costs less than an eighth.
-_BLOCK_ROWS = (512, 256, 128, 64, 32, 16, 8)
+_BLOCK_ROWS = (8, 16, 32, 64, 128, 256, 512)
 _PADDING = 1.125
 
 
@@ -229,7 +229,10 @@ def _scaled_blocks(factors: Array) -> tuple[Array, Array]:
       the spare columns of one matrix.
     """
     n, rank = factors.shape[-2:]
-    size = _rows_of_a_block(n)
+    size = _BLOCK_ROWS[0]
+    for rows in _BLOCK_ROWS:  # the largest with little padding
+        if n + -n % rows <= _PADDING * n:
+            size = rows
 
     def cut(x: Array) -> Array:
         matrices = x.reshape(-1, n, rank)
@@ -246,14 +249,6 @@ def _scaled_blocks(factors: Array) -> tuple[Array, Array]:
     x = x * step
     x = x / jnp.where(largest == 0, 1, largest * step)
     return jnp.where(largest == 0, spare, x), spare
-
-
-def _rows_of_a_block(n: int) -> int:
-    """Returns the largest block size with little padding for `n` rows, else the smallest size."""
-    for size in _BLOCK_ROWS:  # the largest first
-        if n + -n % size <= _PADDING * n:
-            return size
-    return _BLOCK_ROWS[-1]
 
 
 def _round(

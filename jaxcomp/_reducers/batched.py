@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
@@ -159,9 +160,7 @@ def batched_powersgd(
 def _square_of(params: PyTree) -> jax.ShapeDtypeStruct:
     """Returns the shape of the smallest square that holds all floating values, float32 or wider."""
     leaves = floating_leaves(params)
-    size = 0
-    for leaf in leaves:
-        size += math.prod(jnp.shape(leaf))
+    size = sum(map(np.size, leaves))
     side = math.isqrt(size)
     if side**2 < size:
         side += 1

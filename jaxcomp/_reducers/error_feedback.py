@@ -8,7 +8,6 @@ and the rest is kept.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -150,8 +149,15 @@ def error_feedback(
         due = (state.count + 1) % every == 0
         if every > 1:
             scale = jnp.where(due, scale, 0.0)
-        gradients = floating_leaves(updates)
-        totals = jax.tree.map(functools.partial(_add, scale=scale), gradients, residual)
+
+        def with_residual(gradient: Array, residual: Array) -> Array:
+            """Adds ``scale * residual``, in float32 or the gradient's wider dtype."""
+            dtype = compute_dtype(gradient.dtype)
+            if not (isinstance(scale, (int, float)) and scale == 1):
+                residual = residual * jnp.asarray(scale, residual.dtype)
+            return gradient.astype(dtype) + residual.astype(dtype)
+
+        totals = jax.tree.map(with_residual, floating_leaves(updates), residual)
         result = reducer.reduce(with_leaves(updates, totals), state.inner, params, **extra_args)
         # `allreduce` returns the finite leaves of a partly finite step. With a residual a step is
         # taken whole or not at all.
@@ -185,11 +191,3 @@ def error_feedback(
         return counted.instead_of(params)
 
     return Reducer(init, reduce, axis_name, count_bytes=count_bytes, keeps_residual=True)
-
-
-def _add(gradient: Array, residual: Array, scale: Any) -> Array:
-    """Adds ``scale * residual`` to a gradient, in float32 or the gradient's wider dtype."""
-    dtype = compute_dtype(gradient.dtype)
-    if not (isinstance(scale, (int, float)) and scale == 1):
-        residual = residual * jnp.asarray(scale, residual.dtype)
-    return gradient.astype(dtype) + residual.astype(dtype)
