@@ -118,14 +118,15 @@ def advise(
     link = Link(senders, parse("bandwidth", bandwidth), parse("latency", latency))
     compute_time = parse("step_time", step_time)
     budget = parse("loss_budget", loss_budget)
-    constants = device
-    if not isinstance(device, Calibration):
-        if device not in ASSUMED:
-            raise ValueError(
-                f"`device` must be one of {', '.join(ASSUMED)} or what measure returned, got "
-                f"{device!r}."
-            )
+    if isinstance(device, Calibration):
+        constants = device
+    elif device in ASSUMED:
         constants = ASSUMED[device]
+    else:
+        raise ValueError(
+            f"`device` must be one of {', '.join(ASSUMED)} or what measure returned, got "
+            f"{device!r}."
+        )
     params, assumption = shapes_of(params)
     notes = [f"device: {constants.device}"]
     if assumption:
