@@ -209,8 +209,7 @@ def local_sgd(
             return put_back(jax.tree.map(_difference, floating, before, new), updates)
 
         def synchronised(axes: AxisName) -> tuple[PyTree, LocalSGDState]:
-            begin = lambda new: optimizer.init(put_back(new, params))  # noqa: E731
-            new, changed = sync.step(after, state, begin, weight, axes)
+            new, changed = sync.step(after, state, optimizer.init, params, weight, axes)
             return towards(new), changed
 
         def rounds_begun() -> tuple[PyTree, LocalSGDState]:

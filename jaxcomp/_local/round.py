@@ -10,7 +10,6 @@ own parameters.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -210,9 +209,9 @@ class LocalSGDRound(Counted):
                 reducer=state.reducer[number],
             )
             part = part_of(local, numbers, number)
-            begin_anew = functools.partial(self._inner_begun, inner, local)
-            sync = self.syncs[number]
-            average, after = sync.step(part, before, begin_anew, weight, self.axis_name)
+            average, after = self.syncs[number].step(
+                part, before, self.inner_init, local, weight, self.axis_name
+            )
             # With a delay these steps may run during the collective, because they do not depend on
             # it. They are unrolled: XLA does not know how long a loop takes, and may wait before
             # it.
@@ -247,12 +246,6 @@ class LocalSGDRound(Counted):
         if rows:
             state = with_row(state)
         return shared, state, auxiliary
-
-    def _inner_begun(self, inner: PyTree, local: PyTree, new: PyTree) -> PyTree:
-        """Returns a fresh inner state for `new`, or the old state without `inner_init`."""
-        if self.inner_init is None:
-            return inner
-        return self.inner_init(put_back(new, local))
 
     def _step(self, carry: Any, batch: Any) -> tuple[Any, Any]:
         """Takes one local step, as the body of a scan that carries parameters and inner state."""

@@ -21,7 +21,7 @@ from jaxcomp._base.checks import check_flag, check_transformation
 from jaxcomp._base.leaves import all_finite, in_compute_dtype
 from jaxcomp._base.stats import CompressionStats, dense_stats
 from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._local.fragments import check_not_complex
+from jaxcomp._local.fragments import check_not_complex, put_back
 from jaxcomp._mesh.collectives import as_local, axis_size, axis_tuple, local_if_bound, switch
 from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._mesh.weights import averaged
@@ -93,7 +93,8 @@ class Sync:
         self,
         params: PyTree,
         state: LocalSGDState,
-        begin: InnerInit,
+        begin: Any,
+        whole: PyTree,
         weight: Any,
         axes: AxisName,
     ) -> tuple[PyTree, LocalSGDState]:
@@ -104,7 +105,8 @@ class Sync:
           state: The state, with the parts that belong to these parameters. Its anchor holds the
             parameters after the last outer step, which replicas return to if all weights are 0.
             With () as anchor they then keep their own parameters.
-          begin: A function that makes a fresh inner state from parameters.
+          begin: The inner optimizer's `init`. Read only if inner states may be reset.
+          whole: All parameters, of which `params` may be a part.
           weight: This replica's weight; None if all replicas have the same weight.
           axes: The axes to average over. At a narrow level of a hierarchy, which does not have all
             axes of the replicas, parameters are averaged whatever the reducer and the optimizer.
@@ -156,7 +158,7 @@ class Sync:
                 before = anchor
             new, outer = optax.tree.where(counted, (new, outer), (before, state.outer))
         if anew is not None:
-            fresh = as_local(_begun_anew(inner, begin(new)), self.axis_name)
+            fresh = as_local(_begun_anew(inner, begin(put_back(new, whole))), self.axis_name)
             inner = optax.tree.where(anew, fresh, inner)
         if not plain:
             anchor = new
