@@ -166,7 +166,7 @@ def _algorithm(group: Document, kept: Collection[str]) -> str:
     # AdaBelief, LARS and SAM have the hyperparameters of SGD or Adam, and others.
     labels = {key for key, value in group.items() if isinstance(value, str)}
     names = {*group, *kept}
-    others = names - _MARKS[family] - {*_KEPT[family]} - _OF_TORCH - labels
+    others = names.difference(_MARKS[family], _KEPT[family], _OF_TORCH, labels)
     if family == "adam":
         others.discard("max_exp_avg_sq")  # a run with `amsgrad` has left it in the state
     if others or not family:
@@ -209,7 +209,9 @@ def _other_algorithm(group: Document, names: Collection[str]) -> str | None:
             return name
     if group.keys() - _OF_TORCH != {"betas", "eps"}:
         return None
-    return "RAdam" if "decoupled_weight_decay" in group else "Adamax or SparseAdam"
+    if "decoupled_weight_decay" in group:
+        return "RAdam"
+    return "Adamax or SparseAdam"
 
 
 class Entry(NamedTuple):
@@ -501,7 +503,9 @@ def doubts_of_schedulers(groups: Sequence[Document], scheduled: bool) -> Iterato
         lowest = group.get("base_momentum")
         highest = group.get("max_momentum")
         if lowest != highest:
-            kind = "betas" if "betas" in group else "momentum"
+            kind = "momentum"
+            if "betas" in group:
+                kind = "betas"
             yield (
                 f"A scheduler of the torch run (OneCycleLR or CyclicLR with cycle_momentum) drives "
                 f"the optimizer's `{kind}` as well, between base_momentum={lowest} and "

@@ -226,7 +226,9 @@ def _common_matrices(
             continue  # frozen in torch
         plan, part = plans[pair.path], parts[names[pair.torch_name]]
         rows, cols = part.entry.matrix
-        columns = part.entry.columns() if part.rank else None
+        columns = None
+        if part.rank:
+            columns = part.entry.columns()
         try:
             if not plan.view:
                 if part.rank and pair.rows:
@@ -337,7 +339,7 @@ def record_of_state(
     else:  # the run began in JAX; torch's defaults
         factors = jax.tree.leaves(state.q)
         old = PowerSGDRecord(
-            max([1, *(q.shape[-1] for q in factors)]),
+            max((q.shape[-1] for q in factors), default=1),
             0,
             error_dict={},
             p_memory_dict={},

@@ -155,8 +155,10 @@ def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
         if text is not None:
             budget.claim(PARSED_BYTES * len(text))
             fields["layout"] = BucketLayout.from_json(text)
-        extra = fields.get("extra")
-        fields["extra"] = _text_keys(extra, "the file") if isinstance(extra, dict) else {}
+        extra = fields.setdefault("extra", {})
+        if not isinstance(extra, dict):
+            extra = {}
+        fields["extra"] = _text_keys(extra, "the file")
         size = fields.get("world_size")
         if type(size) is not int or not 0 < size <= MAX_RANKS:
             fields["world_size"] = None
