@@ -109,12 +109,13 @@ def resume_powersgd(
       >>> state.iter, state.start_powerSGD_iter
       (20, 20)
     """
+    dist = import_torch("torch.distributed")
     require(ddp_model=ddp_model, state=state)
     count = state.iter
     start = state.start_powerSGD_iter
     begun = holds_buffers(state)
     state.start_powerSGD_iter = sys.maxsize  # nothing is compressed before the rebuild
-    over_gloo = import_torch("torch.distributed").get_backend(state.process_group) == "gloo"
+    over_gloo = dist.get_backend(state.process_group) == "gloo"
     default = waiting_hook if over_gloo else import_torch(HOOKS).powerSGD_hook
     ddp_model.register_comm_hook(state, hook or default)
     # DDP rebuilds its buckets in the second forward pass, and with a static graph in the third.
