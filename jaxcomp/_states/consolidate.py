@@ -168,9 +168,9 @@ def _largest(leaf: Any, maximum: Callable[[Array], Array]) -> Any:
 
 def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
     """Consolidates a state inside of a mapped function, with one all-reduce for each dtype."""
-    replicas = axis_size(axis_name)
     if layout_of(state).replicas == 1:  # the row that shard_map leaves
         state = without_row(state)
+    replicas = axis_size(axis_name)
     kinds = marks(state)
 
     def to_average(leaf: Any, mark: str) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import leaf_name
@@ -203,7 +203,12 @@ def call_on_replicas(
     else:
         inside = mesh
         if explicit:
-            inside = None  # the mesh of the context, where these axes are Auto
+            # Where these axes are Auto. It also tells `jax.jit` the devices, which arrays of NumPy
+            # do not; the mesh of the context inside `jax.jit` is abstract and needs no devices.
+            inside = None
+            if isinstance(mesh, Mesh):
+                kinds = (AxisType.Auto,) * len(mesh.axis_names)
+                inside = Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
         mapped = jax.shard_map(
             function,
             mesh=inside,
