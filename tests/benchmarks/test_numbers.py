@@ -180,7 +180,13 @@ def convergence():
     after_5 = ended_lower(wide, (21, 0, 0), (19, 5, 0))
     after_14 = ended_lower(wide, (21, 0, 0), (19, 14, 0))
     yield f"14 exact steps ended {after_5} and {after_14} above rank 21"
-    yield f"exact steps ended {ended_lower(wide, (21, 0, 0), (11, 48, 0))} above rank 21"
+    yield f"48 exact steps ended {ended_lower(wide, (21, 0, 0), (11, 48, 0))} above rank 21"
+    by_spectrum_after = ended_lower(wide, (21, 0, 0), (0, 14, 0))
+    yield f"after 14 exact steps ended {by_spectrum_after} above rank 21"
+    rank_9 = ended_lower(wide, (11, 0, 0), (9, 5, 0))
+    yield f"Rank 9 after 5 exact steps ended {rank_9} above rank 11"
+    yield f"rank 8 after 14 of them {ended_lower(wide, (11, 0, 0), (8, 14, 0))}"
+    yield f"steps of rank 21 ended {ended_lower(wide, (11, 0, 0), (10, 48, 21))} above rank 11"
     yield f"steps ended {ended_lower(narrow, (5, 48, 0), (5, 0, 0))} lower than rank 5"
     yield f"rank 11 ended {ended_lower(narrow, (11, 0, 0), (5, 48, 0))} lower still"
     yield f"ended {ended_lower(narrow, (11, 0, 0), (8, 48, 21))} above rank 11"
@@ -227,13 +233,13 @@ def convergence_runs(name):
 def ended_lower(study, low, high):
     """Writes how many points lower the first of two settings with first steps ended, by seed.
 
-    Each setting is (rank, first steps, their rank; 0 if they are exact).
+    Each setting is (rank; 0 for ranks by spectrum, first steps, their rank; 0 if they are exact).
     """
     by_setting = made(study, optimizers_runs())
     exact = next(iter(by_setting.values()))
     gaps = {}
     for setting, result in by_setting.items():
-        if setting.rank:
+        if setting.rank or setting.ratio:
             key = (setting.rank, setting.exact_steps, setting.first_rank)
             gaps[key] = dict(zip(sorted(result.losses), result.gaps(exact), strict=True))
     shared = gaps[low].keys() & gaps[high].keys()
