@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import leaf_name
@@ -203,12 +203,7 @@ def call_on_replicas(
     else:
         inside = mesh
         if explicit:
-            # Where these axes are Auto. It also tells `jax.jit` the devices, which arrays of NumPy
-            # do not; the mesh of the context inside `jax.jit` is abstract and needs no devices.
-            inside = None
-            if isinstance(mesh, Mesh):
-                kinds = (AxisType.Auto,) * len(mesh.axis_names)
-                inside = Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+            inside = None  # the mesh of the context, where these axes are Auto
         mapped = jax.shard_map(
             function,
             mesh=inside,
@@ -225,8 +220,8 @@ def call_on_replicas(
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, over_axes(spec, explicit)), types)
         mapped = jax.sharding.auto_axes(mapped, axes=explicit, out_sharding=shardings)
         # Without `jax.jit` it would run operation by operation, and arrays would keep the types of
-        # the whole mesh.
-        mapped = jax.jit(mapped)
+        # the whole mesh. A sharding tells it the devices, which NumPy's arrays do not.
+        mapped = jax.jit(mapped, out_shardings=(shardings[0], None, None, None))
     with context, _explained(axes):
         return mapped(state, arrays, weight)
 
