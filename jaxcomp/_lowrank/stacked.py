@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +19,11 @@ import numpy as np
 
 from jaxcomp._base.leaves import key_names, leaf_dtype, leaf_name
 from jaxcomp._base.typing import KeyPath, MatrixDims, MatrixDimsFn
-from jaxcomp._lowrank.matrices import default_matrix_dims
+from jaxcomp._lowrank.matrices import default_matrix_dims, plan_leaves
 
 _LEAST_AXES = 3  # axes of a stacked matrix
 _SHOWN = 4  # number of leaves that a message lists
+_LEAST_RATE = 2  # the default `min_compression_rate`
 
 
 def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsFn:
@@ -75,10 +77,11 @@ def _check_leaves(names: Sequence[str], leaves: Sequence[tuple[KeyPath, Any]]) -
     for path, leaf in leaves:
         in_path = key_names(path)
         known.update(in_path)
-        chosen = [i for i, name in enumerate(in_path) if name in names]
-        if chosen:  # the outermost part, if names are nested
-            part = leaf_name(path[: chosen[0] + 1])
-            parts.setdefault(part, {})[leaf_name(path)] = np.shape(leaf)
+        for i, name in enumerate(in_path):
+            if name in names:
+                part = leaf_name(path[: i + 1])
+                parts.setdefault(part, {})[leaf_name(path)] = np.shape(leaf)
+                break  # this is the outermost part, if names are nested
     missing = tuple(name for name in names if name not in known)
     if missing:
         raise ValueError(
@@ -86,18 +89,46 @@ def _check_leaves(names: Sequence[str], leaves: Sequence[tuple[KeyPath, Any]]) -
             f"{', '.join(sorted(map(str, known - {None})))}."
         )
     for part, shapes in parts.items():
-        first = itertools.islice(shapes.items(), _SHOWN)
-        listed = ", ".join(f"{name} of shape {shape}" for name, shape in first)
-        lengths = {shape[:1] for shape in shapes.values()}  # () for a scalar
-        if len(lengths) > 1 or () in lengths:
-            raise ValueError(
-                f"`stacked` takes the leading axis of every leaf in {part} as the axis of layers, "
-                f"but their lengths differ: {listed}. Name only parts whose leaves are stacked "
-                "layers."
-            )
-        # A stack of biases has two axes, so a leaf of two axes does not show stacked layers.
-        if max(map(len, shapes.values())) < _LEAST_AXES:
-            raise ValueError(
-                f"`stacked` would compress nothing in {part}, where no leaf has an axis of layers "
-                f"and two more: {listed}. Leave its name out, and a matrix is compressed as one."
-            )
+        _check_part(part, shapes)
+
+
+def _check_part(part: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses a part whose leading axes differ, or without a leaf of three or more axes.
+
+    A stack of biases has two axes, so a leaf of two axes does not show stacked layers.
+    """
+    lengths = {shape[:1] for shape in shapes.values()}  # () for a scalar
+    if len(lengths) > 1 or () in lengths:
+        raise ValueError(
+            f"`stacked` takes the leading axis of every leaf in {part} as the axis of layers, but "
+            f"their lengths differ: {_listed(shapes)}. Name only parts whose leaves are stacked "
+            "layers."
+        )
+    if max(map(len, shapes.values())) < _LEAST_AXES:
+        raise ValueError(
+            f"`stacked` would compress nothing in {part}, where no leaf has an axis of layers and "
+            f"two more: {_listed(shapes)}. Leave its name out, and a matrix is compressed as one."
+        )
+    thin = {}
+    for name, shape in shapes.items():
+        if _too_thin(shape[1:]):
+            thin[name] = shape
+    if thin:
+        warnings.warn(
+            f"`stacked` compresses nothing of {_listed(thin)} in {part}: for one layer two "
+            "factors are not smaller than the matrix. Under a name that is not in `stacked`, all "
+            "layers form one matrix.",
+            stacklevel=2,
+        )
+
+
+def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    first = itertools.islice(shapes.items(), _SHOWN)
+    return ", ".join(f"{name} of shape {shape}" for name, shape in first)
+
+
+def _too_thin(layer: tuple[int, ...]) -> bool:
+    """Tells whether the matrix of one layer is too small to be compressed, even at rank 1."""
+    # By the default rule, because the rank and the rate of the reducer are not known here.
+    (plan,) = plan_leaves(jax.ShapeDtypeStruct(layer, np.float32), 1, _LEAST_RATE)
+    return len(layer) > 1 and plan.view is None
