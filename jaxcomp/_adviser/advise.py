@@ -337,12 +337,17 @@ def _recommended(predictions: list[Prediction], baseline: Prediction) -> Predict
     Only reducers that pay are considered, or the baseline if none does. All of them are expected to
     keep the budget. If this is certain for some ranks, the uncertain ones are left out.
     """
-    paying = [each for each in predictions if each.compressed and each.speedup >= CLOSE]
-    sure = [each for each in paying if not each.doubt]
+    paying = []
+    sure = []
+    for each in predictions:
+        if each.compressed and each.speedup >= CLOSE:
+            paying.append(each)
+            if not each.doubt:
+                sure.append(each)
     if any(each.rank for each in sure):
         paying = sure
     if not paying:
         return baseline
     fastest = min(each.step_time for each in paying)
-    near = [each for each in paying if each.step_time <= CLOSE * fastest]
+    near = filter(lambda each: each.step_time <= CLOSE * fastest, paying)
     return max(near, key=lambda each: (each.bytes_per_step, -each.step_time))

@@ -133,8 +133,11 @@ def vma_axes(axis_name: AxisName) -> Axes:
     """Returns the axes whose replication JAX tracks: all under `check_vma=True`, else none."""
     axis_size(axis_name)  # names an axis that is not bound
     # JAX does not tell whether check_vma is on, but only then the index has a varying type.
-    indices = {name: lax.axis_index(name) for name in axis_tuple(axis_name)}
-    return tuple(name for name in indices if varying(indices[name]))
+    names = []
+    for name in axis_tuple(axis_name):
+        if varying(lax.axis_index(name)):
+            names.append(name)
+    return tuple(names)
 
 
 def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
@@ -300,7 +303,7 @@ def reduce_mean(
     # memory and then combine them. It sums x - x, which is 0 or NaN, while it reads x.
     zeros_or_nan = [jnp.sum(total - total) for total in totals]
     # What was sent, as a replica that decodes it sees it.
-    values = [value.astype(dtype) for value in values]
+    values = optax.tree.cast(values, dtype)
     columns = [part.shape[-1] for part in parts[:factors]]
     if not exact and max(columns, default=0) > _FUSED_COLUMNS:
         # Cast once, here. For fewer columns every use of a factor casts it: fewer kernels on GPUs.
@@ -316,7 +319,10 @@ def reduce_mean(
 
 
 def _divided(xs: Sequence[Array], divisor: float, dtypes: Sequence[Any]) -> list[Array]:
-    return [(x / divisor).astype(dtype) for x, dtype in zip(xs, dtypes, strict=True)]
+    quotients = []
+    for x, dtype in zip(xs, dtypes, strict=True):
+        quotients.append((x / divisor).astype(dtype))
+    return quotients
 
 
 def _rounded(value: Array, dtype: Any) -> Array:
@@ -476,7 +482,7 @@ def _psum(xs: list[Array], axis_name: AxisName, dtype: Any) -> list[Array]:
         return optax.tree.cast(totals, dtype)
 
     def summed_wide(xs: list[Array]) -> Any:
-        return summed([x.astype(dtype) for x in xs])
+        return summed(optax.tree.cast(xs, dtype))
 
     if xs[0].dtype != jnp.bfloat16:
         return summed(xs)

@@ -9,6 +9,7 @@ replaces.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -58,12 +59,18 @@ def replicas_on(mesh: Any, axis_name: AxisName) -> int:
 def over_axes(spec: PartitionSpec, axes: Axes) -> PartitionSpec:
     """Returns the part of a PartitionSpec that names these axes."""
     # An entry of a spec is a name, a tuple of names or None.
-    return PartitionSpec(*(tuple(filter(axes.__contains__, axis_tuple(part))) for part in spec))
+    entries = []
+    for part in spec:
+        entries.append(tuple(filter(axes.__contains__, axis_tuple(part))))
+    return PartitionSpec(*entries)
 
 
 def split_axis(spec: PartitionSpec) -> int | None:
     """Returns the first axis that a spec splits, or None if it splits no axis."""
-    return next((axis for axis, part in enumerate(spec) if part), None)
+    for axis, part in enumerate(spec):
+        if part:
+            return axis
+    return None
 
 
 def known_sharding(leaf: Any) -> Any:
@@ -106,7 +113,7 @@ def explicit_inside(
       mesh: The mesh.
       axes: The axes of the replicas.
     """
-    beside = tuple(name for name in mesh_axes(AxisType.Explicit, mesh) if name not in axes)
+    beside = tuple(itertools.filterfalse(axes.__contains__, mesh_axes(AxisType.Explicit, mesh)))
     if not beside:
         return function
     kept = jax.tree.map(lambda spec: over_axes(spec, beside), specs)

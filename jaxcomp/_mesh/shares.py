@@ -200,7 +200,9 @@ def mean_by_shares(
 
     def encoded(shares: Sequence[Array]) -> Array:
         # The rows of all groups side by side, (replicas, bytes).
-        rows = [kind.encode(x).reshape(len(x), -1) for kind, x in zip(kinds, shares, strict=True)]
+        rows = []
+        for kind, x in zip(kinds, shares, strict=True):
+            rows.append(kind.encode(x).reshape(len(x), -1))
         return jnp.concatenate(rows, axis=1)
 
     def decoded(rows: Array) -> list[Array]:

@@ -148,8 +148,13 @@ def _measured(nodes: dict[str, Any]) -> Diagnostics:
     # Short names where they are clear: most states hold one reducer.
     if len(leaves) < len(by_place):  # several states have a leaf of the same name
         leaves = by_place
-    output_norm = _norm_of_norms([leaf.output_norm for leaf in leaves.values()])
-    residual_norm = _norm_of_norms([leaf.residual_norm for leaf in leaves.values()])
+    outputs = []
+    residuals = []
+    for leaf in leaves.values():
+        outputs.append(leaf.output_norm)
+        residuals.append(leaf.residual_norm)
+    output_norm = _norm_of_norms(outputs)
+    residual_norm = _norm_of_norms(residuals)
     return Diagnostics(_share(output_norm, residual_norm), output_norm, residual_norm, leaves)
 
 

@@ -401,7 +401,7 @@ def data_parallel(
         words. "mean" averages floating and complex values; values of any dtype that JAX knows to be
         equal on all replicas stay as they are. With ``check_vma=False`` JAX knows no such values. A
         "mean" of integers, flags or keys is then compared between the replicas, with one more
-        all-reduce of their bytes: equal ones stay as they are, and if they differ, the value is
+        all-gather of their bytes: equal ones stay as they are, and if they differ, the value is
         NaN. "sum" adds. "join" concatenates the rows of the examples along axis 0; an integer does
         so along that axis. "stack" adds an axis of replicas. An output without an entry is refused,
         and the error shows the line to write; only an argument that the function returns unchanged

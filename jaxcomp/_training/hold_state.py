@@ -155,7 +155,7 @@ def state_in(
 def _not_one_state(tree: PyTree, fresh: PyTree, fitting: int) -> str:
     """Returns the message for a tree with no fitting state, or with several."""
     kind = type(fresh)
-    same_kind = [node for node in reducer_states(tree) if type(node) is kind]
+    same_kind = list(filter(lambda node: type(node) is kind, reducer_states(tree)))
     # A state of the right class that does not fit is the likely one, so the message is about it.
     if not fitting and same_kind:
         if _names(fresh) == _names(unboxed(same_kind[0])):

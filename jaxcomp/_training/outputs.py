@@ -126,11 +126,10 @@ def by_kind(
             "small batch."
         )
     treedef = jax.tree.structure(outputs)
-    parts = {}
-    for kind in kinds:
-        part = [x if other == kind else None for x, other in zip(leaves, kinds, strict=True)]
-        parts[kind] = treedef.unflatten(part)
-    return parts
+    parts: dict[Any, list[Any]] = {}
+    for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
+        parts.setdefault(kind, [None] * len(leaves))[i] = leaf
+    return {kind: treedef.unflatten(part) for kind, part in parts.items()}
 
 
 def as_array(path: KeyPath, leaf: Any) -> Array:
@@ -312,7 +311,9 @@ def words_of(aux: PyTree, auxiliary: PyTree) -> list[Any]:
     """
     # One line for each key, without the kind of key.
     names_of = functools.partial(jax.tree_util.keystr, simple=True, separator="\n")
-    entries = {names_of(path): word for path, word in jax.tree.leaves_with_path(aux)}
+    entries = {}
+    for path, word in jax.tree.leaves_with_path(aux):
+        entries[names_of(path)] = word
     places = jax.tree.leaves_with_path(auxiliary, is_leaf=_is_empty)
     words: list[Any] = []
     parts: set[str] = set()

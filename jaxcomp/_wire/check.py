@@ -199,7 +199,11 @@ def _bytes(listed: Iterable[Collective]) -> float:
 
 def _crossing(listed: Iterable[Collective], axes: Iterable[str]) -> list[Collective]:
     """Returns the collectives that join devices along one of the axes."""
-    return [collective for collective in listed if set(axes) & set(collective.axes)]
+    crossing = []
+    for collective in listed:
+        if set(axes) & set(collective.axes):
+            crossing.append(collective)
+    return crossing
 
 
 def _largest(alone: Iterable[Collective]) -> Collective:
@@ -219,7 +223,10 @@ def _sent_alone(
     sharded = set(axes)
     for leaf in jax.tree.leaves(params):
         sharded.update(jax.tree.leaves(tuple(known_spec(leaf, mesh))))
-    beside = [name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in sharded]
+    beside = []
+    for name, size in mesh.shape.items():
+        if size > 1 and name not in sharded:
+            beside.append(name)
     params = jax.tree.map(_floating_or_none, params)  # also the shardings of the gradients
 
     def gradients(params: PyTree, x: Array) -> tuple[Array, PyTree]:
