@@ -303,7 +303,7 @@ def reduce_mean(
     # memory and then combine them. It sums x - x, which is 0 or NaN, while it reads x.
     zeros_or_nan = [jnp.sum(total - total) for total in totals]
     # What was sent, as a replica that decodes it sees it.
-    values = optax.tree.cast(values, dtype)
+    values = jax.tree.map(lambda value: value.astype(dtype), values)
     columns = [part.shape[-1] for part in parts[:factors]]
     if not exact and max(columns, default=0) > _FUSED_COLUMNS:
         # Cast once, here. For fewer columns every use of a factor casts it: fewer kernels on GPUs.
@@ -482,7 +482,7 @@ def _psum(xs: list[Array], axis_name: AxisName, dtype: Any) -> list[Array]:
         return optax.tree.cast(totals, dtype)
 
     def summed_wide(xs: list[Array]) -> Any:
-        return summed(optax.tree.cast(xs, dtype))
+        return summed(jax.tree.map(lambda x: x.astype(dtype), xs))
 
     if xs[0].dtype != jnp.bfloat16:
         return summed(xs)
