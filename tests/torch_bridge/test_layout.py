@@ -227,7 +227,7 @@ TWINS = {f"{name}.weight": np.zeros((24, 32)) for name in "ab"}
 
 
 def checkpoint_of(order, model=NETWORK, errors=True):
-    layout = BucketLayout.from_order(order, model)
+    layout = BucketLayout.from_order(order, model).named_as(model)
     trained = {name: model[name] for name in model if name in layout.names}
     checkpoint = compressed_step(layout, trained)
     for record in checkpoint.powersgd if not errors else ():
@@ -239,6 +239,20 @@ def checkpoint_of(order, model=NETWORK, errors=True):
 def test_the_order_is_found_when_only_one_fits(order):
     layout, checkpoint = checkpoint_of(ORDERS[order])
     assert infer_layout(checkpoint) == layout
+
+
+def test_a_module_of_the_users_may_be_named_module():
+    # All parameters begin with the word that wrappers add, and a buffer does not.
+    model = {f"module.{name}": array for name, array in NETWORK.items()}
+    model["position_ids"] = np.arange(3)
+    order = [[f"module.{name}" for name in READY]]
+    recorded, checkpoint = checkpoint_of(order, model)
+    checkpoint.model["position_ids"] = model["position_ids"]
+    for layout in (recorded, BucketLayout.from_json(recorded.to_json()), None):
+        used = layout_of(checkpoint, layout, None)
+        assert used.names == tuple(order[0])
+        record = checkpoint.powersgd[0]
+        assert used.parts(record).keys() == set(order[0])
 
 
 # As in a ViT: the root registers its parameters first, and uses them behind the stem.

@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -174,9 +174,23 @@ def unwrapped(names: Sequence[str]) -> list[str]:
     kept = _without(names, _NEVER_SAVED)
     # Only words that all names have: a module of the user's may be named "module" too.
     wrapped = list(filter(_COUNT_OF_AVERAGES.__ne__, kept))
-    shared = os.path.commonprefix(wrapped).split(".")[:-1]  # noqa: RUF071 (of characters)
-    head = ".".join([*itertools.takewhile(_HEADS.__contains__, shared), ""])
+    head = _head(os.path.commonprefix(wrapped))  # noqa: RUF071 (of characters)
     return [name.removeprefix(head) for name in kept]
+
+
+def prefixes(names: Iterable[str]) -> set[str]:
+    """Returns the wrappers' words that some names begin with.
+
+    Example:
+      >>> prefixes(["module.fc.weight", "module.fc.bias", "position_ids"])
+      {'module.'}
+    """
+    return set(map(_head, names)) - {""}
+
+
+def _head(name: str) -> str:
+    """Returns the wrappers' words at the beginning of a name, with a dot behind each."""
+    return ".".join([*itertools.takewhile(_HEADS.__contains__, name.split(".")[:-1]), ""])
 
 
 def _without(names: Sequence[str], words: Collection[str]) -> list[str]:

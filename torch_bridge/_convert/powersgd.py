@@ -315,6 +315,7 @@ def powersgd_to_torch(
       (7, 9, torch.Size([12]))
     """
     like, params = like or Checkpoint({}), trained(params)
+    layout = layout.named_as(like.model)
     pairs = paired_for(like.model or layout.entries, params, pairs).pairs
     record = record_of_state(state, params, layout, like, matrix_dims, pairs)
     return state_from_record(record, process_group)

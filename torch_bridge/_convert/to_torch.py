@@ -124,6 +124,8 @@ def to_torch(
     example = like.example if apply else None
     pairs = paired_for(like.model, params, pairs, options, apply, example).pairs
     layout = layout or layout_of(like, None, pairs)
+    if layout is not None:
+        layout = layout.named_as(like.model)
     lost = []
     if reducers and not (like.powersgd or layout):
         lost.append("PowerSGD")

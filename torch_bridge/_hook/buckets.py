@@ -17,7 +17,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ import numpy as np
 from jaxcomp.extend import is_compressed
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import BUFFERS
-from torch_bridge._base.tensors import is_tensor, shape_of, to_numpy, unwrapped
+from torch_bridge._base.tensors import is_tensor, prefixes, shape_of, to_numpy, unwrapped
 
 _KINDS = {"error_dict": "error", "p_memory_dict": "P", "q_memory_dict": "Q"}
 _FORMAT = {"format": "torch_bridge.BucketLayout", "version": 1}
@@ -136,7 +136,8 @@ class BucketPart(NamedTuple):
 class BucketLayout:
     """The parameters of each bucket, in order; the position of a bucket is its index in torch.
 
-    The names have no prefixes of wrappers (``module.``, ``_orig_mod.``), as in a `Checkpoint`.
+    The names have no prefixes of wrappers (``module.``, ``_orig_mod.``), as in a `Checkpoint`. A
+    model of its own may have a module of that name; `named_as` then gives the model's names.
 
     Example:
       >>> import numpy as np
@@ -219,6 +220,29 @@ class BucketLayout:
         for name in itertools.chain(*order):
             entries[name] = BucketEntry(name, shape_of(model[name]), dense_strides(model[name]))
         return cls(tuple(tuple(map(entries.__getitem__, names)) for names in order))
+
+    def named_as(self, model: Collection[str]) -> BucketLayout:
+        """Returns the layout with the names of a model that keeps a prefix of wrappers.
+
+        A layout drops a word that all parameters begin with, such as ``module.``. A model has it in
+        its names if an entry that is no parameter, such as a buffer, begins otherwise.
+        """
+        if model and not set(self.names) <= set(model):
+            for prefix in prefixes(model):
+                if {prefix + name for name in self.names} <= set(model):
+                    return self._behind(prefix)
+        return self
+
+    def _behind(self, prefix: str) -> BucketLayout:
+        buckets = []
+        for bucket in self.buckets:
+            entries = []
+            for entry in bucket:
+                entries.append(dataclasses.replace(entry, name=prefix + entry.name))
+            buckets.append(tuple(entries))
+        layout = BucketLayout(())
+        object.__setattr__(layout, "buckets", tuple(buckets))  # a new one would drop the prefix
+        return layout
 
     def to_json(self) -> str:
         """Writes the layout as JSON text."""
