@@ -175,12 +175,12 @@ def call_on_replicas(
     """
     axes = axis_tuple(axis_name)
     replicas = replicas_on(mesh, axes)
+    states_needed = replicas_on(mesh, state_axis)
     for name, leaf in leaves_marked(state, LOCAL, OWNER).items():
-        rows = replicas_on(mesh, state_axis)
-        if np.shape(leaf)[:1] != (rows,):
+        if np.shape(leaf)[:1] != (states_needed,):
             raise ValueError(
-                f"The leaf {name} of the state has shape {np.shape(leaf)}, and {rows} replicas "
-                "need a leading axis of that length. Place the state with "
+                f"The leaf {name} of the state has shape {np.shape(leaf)}, and {states_needed} "
+                "replicas need a leading axis of that length. Place the state with "
                 f"jaxcomp.shard_state(state, mesh, {state_axis!r})."
             )
     check_params(params, mesh, axes)
