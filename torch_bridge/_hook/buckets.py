@@ -228,7 +228,7 @@ class BucketLayout:
         its names if an entry that is no parameter, such as a buffer, begins otherwise.
         """
         if model and not set(self.names) <= set(model):
-            for prefix in prefixes(model):
+            for prefix in sorted(prefixes(model)):  # the same one in every process
                 if {prefix + name for name in self.names} <= set(model):
                     return self._behind(prefix)
         return self
