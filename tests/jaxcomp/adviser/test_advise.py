@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import math
 import re
+import runpy
 import shlex
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -318,9 +320,11 @@ def run_command(**options):
     main(["advise", *(f"--{name}={value}" for name, value in options.items())])
 
 
-def test_the_command_line(capsys):
+def test_the_command_line(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["jaxcomp", "--version"])
+    monkeypatch.delitem(sys.modules, "jaxcomp.__main__")  # runpy warns of a second import
     with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
+        runpy.run_module("jaxcomp", run_name="__main__")
     assert capsys.readouterr().out == f"jaxcomp {jaxcomp.__version__}\n"
     run_command(**COMMAND, latency="50us", optimizer="muon", **{"loss-budget": "1%"})
     advice = advise("124M", loss_budget="1%", optimizer="muon", **SLOW)

@@ -130,6 +130,12 @@ def test_a_matrix_of_one_row_gets_its_one_column():
     assert chosen.by_leaf["['row']"] == 1
 
 
+def test_a_ratio_that_rank_one_just_reaches():
+    """A column of 16 x 16 takes 32 of 256 values."""
+    chosen = ranks_by_spectrum({"a": matrix((16, 16), np.ones(16))}, ratio=8.0)
+    assert chosen.by_leaf["['a']"] == 1
+
+
 def test_messages():
     grads = decaying()
     with pytest.raises(ValueError, match=r"rank 1 everywhere already sends .* at most \d"):
