@@ -21,9 +21,7 @@ _MAX_NUMBER = 2**62
 _MAX_STEPS = 2**31  # jaxcomp counts in int32
 
 
-def random_state(
-    key: Any, pos: Any, has_gauss: Any = 0, cached_gaussian: Any = 0.0
-) -> np.random.RandomState:
+def random_state(key: Any, pos: Any, has_gauss: Any, cached_gaussian: Any) -> np.random.RandomState:
     """Makes a NumPy generator in the state that a file holds.
 
     The arguments are the parts of ``RandomState.get_state()``.

@@ -175,7 +175,7 @@ def set_state(value: Any, state: Any, budget: Budget) -> None:
             state = (state["bit_generator"], words["key"], words["pos"], state["has_gauss"],
                      state["gauss"])  # fmt: skip
         kind, *fields = _listed(state)
-        if _text(kind) != "MT19937" or len(fields) > 4:
+        if _text(kind) != "MT19937" or len(fields) != 4:
             raise Malformed(f"the generator {brief(kind)!r} where torch has MT19937")
         value.set_state(random_state(*fields).get_state())
     elif isinstance(value, np.dtype):
