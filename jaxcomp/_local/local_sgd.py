@@ -33,7 +33,7 @@ from jaxcomp._local.sync import (
 from jaxcomp._mesh.collectives import (
     as_local,
     axis_tuple,
-    from_step,
+    branch_at_step,
     owner_id,
     switch,
     unbound_axis,
@@ -172,7 +172,7 @@ def local_sgd(
             means, reducer = sync.reducer.update(floating, state.reducer, weight=weight)
             return put_back(means, updates), reducer
 
-        return from_step(state.count, periods.start_step, everywhere, local)
+        return branch_at_step(state.count, periods.start_step, everywhere, local)
 
     def update(
         updates: PyTree,

@@ -27,7 +27,7 @@ from jaxcomp._local.fragments import Streaming, numbered, part_of, put_back
 from jaxcomp._local.sync import InnerInit, LocalSGDState, Sync, total
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound, owner_id
 from jaxcomp._mesh.explicit import explicit_inside, replicas_on, typed_specs
-from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
+from jaxcomp._mesh.per_replica import has_replica_axis, with_replica_axis, without_replica_axis
 from jaxcomp._reducers.transformation import Counted
 from jaxcomp._states.place import shard_state
 from jaxcomp._training.arguments import split_spec
@@ -175,9 +175,9 @@ class LocalSGDRound(Counted):
         self, params: PyTree, state: LocalSGDState, batches: Any, weight: Any
     ) -> tuple[PyTree, LocalSGDState, Any]:
         """Runs the round of one replica; its state may have the rows that shard_map leaves."""
-        rows = has_rows(state)
+        rows = has_replica_axis(state)
         if rows:
-            state = without_row(state)
+            state = without_replica_axis(state)
         streaming = self.streaming
         numbers = numbered(params, streaming.split)
         auxiliary: list[Any] = []  # auxiliary outputs of the steps, in pieces
@@ -244,7 +244,7 @@ class LocalSGDRound(Counted):
         )
         auxiliary = jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *auxiliary)
         if rows:
-            state = with_row(state)
+            state = with_replica_axis(state)
         return shared, state, auxiliary
 
     def _step(self, carry: Any, batch: Any) -> tuple[Any, Any]:

@@ -34,7 +34,7 @@ from jaxcomp._base.leaves import (
     named_dtype,
 )
 from jaxcomp._base.typing import Array, KeyPath, MatrixDims, MatrixDimsFn, PyTree, RankFn
-from jaxcomp._mesh.collectives import other_axes, typed_like
+from jaxcomp._mesh.collectives import typed_like, unmapped_axes
 
 # A residual that is exact in float32 needs products that are exact in float32.
 _EXACT = lax.Precision.HIGHEST
@@ -248,7 +248,7 @@ def unsent(
         mean = outer(view, p, q)
         total += mean - clipped(mean, dtype)
 
-    def less(product: Array, total: Array, old: Array) -> Array:
+    def remaining(product: Array, total: Array, old: Array) -> Array:
         new = limited(total - product, view.n_rows * view.n_cols, replicas)
         return jnp.where(commit, new.astype(old.dtype), old)
 
@@ -256,7 +256,7 @@ def unsent(
         # With a leading axis of 1, like the state that `jax.shard_map` passes: else a reshape would
         # prevent XLA from writing the new residual in the place of the old one.
         product = outer(view, p, q_sent)
-        return less(product[None], total[None], old[None]).reshape(old.shape)
+        return remaining(product[None], total[None], old[None]).reshape(old.shape)
 
     def in_blocks() -> Array:
         first, second = view.in_order(p, q_sent)
@@ -272,7 +272,7 @@ def unsent(
             if view.batch:  # cut both factors along the batch axis; else keep all columns
                 columns = cut(second)
             product = _dense(cut(first), columns)
-            value = less(product, cut(matrix), cut(new))
+            value = remaining(product, cut(matrix), cut(new))
             return lax.dynamic_update_slice_in_dim(new, value, start, axis=0)
 
         # The remainder comes first. After the loop, XLA would run it after the loops of other
@@ -283,7 +283,7 @@ def unsent(
         return view.unmatricize(new)
 
     small = total.size * total.dtype.itemsize < 2 * _BLOCK_BYTES
-    if p.shape[-1] <= _FUSED_RANK or small or not view.is_reshape or other_axes():
+    if p.shape[-1] <= _FUSED_RANK or small or not view.is_reshape or unmapped_axes():
         return whole()
     return lax.platform_dependent(cpu=in_blocks, default=whole)
 

@@ -3,7 +3,7 @@
 Reducers and local SGD call `reduce_mean`, which averages a list of arrays in one all-reduce. The
 same code runs under `jax.vmap`, `jax.pmap` and `jax.shard_map`; what differs is decided here. Two
 questions come up everywhere: whether JAX tracks which values are equal on all replicas
-(`vma_axes`), and whether arrays may be sharded over axes that are not mapped (`other_axes`).
+(`vma_axes`), and whether arrays may be sharded over axes that are not mapped (`unmapped_axes`).
 
 The arrays of one all-reduce are packed into one flat vector. XLA would merge separate all-reduces
 in the HLO, but on CPU over gloo it still sends the operands one after the other. Large arrays are
@@ -55,7 +55,7 @@ def mesh_axes(kind: AxisType, mesh: Any = None) -> Axes:
     return tuple(name for name in kinds if kinds[name] == kind)
 
 
-def other_axes(*kinds: AxisType) -> Axes:
+def unmapped_axes(*kinds: AxisType) -> Axes:
     """Returns the unmapped mesh axes with more than one device, of all kinds or of some.
 
     Arrays may be sharded over them, and for Auto axes JAX does not tell which ones. A flat vector
@@ -223,7 +223,7 @@ def switch(index: Array, branches: Sequence[Callable[[], T]]) -> T:
     return lax.switch(index, [functools.partial(marked, branch) for branch in branches])
 
 
-def from_step(count: Array, step: int, before: Callable[[], T], after: Callable[[], T]) -> T:
+def branch_at_step(count: Array, step: int, before: Callable[[], T], after: Callable[[], T]) -> T:
     """Runs `before` while ``count < step``, then `after`; with ``step=0`` there is no branch."""
     if not step:
         return after()
@@ -295,7 +295,7 @@ def reduce_mean(
     values, unpacked = _operands(shares, factors)
     if not exact:
         values = [_rounded(value, wire_dtype) for value in values]
-    automatic = other_axes(AxisType.Auto)
+    automatic = unmapped_axes(AxisType.Auto)
     if automatic:
         values[:factors] = map(_laid_out, values[:factors])
     totals = _psum(values, axis_name, dtype)
@@ -350,7 +350,7 @@ def _operands(
     """
     large = [i for i in range(factors, len(parts)) if parts[i].nbytes >= _OWN_OPERAND_BYTES]
     alone = heapq.nlargest(_MOST_OPERANDS, large, key=lambda i: parts[i].nbytes)
-    if other_axes() or len(parts) - len(alone) <= 1:  # a single array keeps its shape
+    if unmapped_axes() or len(parts) - len(alone) <= 1:  # a single array keeps its shape
         return parts, list
     packed: list[Any] = list(parts)
     for i in alone:
@@ -376,7 +376,7 @@ def _laid_out(x: Array) -> Array:
     Else the compiler would copy a factor to every device that needs it, and each device would send
     the whole factor.
     """
-    axes = other_axes(AxisType.Auto)
+    axes = unmapped_axes(AxisType.Auto)
     shape = get_abstract_mesh().shape
     devices = math.prod(shape[name] for name in axes)
     divisible = [axis for axis, length in enumerate(x.shape) if length % devices == 0]

@@ -7,8 +7,8 @@ user's reducer only needs the same attribute.
 Per-replica leaves have an axis of replicas or not; the axes of `owner` show it. Outside of a mapped
 function, the state of a running training has a leading axis of replicas, residual ``(n, *leaf)``
 and owner ``(n,)``. A consolidated state has no such axis. Inside, `jax.pmap` and `jax.vmap` remove
-the axis. `jax.shard_map` leaves a row, ``(1, *leaf)`` and ``(1,)``, which the update of every
-`Transformation` removes and adds again.
+the axis. `jax.shard_map` leaves it with length 1, ``(1, *leaf)`` and ``(1,)``; the update of every
+`Transformation` removes it and adds it again.
 
 The owner is 0 if all replicas share the values, as in a consolidated state. Else it is the
 replica's index minus the number of replicas, which is never 0. A step writes it together with the
@@ -151,7 +151,7 @@ def leaves_marked(state: PyTree, *kinds: str) -> dict[str, Any]:
     return chosen
 
 
-def map_local(function: Callable[[Any], Any], state: PyTree) -> PyTree:
+def map_per_replica(function: Callable[[Any], Any], state: PyTree) -> PyTree:
     """Maps a function over the per-replica leaves of a state; replicated leaves stay."""
 
     def mapped(leaf: Any, mark: str) -> Any:
@@ -167,12 +167,12 @@ def no_owner(axis_name: AxisName) -> Array:
     return local_if_bound(jnp.zeros([], jnp.float32), axis_name)
 
 
-def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
+def has_replica_axis(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
     """Tells whether per-replica leaves have a leading axis (of length 1 in a mapped function).
 
     Args:
       state: Any tree that holds states.
-      fresh: A function that makes a state without rows, to compare with if there is no owner.
+      fresh: A function that makes a state without this axis, to compare with if there is no owner.
     """
     owners = leaves_marked(state, OWNER)
     if owners or fresh is None:
@@ -187,7 +187,7 @@ def has_rows(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
     return all(np.ndim(leaf) == 1 + np.ndim(without[name]) for name, leaf in local.items())
 
 
-def without_row(state: PyTree) -> PyTree:
+def without_replica_axis(state: PyTree) -> PyTree:
     """Removes the leading axis of 1 of per-replica leaves, inside of a mapped function.
 
     Raises:
@@ -212,9 +212,9 @@ def without_row(state: PyTree) -> PyTree:
                 f"The leaf {name} of the state has the rows of {leaf.shape[0]} "
                 f"replicas, but this function runs on one replica. {fix}"
             )
-    return map_local(lambda leaf: leaf.reshape(leaf.shape[1:]), state)
+    return map_per_replica(lambda leaf: leaf.reshape(leaf.shape[1:]), state)
 
 
-def with_row(state: PyTree) -> PyTree:
-    """Inverts `without_row`."""
-    return map_local(lambda leaf: jnp.expand_dims(leaf, 0), state)
+def with_replica_axis(state: PyTree) -> PyTree:
+    """Inverts `without_replica_axis`."""
+    return map_per_replica(lambda leaf: jnp.expand_dims(leaf, 0), state)

@@ -7,7 +7,8 @@ paper; what remains is the wire.
 
 Floating factors are sent in one all-reduce together with the uncompressed leaves. Integers would
 overflow in the sums of an all-reduce, so they are sent in an all-to-all and an all-gather, together
-with the uncompressed leaves, which are not rounded.
+with the uncompressed leaves, which are not rounded. On a mesh with unmapped axes these leaves are
+sent in all-reduces of their own then, one for each dtype, because they may be sharded.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ from jaxcomp._mesh.collectives import (
     Reduced,
     axis_size,
     mean_each,
-    other_axes,
     reduce_mean,
+    unmapped_axes,
 )
 from jaxcomp._mesh.shares import BlockLayout, ExactLayout, Layout, mean_by_shares
 
@@ -51,7 +52,7 @@ _BLOCK = 128  # largest number of values that share a scale; scales add 3% to th
 
 
 @dataclasses.dataclass(frozen=True)
-class LowRank:
+class PowerSGDOptions:
     """Holds the arguments of `powersgd`, which documents and checks them."""
 
     rank: int | RankFn
@@ -115,7 +116,7 @@ class Average(NamedTuple):
 
 
 def exact_average(
-    options: LowRank,
+    options: PowerSGDOptions,
     plans: list[LeafPlan],
     gradients: list[Array],
     totals: list[Array],
@@ -123,7 +124,7 @@ def exact_average(
 ) -> Average:
     """Averages everything in one all-reduce, for the steps before `start_step`.
 
-    The arguments are those of `low_rank_average`. Before `start_step` the residual is zero, so
+    The arguments are those of `low_rank_average`. Before `start_step` no residual is added, so
     `totals` are the gradients. They are used so that `gradients` need not stay in memory.
     """
     arrays = list(gradients)
@@ -145,7 +146,7 @@ def exact_average(
 
 
 def low_rank_average(
-    options: LowRank,
+    options: PowerSGDOptions,
     plans: list[LeafPlan],
     gradients: list[Array],
     totals: list[Array],
@@ -169,9 +170,10 @@ def low_rank_average(
     checked = functools.partial(_nan_if_too_large, axis_size(options.axis_name))
     left = jax.tree.map(checked, views, left)
     first = average_factors(options, plans, left, gradients[number:])
-    # Factors become zeros if a value is not finite, so no decomposition gets a NaN. torch uses the
-    # sum over replicas and we use the mean; dividing eps by `replicas` too gives the same quotient.
+    # Factors become zeros if a value is not finite, so no decomposition gets a NaN.
     left = jax.tree.map(lambda x: jnp.where(first.finite, x, 0), first.means[:number])
+    # torch orthogonalises the sum over replicas, and this the mean: so eps is divided by their
+    # number too.
     p = orthonormal_bases(left, options.eps / axis_size(options.axis_name))
     right = jax.tree.map(functools.partial(product, transposed=True), views, totals, p)
     second = average_factors(options, plans, right, [])
@@ -219,7 +221,7 @@ def _in_dtypes_of(plans: list[LeafPlan], averages: list[Array]) -> list[Array]:
 
 
 def average_factors(
-    options: LowRank,
+    options: PowerSGDOptions,
     plans: Sequence[LeafPlan],
     factors: Sequence[Array],
     uncompressed: Sequence[Array],
@@ -245,7 +247,7 @@ def average_factors(
             shape = shape[1:]
         layouts.append(factor_layout(shape, replicas, options.comm_dtype.bits))
     in_all_reduces: list[Array] = []
-    if other_axes():  # cutting a leaf into shares would gather one that is sharded over them
+    if unmapped_axes():  # cutting a leaf into shares would gather one that is sharded over them
         in_all_reduces += uncompressed
     else:
         for x in uncompressed:
@@ -260,7 +262,7 @@ def average_factors(
     )
 
 
-def _all_reduce_dtype(options: LowRank, plans: Sequence[LeafPlan]) -> Any:
+def _all_reduce_dtype(options: PowerSGDOptions, plans: Sequence[LeafPlan]) -> Any:
     """Returns the wire dtype of an all-reduce of leaves with these plans."""
     comm_dtype = options.comm_dtype
     if comm_dtype is None or isinstance(comm_dtype, Integers):  # integers are never all-reduced
@@ -281,10 +283,10 @@ def _transposed(factor: Array) -> Array:
 def factor_layout(shape: tuple[int, ...], replicas: int, bits: int) -> BlockLayout:
     """Cuts the columns ``(*batch, r, n)`` of a factor into blocks of values that share a scale.
 
-    Columns differ in size by orders of magnitude, so a block should not span two columns. Each
-    column is cut into equal blocks. If the number of blocks is divisible by the number of replicas,
-    no block spans two columns; else a few do, which costs fewer bytes than padding every replica's
-    share to whole blocks.
+    Columns differ in size by orders of magnitude, so a block should not span two columns. No block
+    does if its length divides that of a column, and the number of replicas that of the blocks.
+    Otherwise some blocks do, which costs fewer bytes than padding every column and share to whole
+    blocks.
     """
     column = shape[-1]
     block = math.ceil(column / math.ceil(column / _BLOCK))
@@ -292,7 +294,7 @@ def factor_layout(shape: tuple[int, ...], replicas: int, bits: int) -> BlockLayo
 
 
 def count_bytes(
-    options: LowRank,
+    options: PowerSGDOptions,
     params: PyTree,
     replicas: int | None,
     step: int | None,

@@ -43,14 +43,14 @@ from jaxcomp._base.typing import Array, AxisName, DType, MatrixDimsFn, PyTree, R
 from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, unsent
 from jaxcomp._mesh.collectives import (
     axis_size,
-    from_step,
+    branch_at_step,
     local_if_bound,
-    other_axes,
     owner_id,
+    unmapped_axes,
 )
 from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.low_rank import (
-    LowRank,
+    PowerSGDOptions,
     compressed_views,
     count_bytes,
     exact_average,
@@ -176,7 +176,7 @@ def powersgd(
       Optimization. NeurIPS 2019.
     """
     # `optax.inject_hyperparams` passes arguments that it may change, `eps` and `seed`, as arrays.
-    options = LowRank(
+    options = PowerSGDOptions(
         rank=rank if callable(rank) else check_int("rank", rank, 1),
         axis_name=check_axis_name(axis_name),
         start_step=check_int("start_step", start_step, 0),
@@ -215,7 +215,7 @@ def powersgd(
 
 
 def powersgd_step(
-    options: LowRank,
+    options: PowerSGDOptions,
     updates: PyTree,
     state: PowerSGDState,
     params: PyTree | None = None,
@@ -225,9 +225,9 @@ def powersgd_step(
 ) -> Reduction:
     """Makes one update; the docstring of `powersgd` has the equations.
 
-    Leaves are stacked to groups, and taken apart again at the end. XLA copies every result of a
-    conditional, so it returns only factors and outputs. The sums of gradient and residual are its
-    inputs; the residual is updated in place, after it.
+    Leaves are stacked to groups, and these are unstacked at the end. With ``start_step > 0`` the
+    average is a conditional. XLA copies each result of a conditional, so it does not return the
+    residual, which is updated in place after it.
 
     Args:
       options: The reducer's arguments.
@@ -243,14 +243,14 @@ def powersgd_step(
     old_q = treedef.flatten_up_to(state.q)
     # Weighted gradients are float32, and the dtype of a plan is that of the output.
     of_leaves = options.plan(updates if like is None else like)
-    q = old_q
+    factors = old_q
     if not options.warm_start:
-        q = options.random_factors(of_leaves, state.count)
+        factors = options.random_factors(of_leaves, state.count)
     groups = grouped(of_leaves)
     plans = groups.plans
-    gradients = together(groups, leaves)
-    residual = together(groups, old_residual)
-    starts = together(groups, q)
+    gradients = stack_groups(groups, leaves)
+    residual = stack_groups(groups, old_residual)
+    starts = stack_groups(groups, factors)
 
     started = state.count >= options.start_step
     totals = []
@@ -266,7 +266,7 @@ def powersgd_step(
             old = jnp.where(started, old, 0)
         totals[i] += old
     arguments = (options, plans, gradients, totals, starts)
-    average = from_step(
+    average = branch_at_step(
         state.count,
         options.start_step,
         functools.partial(exact_average, *arguments),
@@ -277,27 +277,35 @@ def powersgd_step(
         # `started` makes XLA keep a copy of the gradients, so leave it out if every step
         # compresses.
         commit = average.finite & started
-    q = jax.tree.map(functools.partial(jnp.where, commit), average.q, starts)
     views = compressed_views(plans)
     replicas = axis_size(options.axis_name)
     # Compressed gradients come first, so a position is the same in all lists. There are no
     # residuals without error feedback.
     for i, old in enumerate(residual):
-        factors = average.p[i], average.q[i], average.q_sent[i]
-        arrays = (*factors, totals[i], old)
-        residual[i] = unsent(views[i], plans[i].dtype, *arrays, commit, replicas)
+        residual[i] = unsent(
+            views[i],
+            plans[i].dtype,
+            p=average.p[i],
+            q=average.q[i],
+            q_sent=average.q_sent[i],
+            total=totals[i],
+            old=old,
+            commit=commit,
+            replicas=replicas,
+        )
 
-    if not options.warm_start:  # the state does not keep the factors
-        q = []
-    new_q = treedef.unflatten(apart(groups, q, old_q))
+    new_q = state.q  # without a warm start the state does not keep the factors
+    if options.warm_start:
+        q = jax.tree.map(functools.partial(jnp.where, commit), average.q, starts)
+        new_q = treedef.unflatten(unstack_groups(groups, q, old_q))
     new = PowerSGDState(
         count=jnp.where(average.finite, optax.safe_increment(state.count), state.count),
-        residual=treedef.unflatten(apart(groups, residual, old_residual)),
+        residual=treedef.unflatten(unstack_groups(groups, residual, old_residual)),
         q=optax.tree.cast_like(new_q, state.q),
         owner=jnp.where(commit, owner_id(options.axis_name), state.owner),
     )
-    means = treedef.unflatten(apart(groups, average.means, leaves))
-    sent = treedef.unflatten(apart(groups, average.sent, leaves))
+    means = treedef.unflatten(unstack_groups(groups, average.means, leaves))
+    sent = treedef.unflatten(unstack_groups(groups, average.sent, leaves))
     return Reduction(means, new, sent, average.finite)
 
 
@@ -313,8 +321,8 @@ def grouped(plans: Sequence[LeafPlan]) -> Groups:
     # No groups on a mesh with unmapped axes: stacking would gather a leaf that is sharded over
     # them.
     largest = _SMALL
-    if other_axes():
-        largest = -1  # even an empty leaf has 0 values
+    if unmapped_axes():
+        largest = 0
     kinds: list[Any] = []
     for i, plan in enumerate(plans):
         kind = None
@@ -349,7 +357,7 @@ def _of_group(of_leaf: LeafPlan, number: int) -> LeafPlan:
     return dataclasses.replace(of_leaf, shape=shape, view=view)
 
 
-def together(groups: Groups, leaves: Sequence[Any]) -> list[Array]:
+def stack_groups(groups: Groups, leaves: Sequence[Any]) -> list[Array]:
     """Returns the array of each group of leaves, except groups whose leaves are masked."""
     arrays = []
     for positions in groups.positions:
@@ -362,7 +370,7 @@ def together(groups: Groups, leaves: Sequence[Any]) -> list[Array]:
     return arrays
 
 
-def apart(groups: Groups, arrays: Sequence[Array], leaves: Sequence[Any]) -> list[Any]:
+def unstack_groups(groups: Groups, arrays: Sequence[Array], leaves: Sequence[Any]) -> list[Any]:
     """Returns `leaves` with the leaves of the first groups taken from `arrays`; others stay."""
     result = list(leaves)
     # Residuals and factors have an array for each compressed group, and these come first.

@@ -168,13 +168,14 @@ class Reducer(Transformation):
         check_state(state, jax.eval_shape(self.init, gradients))
         average = self._average
         if mesh_axes(AxisType.Explicit):
-            # With Explicit axes every operation must state the sharding of its result, and the
-            # arithmetic of a reducer does not know it. So the axes become Auto here, and each
-            # result gets the type of the value that it replaces.
-            like = typed_specs(gradients)
+            # With Explicit axes JAX infers the sharding of each result, and refuses products and
+            # reshapes where it cannot. A reducer has such ones, so the axes become Auto here, and
+            # each result gets the type of the value that it replaces. Only where the user maps the
+            # update: in a `data_parallel` function they are Auto already.
+            specs = typed_specs(gradients)
             everywhere: Any = PartitionSpec()
-            types = Reduction(like, typed_specs(state), like, everywhere)
-            average = functools.partial(call_on_automatic_axes, average, types)
+            result_specs = Reduction(specs, typed_specs(state), specs, everywhere)
+            average = functools.partial(call_on_automatic_axes, average, result_specs)
         reduction = average(gradients, state, params, weight, extra_args)
         averages = boxed_as(reduction.updates, updates)
         return reduction._replace(updates=averages, sent=boxed_as(reduction.sent, updates))
@@ -188,12 +189,12 @@ class Reducer(Transformation):
         extra_args: dict[str, Any],
     ) -> Reduction:
         """Weights the gradients, reduces them, and returns averages in the gradients' dtypes."""
-        shares = gradients
+        weighted = gradients
         if weight is not None:
-            shares = weighted_gradients(gradients, weight, self.axis_name)
+            weighted = weighted_gradients(gradients, weight, self.axis_name)
             # Weighted gradients are wider; the function may want the dtypes that will be returned.
             extra_args = extra_args | {"like": gradients}
-        reduction = self._reduce(shares, state, params, **extra_args)
+        reduction = self._reduce(weighted, state, params, **extra_args)
         averages = in_dtypes_of(gradients, reduction.updates)
         return reduction._replace(updates=averages, sent=in_dtypes_of(gradients, reduction.sent))
 

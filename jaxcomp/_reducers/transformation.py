@@ -2,8 +2,8 @@
 
 `Transformation` is the base class of `Reducer`, and the class of what `local_sgd` and `accumulate`
 return. It adds three things to the pair of functions that Optax expects: a ``repr`` that shows the
-call, ``bytes``, and an update that accepts the rows which `jax.shard_map` leaves on per-replica
-leaves. So the functions in it always see the state of one replica.
+call, ``bytes``, and an update that accepts the replica axis of 1 which `jax.shard_map` leaves on
+per-replica leaves. So the functions in it always see the state of one replica.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxcomp._base.checks import answers_other_names, check_int
 from jaxcomp._base.leaves import unboxed
 from jaxcomp._base.stats import CompressionStats, whole_run
 from jaxcomp._base.typing import PyTree
-from jaxcomp._mesh.per_replica import has_rows, with_row, without_row
+from jaxcomp._mesh.per_replica import has_replica_axis, with_replica_axis, without_replica_axis
 
 F = TypeVar("F", bound=Callable[..., Any])
 # (parameters, replicas or None, step or None) -> the bytes that one replica hands to the
@@ -111,7 +111,7 @@ class Transformation(Counted, optax.GradientTransformationExtraArgs):
 
     Args:
       init: A function that makes a state from parameters.
-      update: An Optax update; it gets the state of one replica, without rows.
+      update: An Optax update; it gets the state of one replica, without a replica axis.
       count_bytes: The function that ``bytes`` calls, or None if it is not known what is sent.
     """
 
@@ -124,18 +124,18 @@ class Transformation(Counted, optax.GradientTransformationExtraArgs):
     ) -> Self:
         """Makes an Optax pair of functions with one more attribute."""
 
-        def update_of_row(
+        def update_of_replica(
             updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
         ) -> tuple[PyTree, PyTree]:
-            # A state without an owner does not show whether it has rows, so it is compared with a
-            # fresh one.
+            # A state without an owner does not show whether it has a replica axis, so it is
+            # compared with a fresh one.
             like = updates if params is None else params
-            if not has_rows(state, lambda: init(like)):
+            if not has_replica_axis(state, lambda: init(like)):
                 return update(updates, state, params, **extra_args)
-            outputs, state = update(updates, without_row(state), params, **extra_args)
-            return outputs, with_row(state)
+            outputs, state = update(updates, without_replica_axis(state), params, **extra_args)
+            return outputs, with_replica_axis(state)
 
-        self = super().__new__(cls, init, update_of_row)
+        self = super().__new__(cls, init, update_of_replica)
         self.count_bytes = count_bytes
         return self
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxcomp._base.leaves import is_masked, leaf_name, nodes_of, replaced
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._lowrank.orthogonalize import orthogonalize
-from jaxcomp._mesh.per_replica import has_rows
+from jaxcomp._mesh.per_replica import has_replica_axis
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.powersgd import PowerSGDState
 from jaxcomp._reducers.reducer import Reducer, check_reducer
@@ -64,7 +64,7 @@ def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
       ((32, 4), True)
     """
     check_reducer(reducer)
-    if has_rows(state):
+    if has_replica_axis(state):
         state = consolidate(state)
     states = nodes_of(state, _has_residual)
     if len(states) != 1:

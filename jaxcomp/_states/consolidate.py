@@ -29,7 +29,7 @@ from jaxcomp._mesh.per_replica import (
     SHARED,
     leaves_marked,
     marks,
-    without_row,
+    without_replica_axis,
 )
 from jaxcomp._mesh.weights import averaged
 
@@ -169,7 +169,7 @@ def _largest(leaf: Any, maximum: Callable[[Array], Array]) -> Any:
 def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
     """Consolidates a state inside of a mapped function, with one all-reduce for each dtype."""
     if layout_of(state).replicas == 1:  # the row that shard_map leaves
-        state = without_row(state)
+        state = without_replica_axis(state)
     replicas = axis_size(axis_name)
     kinds = marks(state)
 

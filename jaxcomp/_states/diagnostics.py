@@ -22,7 +22,13 @@ from jaxcomp._base.leaves import compute_dtype, is_masked, leaf_name, widest
 from jaxcomp._base.stats import aligned
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._mesh.collectives import varying
-from jaxcomp._mesh.per_replica import OWNER, has_rows, is_reducer_state, leaves_marked, marks
+from jaxcomp._mesh.per_replica import (
+    OWNER,
+    has_replica_axis,
+    is_reducer_state,
+    leaves_marked,
+    marks,
+)
 from jaxcomp._states.consolidate import consolidate, layout_of
 
 # Below this share the residual holds more energy than the output.
@@ -188,7 +194,7 @@ def _of_state(node: Any) -> dict[str, LeafDiagnostics]:
     """Measures each leaf with a residual and a factor; returns the results by path."""
     # Cast to float32 first: else the mean would be rounded to the dtype of the residual.
     node = node._replace(residual=jax.tree.map(_widened, node.residual))
-    if has_rows(node):
+    if has_replica_axis(node):
         node = consolidate(node)
     # A residual of one replica only tells nothing about the outputs: NaN.
     known = jnp.where(jnp.asarray(node.owner) == 0, 1.0, jnp.nan)

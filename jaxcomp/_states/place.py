@@ -25,9 +25,9 @@ from jaxcomp._mesh.per_replica import (
     OWNER,
     SHARED,
     has_foreign,
-    has_rows,
+    has_replica_axis,
     leaves_marked,
-    map_local,
+    map_per_replica,
     marks,
 )
 from jaxcomp._reducers.reducer import check_state
@@ -122,7 +122,7 @@ def stack_replicas(state: PyTree, replicas: int) -> PyTree:
 
     if has_axis:
         return state
-    return map_local(lambda x: jnp.broadcast_to(x, (replicas, *np.shape(x))), state)
+    return map_per_replica(lambda x: jnp.broadcast_to(x, (replicas, *np.shape(x))), state)
 
 
 @answers_other_names
@@ -171,7 +171,7 @@ def shard_state(
     if like is not None:
         of_one = state
         if has_axis:
-            of_one = map_local(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+            of_one = map_per_replica(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
         check_state(of_one, like)
 
     def place(path: KeyPath, leaf: Any, mark: str, expected: Any) -> Any:
@@ -194,7 +194,7 @@ def shard_state(
 
 def _for_replicas(state: PyTree, replicas: int, like: PyTree | None = None) -> tuple[PyTree, bool]:
     """Returns the state with an axis of `replicas` and True, or consolidated and False."""
-    if has_rows(state, None if like is None else lambda: like):
+    if has_replica_axis(state, None if like is None else lambda: like):
         # The rows stay if they are those of these replicas, so that a restart changes nothing.
         if layout_of(state) == Layout(replicas, everything=False):
             return state, True

@@ -27,7 +27,7 @@ from jaxcomp._mesh.weights import is_real, refuse_misspelt_weight
 from jaxcomp._states.place import known_spec
 
 
-def on_replica(tree: PyTree) -> PyTree:
+def without_mapped_axes(tree: PyTree) -> PyTree:
     """Returns arguments for one replica: shardings among the leaves lose their mapped axes."""
     mapped = mesh_axes(AxisType.Manual)
     mesh = get_abstract_mesh()

@@ -41,10 +41,10 @@ from jaxcomp._reducers.transformation import Transformation
 from jaxcomp._states.place import shard_state
 from jaxcomp._training.arguments import (
     check_keywords,
-    on_replica,
     positions,
     split_specs,
     weight_spec,
+    without_mapped_axes,
 )
 from jaxcomp._training.examine import examined
 from jaxcomp._training.gradients import check_averaged, check_loss
@@ -239,7 +239,7 @@ class DataParallel:
         shares = np.array(list(map(np.sum, halves)))
 
         def outputs_of(arrays: PyTree) -> PyTree:
-            *args, kwargs = with_arrays(on_replica(inputs.arguments), arrays)
+            *args, kwargs = with_arrays(without_mapped_axes(inputs.arguments), arrays)
             value, *auxiliary = taken_apart(self.grad_fn(*args, **kwargs))[0]
             return [value, *(jax.tree.map_with_path(as_array, tree) for tree in auxiliary)]
 
@@ -270,7 +270,8 @@ class DataParallel:
         axes = axis_tuple(self.axis_name)
         mesh = the_mesh(self.mesh, self.axis_name, state, arrays_only(arguments))
         inputs = self._inputs(arguments, mesh, replicas_on(mesh, axes))
-        # Only the user's function sees Explicit axes; the reducer works on Auto ones.
+        # Only the user's function sees Explicit axes; `call_on_replicas` makes them Auto for the
+        # rest.
         compute = functools.partial(self._gradients, inputs)
         compute = explicit_inside(compute, typed_specs(inputs.arrays), mesh, axes)
         return call_on_replicas(
@@ -316,14 +317,14 @@ class DataParallel:
         if isinstance(self.reducer, Reducer):
             means, state = self.reducer.update(gradients, state, params, weight=weight)
         else:
-            shares = gradients
+            weighted = gradients
             if weight is not None:
                 # In a chain each reducer would weight along its own axis only, and other links not
                 # at all.
-                shares = weighted_gradients(gradients, weight, self.axis_name)
-            # Wrapped, so that links of other libraries get no rows either.
+                weighted = weighted_gradients(gradients, weight, self.axis_name)
+            # Wrapped, so that links of other libraries get no replica axis either.
             chain = Transformation(self.reducer.init, self.reducer.update)
-            means, state = chain.update(shares, state, params)
+            means, state = chain.update(weighted, state, params)
             means = in_dtypes_of(gradients, means)
         check_averaged(means, self.axis_name)
         whole, rows = reduced(outputs, weight, self.axis_name)
@@ -336,7 +337,7 @@ class DataParallel:
             # Marked as this replica's own: else JAX would sum the gradients of all replicas.
             local[i] = as_local(local[i], self.axis_name)
         marked = tuple(local)
-        *args, kwargs = with_arrays(on_replica(inputs.arguments), marked)
+        *args, kwargs = with_arrays(without_mapped_axes(inputs.arguments), marked)
         outputs, gradients = taken_apart(self.grad_fn(*args, **kwargs))
         check_loss(outputs[0], self.axis_name)
         examples: set[int] = set()
@@ -434,7 +435,7 @@ def data_parallel(
       >>> float(value), grads["w"].shape, state.residual["w"].shape
       (1.0, (16, 16), (2, 16, 16))
     """
-    _check_gradients_of(grad_fn, argnums)
+    _check_function(grad_fn, argnums)
     axis_name = named_axis(reducer, axis_name)
     check_aux(aux)
     check_flag("check_vma", check_vma)
@@ -497,7 +498,7 @@ def value_and_grad(
       >>> float(loss), state.residual["w"].shape
       (1.0, (2, 16, 16))
     """
-    _check_gradients_of(fun, argnums)
+    _check_function(fun, argnums)
     return data_parallel(
         jax.value_and_grad(fun, argnums, check_flag("has_aux", has_aux)),
         reducer,
@@ -510,7 +511,7 @@ def value_and_grad(
     )
 
 
-def _check_gradients_of(function: Any, argnums: Any) -> None:
+def _check_function(function: Any, argnums: Any) -> None:
     """Refuses an object that is not a function, such as a reducer, and unusable `argnums`.
 
     Raises:
