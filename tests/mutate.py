@@ -45,8 +45,9 @@ OPPOSITES = {
 # The tests of a wing, where they do not lie in a folder of its name.
 TESTS = {
     "jaxcomp/__main__.py": ["tests/jaxcomp/adviser"],
+    "jaxcomp/_bytes": ["tests/jaxcomp/bytes", "tests/jaxcomp/adviser"],
     "jaxcomp/_base": ["tests/jaxcomp/reducers", "tests/jaxcomp/bytes"],
-    "jaxcomp/_lowrank": ["tests/jaxcomp/lowrank", "tests/jaxcomp/reducers"],
+    "jaxcomp/_lowrank": ["tests/jaxcomp/lowrank", "tests/jaxcomp/reducers", "tests/jaxcomp/bytes"],
     "jaxcomp/_mesh": ["tests/jaxcomp/mesh", "tests/jaxcomp/reducers"],
     "torch_bridge/__main__.py": ["tests/torch_bridge/test_cli.py", "tests/test_without_torch.py"],
     "torch_bridge/_base": ["tests/torch_bridge", "tests/fuzz", "tests/test_without_torch.py"],

@@ -215,3 +215,17 @@ def test_a_conversion_stays_below_three_times_the_size(tmp_path):
     said = python("-c", MEMORY, "big.pt", "run", cwd=tmp_path)
     size = (tmp_path / "big.pt").stat().st_size
     assert int(said.split("used")[1]) < 3 * size
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_error_of_torch_is_passed_on_and_leaves_no_file(tmp_path, monkeypatch):
+    def save(*_):
+        raise RuntimeError("CUDA error")
+
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    path = tmp_path / "run" / "checkpoint.pt"
+    path.parent.mkdir()
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        torch_bridge.save_checkpoint(path, model, None)
+    assert not list(path.parent.iterdir())

@@ -111,6 +111,15 @@ def test_stacked_refuses_leaves_without_an_axis_of_layers(shapes, words):
         tx.init(params)
 
 
+def test_stacked_warns_of_layers_that_no_rank_compresses():
+    """At rank 1 the factors of (8, 4) have 12 values, less than half of 32."""
+    tx = powersgd(1, matrix_dims=jaxcomp.stacked("blocks"))
+    tx.init({"blocks": {"w": jnp.zeros((3, 8, 4))}})
+    words = r"compresses nothing of \['blocks'\]\['w'\] of shape \(3, 4, 4\)"
+    with pytest.warns(UserWarning, match=words):
+        tx.init({"blocks": {"w": jnp.zeros((3, 4, 4)), "large": jnp.zeros((3, 16, 16))}})
+
+
 @pytest.mark.parametrize("make", [jaxcomp.powersgd, jaxcomp.batched_powersgd])
 def test_torchs_names_are_answered_with_ours(make):
     with pytest.raises(TypeError, match=r"matrix_approximation_rank: it is `rank` here"):
