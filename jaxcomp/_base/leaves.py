@@ -140,7 +140,7 @@ def limited(residual: Array, values: int, replicas: int) -> Array:
 
     One finite step could otherwise leave a residual of which every later step is refused: its
     gradients may be so large in a direction that the factors do not see. In float32 the limit is
-    some 1e30 for a matrix of a hundred million values.
+    about 3e30 / `replicas` for a matrix of a hundred million values.
 
     Args:
       residual: The part of a gradient that was not sent.

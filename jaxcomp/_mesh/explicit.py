@@ -1,10 +1,10 @@
 """Handles meshes outside of mapped functions, and Explicit axes inside of them.
 
 `data_parallel`, rounds of local SGD and the functions that place states call this module; the
-reducers do so only through `Reducer.reduce`. On a mesh with Explicit axes every operation must
-state the sharding of its result. The reshapes and products of a reducer cannot do that, so these
-axes become Auto while a reducer runs. Afterwards each result gets the type of the value that it
-replaces.
+reducers do so only through `Reducer.reduce`. On a mesh with Explicit axes JAX infers the sharding
+of each result from the operands, and refuses reshapes and products where it cannot. A reducer has
+such ones, so these axes become Auto while it runs. Afterwards each result gets the type of the
+value that it replaces.
 """
 
 from __future__ import annotations

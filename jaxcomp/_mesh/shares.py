@@ -129,7 +129,7 @@ class BlockLayout(_Layout):
 
 @dataclasses.dataclass(frozen=True)
 class ExactLayout(_Layout):
-    """Describes how an array is cut into shares ``(replicas, length)``, sent without rounding."""
+    """Describes how an array is cut into shares ``(replicas, length)``, sent in one dtype."""
 
     dtype: Any  # the wire dtype
 

@@ -1,9 +1,10 @@
 """Defines `Reducer`, which checks all gradients and states before its function sees them.
 
-Every reducer of this package, and a user's own, is a `Reducer` around one function. The call goes
-`Transformation.update`, which removes the row of replicas, then `Reducer.reduce`, which checks
-gradients and state, takes gradients out of their boxes and multiplies them by weights, then that
-function. So the function of a reducer computes with plain trees of one replica only.
+Every reducer of this package, and a user's own, is a `Reducer` around one function. An update first
+removes the replica axis (`Transformation`). Then `Reducer.reduce` takes gradients out of their
+boxes, checks them and the state, makes Explicit axes Auto, and multiplies gradients by weights. So
+the function computes with plain trees of one replica only. Its averages are cast to the gradients'
+dtypes.
 
 The function returns a `Reduction`, more than an Optax update: what this replica sent, and whether
 the step is finite. `error_feedback` needs both.
@@ -53,7 +54,7 @@ class Reducer(Transformation):
 
     Every reducer of this package is a `Reducer`. `error_feedback` calls ``reduce`` instead of
     ``update``, and keeps the part that was not sent. Complex gradients, and gradients that were
-    already reduced over the axis, are refused before `reduce` sees them.
+    already reduced over the axis, are refused before the reducer's function sees them.
 
     ``update(..., weight=w)`` computes a weighted average, with any reducer. `w` is this replica's
     weight, for example the number of examples in its batch; with 0 its gradients are ignored,

@@ -2,7 +2,7 @@
 
 This layout is explicit: an array ``(n, *leaf)`` is saved and restored as it is, and cannot be
 mistaken for a replicated array. `state_axes` and `state_specs` describe the layout to JAX's mapping
-functions, `stack_replicas` and `shard_state` make it, without and with a mesh. Both take a state of
+functions; `stack_replicas` makes it without a mesh, `shard_state` with one. Both take a state of
 any number of replicas, since the mean of the residuals is all that counts.
 """
 
@@ -234,9 +234,9 @@ def check_not_spread(path: KeyPath, leaf: Any, spec: PartitionSpec, axes: Axes) 
 
 
 def known_spec(leaf: Any, mesh: Any) -> PartitionSpec:
-    """Returns the known PartitionSpec of a leaf on a mesh or None, ``P()`` if it is unknown."""
+    """Returns the PartitionSpec of a leaf on `mesh`, which may be None; ``P()`` if unknown."""
     sharding = known_sharding(leaf)
-    # By names, because the mesh in the type of a tracer is abstract and equals no concrete one.
+    # Names are compared, because a tracer's mesh is abstract and equals no concrete one.
     names = getattr(mesh, "axis_names", ())
     if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == names:
         return sharding.spec

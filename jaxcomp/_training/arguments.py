@@ -119,8 +119,8 @@ def split_specs(
             if not _is_shared(leaf):
                 spec = PartitionSpec(axis_name)
                 known = known_spec(leaf, mesh)
-                # An array that is not sharded over the replicas, as NumPy's are, is a batch all the
-                # same.
+                # Arrays that are not sharded over the replicas, such as NumPy's, are split too,
+                # along axis 0.
                 if split_axis(over_axes(known, axis_tuple(axis_name))) is not None:
                     spec = known
         spec = split_spec(name, leaf, spec, axis_name, replicas)

@@ -1,9 +1,9 @@
 """Takes gradients of one replica, and checks losses and averaged gradients.
 
 Under ``shard_map(check_vma=True)`` JAX sums gradients over the replicas by itself, before a reducer
-can compress them. Marking the parameters as local prevents that. The two checks find the same
-mistake in a user's code from JAX's types: a loss or a gradient that was averaged too early, or not
-at all.
+can compress them. Marking the parameters as local prevents that. Two checks find mistakes of a
+user's code in JAX's types: `check_loss` a loss that was averaged too early, `check_averaged`
+gradients that were not averaged.
 """
 
 from __future__ import annotations
