@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -182,9 +183,10 @@ def _spend_bytes(
             unit = "bytes"
     left = dense / ratio - spent
     if left < 0:
+        possible = math.floor(10 * dense / spent) / 10  # rounded down, so that it can be reached
         raise ValueError(
             f"rank 1 everywhere already sends {spent:.0f} {unit}, and ratio={ratio:g} allows "
-            f"{dense / ratio:.0f}. Pass a ratio of at most {dense / spent:.1f}."
+            f"{dense / ratio:.0f}. Pass a ratio of at most {possible:.1f}."
         )
     for offer in in_order:
         # A leaf whose next column costs too much gets no later column either.

@@ -72,8 +72,9 @@ def collectives(compiled: Any, *, mesh: Any = None) -> Collectives:
     """Lists the collectives of a compiled step, in the order of the program.
 
     The list holds every branch of a conditional, and each collective in a loop once, with the
-    number of its runs in `times`. A step of `powersgd` has two all-reduces over the axis of the
-    replicas, whatever the number of leaves. With an integer `comm_dtype` each of them becomes an
+    number of its runs in `times`. A step of `powersgd` with ``start_step=0`` has two all-reduces
+    over the axis of the replicas, whatever the number of leaves; else there is a third one, of the
+    exact steps. With an integer `comm_dtype` each of them becomes an
     all-to-all and an all-gather, four collectives in all. The mean loss is one more all-reduce of a
     scalar, which XLA merges into another one if it can.
 

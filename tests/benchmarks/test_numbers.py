@@ -74,7 +74,8 @@ def over_links():
 def readme():
     gaps, ratio = rank_in(study("width 512"), 48)
     yield f"{ratio:.0f} times fewer bytes than float32 ({ratio / 2:.0f} times fewer than bfloat16)"
-    yield f"its loss ended {mean(gaps):.2f} ± {half_width(gaps):.2f}% above the exact one (rank 48"
+    gap = f"{mean(gaps):.2f} ± {half_width(gaps):.2f}%"
+    yield f"its loss ended {gap} above the loss without compression (rank 48"
     yield from of_the_program()
     found = over_links()
     exact = found[report.EXACT]
@@ -119,7 +120,7 @@ def of_the_program():
         reducer = jaxcomp.powersgd(rank, axis_name="data", start_step=0, comm_dtype="int6")
         run = reducer.bytes(params, replicas=4, steps=100)
         if rank == 8:
-            yield f"each replica sends {run.bytes_after:,} bytes, {run.ratio:.1f} times fewer"
+            yield f"hands {run.bytes_after:,} bytes to the collectives, {run.ratio:.1f} times fewer"
             yield f"than the {run.bytes_before:,} of float32"
         else:
             yield f"{run.ratio:.1f} times fewer bytes. In our language models"

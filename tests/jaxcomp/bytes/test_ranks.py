@@ -136,6 +136,14 @@ def test_a_ratio_that_rank_one_just_reaches():
     assert chosen.by_leaf["['a']"] == 1
 
 
+def test_the_ratio_that_the_message_names_can_be_reached():
+    grads = {"a": matrix((20, 13), np.ones(13))}  # rank 1 sends 33 of 260 values: 7.88 times fewer
+    with pytest.raises(ValueError, match="at most") as caught:
+        ranks_by_spectrum(grads, ratio=100.0)
+    *_, last = str(caught.value).split()
+    assert ranks_by_spectrum(grads, ratio=float(last.strip("."))).by_leaf == {"['a']": 1}
+
+
 def test_messages():
     grads = decaying()
     with pytest.raises(ValueError, match=r"rank 1 everywhere already sends .* at most \d"):
