@@ -37,7 +37,7 @@ _AXIS = "replicas"
 _FEW = 1 << 9
 _MANY = 1 << 22
 _REPEATS = 8  # runs of each step
-_SHORTEST = 1e-6  # seconds: least difference of two times, since noise can make it negative
+_SHORTEST = 1e-6  # seconds: limit for a difference of two times, which noise can make negative
 
 
 def measure(

@@ -33,7 +33,7 @@ def shapes_of(params: PyTree) -> tuple[PyTree, str]:
       params: Arrays or shapes; or a number of parameters, 124_000_000 or ``"124M"``.
 
     Returns:
-      The tree, and a sentence with the assumptions (empty for a tree).
+      The tree, and a sentence with the assumptions (empty if `params` is a tree).
 
     Raises:
       ValueError: If the number is below 10,000 or above 10^12.

@@ -168,7 +168,7 @@ def dense_stats(tree: PyTree, wire: Any = None) -> CompressionStats:
 
 
 def needed_replicas(replicas: int | None) -> int:
-    """Returns the number of replicas; refuses None, because shares need the number."""
+    """Returns the number of replicas; refuses None, because arrays are cut into one share each."""
     if replicas is None:
         raise ValueError(
             "`replicas` is missing: with integers on the wire, arrays are cut into one share for "

@@ -221,7 +221,7 @@ def _offers(
     assert plan.view is not None
     rows = plan.view.n_rows
     cols = plan.view.n_cols
-    column = _cost(plan, wire)  # of rank 1: one column for each matrix of the batch
+    column = _cost(plan, wire)  # cost at rank 1: one column for each matrix of the batch
     scale = 1.0
     if scaled:
         scale = np.sqrt(energy.sum() / plan.size)

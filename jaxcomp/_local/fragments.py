@@ -195,8 +195,8 @@ def _by_size(sizes: dict[KeyPath, int], count: int) -> dict[KeyPath, int]:
             "Pass at most as many fragments as leaves."
         )
     numbers: dict[KeyPath, int] = {}
-    # Bytes, leaves and number of each fragment. Leaves count too, because an empty leaf has no
-    # bytes.
+    # For each fragment its bytes, its count of leaves and its index. Leaves count too, because an
+    # empty leaf has no bytes.
     loads = [(0, 0, number) for number in range(count)]
     for path in sorted(sizes, key=lambda path: -sizes[path]):
         size, leaves, numbers[path] = loads[0]

@@ -40,7 +40,7 @@ def scale_by_local_adam(
     Args:
       axis_name: The mapped axis (or axes) of the replicas that take local steps.
       start_step: The `start_step` of `local_sgd`, or the number of steps before the first round.
-        Before it gradients are means, and the update is that of Adam.
+        Before that step gradients are averaged, and the update is Adam's.
       b1: Decay of the first moment.
       b2: Decay of the second moment.
       eps: Added to the root of the second moment.

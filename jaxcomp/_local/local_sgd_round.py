@@ -50,8 +50,9 @@ def local_sgd_round(
     Between rounds there is one copy of the parameters, to evaluate and to save. The state does not
     depend on `sync_every`, so rounds of several lengths can share it if the period changes.
 
-    Streaming DiLoCo averages one fragment of the parameters at a time. With a delay :math:`\tau`
-    and a fraction :math:`\alpha`, a fragment whose average is used after step :math:`t` follows
+    Streaming DiLoCo averages one fragment of the parameters at a time. With a delay :math:`\tau`, a
+    fraction :math:`\alpha` and the anchor :math:`a`, a fragment whose average is used after step
+    :math:`t` is updated by
 
     .. math::
         a &\leftarrow a + \mathrm{outer}\Big(\frac{1}{W} \sum_v (a - p_v^{t - \tau})\Big)

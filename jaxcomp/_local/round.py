@@ -132,7 +132,7 @@ class LocalSGDRound(Counted):
         axes = axis_tuple(axis_name)
         # Arrays of NumPy have no types to read specs from.
         params, state, batches, weight = jax.tree.map(jnp.asarray, (params, state, batches, weight))
-        # A step gets one replica's state without its row, and one batch.
+        # A step gets one replica's state without the replica axis, and one batch.
         rows = typed_specs((state.inner, batches))
         of_a_step = jax.tree.map(lambda spec: P(*spec[1:]), rows)
         step_specs = (typed_specs(params), *of_a_step)

@@ -106,7 +106,7 @@ def axis_size(axis_name: AxisName) -> int:
 
 def unbound_axis(error: BaseException) -> str | None:
     """Returns the unbound axis that an error of JAX or of `axis_size` names, or None."""
-    # `axis_size` raises its own error from JAX's, whose text has the name.
+    # The error of `axis_size` has JAX's error as its cause, whose text names the axis.
     cause = error.__cause__ or error
     named = re.search(r"unbound axis name: (.+?)(\. |$)", str(cause))
     return named and named[1]
@@ -132,7 +132,7 @@ def varying(x: Any) -> frozenset[str]:
 def vma_axes(axis_name: AxisName) -> Axes:
     """Returns the axes whose replication JAX tracks: all under `check_vma=True`, else none."""
     axis_size(axis_name)  # names an axis that is not bound
-    # JAX does not tell whether check_vma is on, but only then the index has a varying type.
+    # JAX does not tell whether check_vma is on. The index has a varying type only if it is.
     names = []
     for name in axis_tuple(axis_name):
         if varying(lax.axis_index(name)):

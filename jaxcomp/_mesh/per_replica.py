@@ -70,7 +70,7 @@ def marks(tree: PyTree) -> PyTree:
             if field == "owner" and field in local:
                 below = jax.tree.map(lambda _: OWNER, below)
             elif field in local:
-                # A state inside, such as a reducer in the inner optimizer, has its own owner.
+                # A nested state, as of a reducer in the inner optimizer, has its own owner.
                 below = jax.tree.map(lambda mark: mark if mark == OWNER else LOCAL, below)
             marked.append(below)
         return treedef.unflatten(marked)

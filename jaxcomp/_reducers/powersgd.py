@@ -76,7 +76,7 @@ class PowerSGDState(NamedTuple):
     residual: PyTree  # compressed leaf: the part not sent yet, shape of the leaf; per replica
     q: PyTree  # compressed leaf: (*batch, cols, r) mean right factor, float32 or wider; replicated
     # float32 scalar: id of the replica that owns the residual, 0 if all share it; per replica
-    # The default is NumPy's, because an array of JAX would start its backends at import.
+    # A NumPy scalar, because a JAX array would start JAX's backends at import.
     owner: Any = np.zeros((), np.float32)
 
     # Read only by `_mesh/per_replica.py`. It is not a field, because it has no annotation.
@@ -112,9 +112,9 @@ def powersgd(
 
     These are Algorithms 1 and 2 of Vogels et al. (2019), as in torch's hook, which first
     orthogonalises :math:`Q`. There is one change: the residual subtracts :math:`P Q_w^\top` with
-    the replica's *own* factor as sent, where torch's hook subtracts the mean. Outputs depend only
-    on the mean of the residuals, so they equal torch's. But torch's residual grows like the square
-    root of the step count, and this residual stays bounded.
+    the replica's *own* factor as sent, where torch's hook subtracts the mean. The mean of the
+    residuals is the same, and outputs depend on that mean only, so they equal torch's. But torch's
+    residual grows like the square root of the step count, and this residual stays bounded.
 
     Uncompressed leaves are sent in the first all-reduce too, so a step takes two all-reduces,
     whatever the number of leaves. With integers on the wire each all-reduce becomes an all-to-all

@@ -52,8 +52,8 @@ class Counted:
 
         Args:
           params: Parameters or gradients: arrays, or other objects with ``shape`` and ``dtype``.
-          replicas: Number of replicas. Needed only with integers on the wire, where arrays are cut
-            into one share for each replica.
+          replicas: Number of replicas. Needed only if integers are sent, because arrays are then
+            cut into one share for each replica.
           step: Number of the update, from 0: before ``start_step`` gradients are sent uncompressed,
             and local steps send nothing. None for the mean over all steps after the exact ones,
             rounded to a byte.

@@ -1,9 +1,9 @@
 """Converts a training state for another rank or another kind of reducer.
 
-`adapt_state` is for a run that changes its compression on the way: restored with the old reducer,
-adapted, placed for the new one. The residual is what a run must not lose, because it is a part of
-the gradients; factors only speed up the first steps. So the residual is carried over wherever
-shapes allow, and everything else if both reducers are of one kind.
+`adapt_state` is for a run that changes its compression on the way: restore the state with the old
+reducer, adapt it, and place it for the new one. The residual is what a run must not lose, because
+it is a part of the gradients; factors only speed up the first steps. So the residual is carried
+over wherever shapes allow, and everything else if both reducers are of one kind.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def layout_of(state: PyTree) -> Layout:
 
 
 def _lengths(values: dict[str, Any]) -> set[Shape]:
-    """Returns the set of the lengths of leading axes; a scalar adds ()."""
+    """Returns the set of all ``shape[:1]``; a scalar adds ()."""
     return {np.shape(value)[:1] for value in values.values()}
 
 

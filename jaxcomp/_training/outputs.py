@@ -91,7 +91,7 @@ def by_kind(
     elif aux is not None:
         raise ValueError(
             f"`aux` is {aux!r}, and the function returns no auxiliary output. Leave `aux` out, or "
-            "tell jaxcomp.value_and_grad with has_aux=True that there is one."
+            "pass has_aux=True to jaxcomp.value_and_grad if there is one."
         )
     leaves = [jnp.asarray(outputs[0])]
     kinds = ["mean"]
@@ -174,7 +174,7 @@ def _kind(name: str, x: Array, word: Any, axis_name: AxisName, examples: Collect
     fitting = [other for other, length in enumerate(x.shape) if length in examples]
     if word == "join" and fitting and fitting[0] > 0:
         raise ValueError(
-            f"{what} has as many entries along axis {fitting[0]} as there are examples, and "
+            f"{what} has as many entries along axis {fitting[0]} as there are examples, but "
             f'"join" is along axis 0. Say {fitting[0]}, or 0 if its rows do lie along axis 0.'
         )
     return str(axis % x.ndim)
