@@ -165,7 +165,7 @@ def test_an_axis_may_be_numpys_and_a_word_needs_an_output():
         ("key", "mean", r"key<fry>\[\], has no mean over .* Say one of stack"),
         ("max", "join", "has no axis 0 along which to join rows"),
         ("rows", 2, "has no axis 2"),
-        ("columns", "join", "along axis 1 as there are examples, and .* Say 1, or 0 if its rows"),
+        ("columns", "join", "along axis 1 as there are examples, but .* Say 1, or 0 if its rows"),
         ("count", {"counts": "sum"}, r"`aux` names \['counts'\]; .* output has \['count'\]"),
         ("count", ["sum"], r"`aux` names \[0\]; the auxiliary output has \['count'\]"),
     ],
