@@ -71,6 +71,28 @@ class Wrong(nn.Module):
         return nn.relu(nn.Dense(6, name="b")(nn.relu(nn.Dense(6, name="a")(x))))
 
 
+def test_pairs_that_do_not_give_the_outputs_are_refused():
+    state, example = proof(mlp(), ROWS)
+    checkpoint = Checkpoint({name: value.numpy() for name, value in state.items()})
+    like = abstract(Nested(), ROWS)
+    right = torch_bridge.pair(state, like, {"0": "params/Dense_1"}, conv1d="")
+    wrong = torch_bridge.pair(state, like, {"0": "params/Dense_0"}, conv1d="")
+    proofs = {"apply": Nested().apply, "example": example}
+    run = torch_bridge.to_flax(checkpoint, like, pairs=right, **proofs)
+    assert run.difference <= 10 * run.control
+    with pytest.raises(CheckpointMismatch, match="does not give torch's outputs with these `pair"):
+        torch_bridge.to_flax(checkpoint, like, pairs=wrong, **proofs)
+    with pytest.raises(CheckpointMismatch, match="does not give torch's outputs with these `pair"):
+        params_from_torch(state, like, pairs=wrong, **proofs)
+    with pytest.raises(ValueError, match="`example` is missing"):
+        params_from_torch(state, like, pairs=right, apply=Nested().apply)
+    saved = Checkpoint(checkpoint.model, example=example)
+    with pytest.raises(CheckpointMismatch, match="does not give torch's outputs with these `pair"):
+        torch_bridge.to_torch(run.params, (), saved, pairs=wrong, apply=Nested().apply)
+    # Without an example in the file nothing is run.
+    torch_bridge.to_torch(run.params, (), checkpoint, pairs=right, apply=Nested().apply)
+
+
 def summed(n, x):
     return n.dense(x, "left", 6) + n.dense(x, "right", 6)
 
@@ -555,7 +577,7 @@ def test_outputs_may_differ_by_ten_times_what_one_rounding_moves_them():
     ):
         torch_bridge.to_flax(checkpoint, like, apply=wrong.apply)
     back = {"apply": wrong.apply, "module": module, "pairs": run.pairs}
-    with pytest.raises(CheckpointMismatch, match=r"gives other outputs .*e-06 of the largest"):
+    with pytest.raises(CheckpointMismatch, match=r"outputs with these `pairs`: .*e-06 of the larg"):
         torch_bridge.to_torch(run.params, (), checkpoint, **back)
 
 

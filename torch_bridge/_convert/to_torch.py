@@ -67,8 +67,8 @@ def to_torch(
         generator and everything else that Flax does not keep come from `like` unchanged. So a
         learning rate scheduler does not know the steps that JAX took.
       apply: ``apply(params, *inputs) -> outputs`` of the Flax model, as for `to_flax`. It is run on
-        the example in `like` with the parameters in `like`, to pair tensors and leaves. Not needed
-        with `pairs`.
+        the example in `like` with the parameters in `like`, to pair tensors and leaves, or to check
+        `pairs`. Not needed with `pairs`, and then not run if `like` has no example.
       module: The torch module that will load the document. A copy of it loads the converted
         parameters and is run on the inputs of the example in `like`. Its outputs must be those of
         `apply` with `params`. `module` itself does not change.
@@ -119,10 +119,13 @@ def to_torch(
             f"`opt_state` must hold one jaxcomp.PowerSGDState, as the checkpoint does; it holds "
             f"{len(reducers)}. Pass the whole state of the optax.chain."
         )
+    example = like.example if apply else None
+    runner = apply
     if pairs is not None:
         _refuse_others(pairs, params, like.model)
-    example = like.example if apply else None
-    pairs = paired_for(like.model, params, pairs, options, apply, example).pairs
+        if example is None:
+            runner = None  # a check is not needed
+    pairs = paired_for(like.model, params, pairs, options, runner, example).pairs
     layout = layout or layout_of(like, None, pairs)
     if layout is not None:
         layout = layout.named_as(like.model)
@@ -236,11 +239,7 @@ def _refuse_other_outputs(
     outputs = run_example(loaded, list(map(to_tensor, example[0])))
     tree = flatten(params)
     evidence = Evidence(apply, outputs, tree, list(model.values()))
-    compared = []
-    for layout in evidence.layouts:
-        evidence.use(layout)
-        compared.append(evidence.apart(tree.leaves))
-    nearest = min(compared, key=lambda apart: apart.largest)
+    nearest = evidence.nearest(tree.leaves)
     if not nearest.is_rounding:
         raise CheckpointMismatch(
             f"The torch module, with what was converted, gives other outputs than the Flax model: "

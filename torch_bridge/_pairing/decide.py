@@ -93,16 +93,7 @@ def decide(
       CheckpointMismatch: Layers do not fit, questions are open, or no run gives torch's outputs.
       ValueError: Only one of `apply` and `example` is passed.
     """
-    evidence = None
-    if apply is not None and example is not None:
-        evidence = Evidence(apply, example, tree, list(tensors.values()))
-    elif apply is not None or example is not None:
-        missing = "apply" if apply is None else "example"
-        raise ValueError(
-            f"`apply` and `example` belong together, and `{missing}` is missing. Files of "
-            "save_checkpoint(..., example=inputs) have an example; for other files pass "
-            "example=(inputs, outputs) of the torch module, the inputs as a tuple."
-        )
+    evidence = Evidence.of(apply, example, tree, list(tensors.values()))
     names = clean_names(list(tensors)).values()
     kept = options.kept(tensors)
     errors = []

@@ -118,6 +118,34 @@ class Evidence:
         self._run: Callable[..., Any] = jax.jit(apply) if traced else apply
         self.use(self.layouts[0])
 
+    @classmethod
+    def of(
+        cls, apply: Apply | None, example: Example | None, tree: Tree, tensors: Sequence[Any]
+    ) -> Evidence | None:
+        """Prepares the runs; returns None if neither `apply` nor `example` is passed.
+
+        Raises:
+          ValueError: Only one of the two is passed, or as for `Evidence`.
+        """
+        if apply is not None and example is not None:
+            return cls(apply, example, tree, tensors)
+        if apply is None and example is None:
+            return None
+        missing = "apply" if apply is None else "example"
+        raise ValueError(
+            f"`apply` and `example` belong together, and `{missing}` is missing. Files of "
+            "save_checkpoint(..., example=inputs) have an example; for other files pass "
+            "example=(inputs, outputs) of the torch module, the inputs as a tuple."
+        )
+
+    def nearest(self, leaves: Mapping[Path, Any]) -> Apart:
+        """Runs the model on the inputs in each layout, and returns the smallest difference."""
+        compared = []
+        for layout in self.layouts:
+            self.use(layout)
+            compared.append(self.apart(leaves))
+        return min(compared, key=lambda apart: apart.largest)
+
     def apart(self, leaves: Mapping[Path, Any]) -> Apart:
         """Runs the model with some leaves, and compares each output with torch's.
 

@@ -26,6 +26,10 @@ from torch_bridge._pairing.proposals import (
 _CHECKS = 64  # further runs, which check that other readings do not give torch's outputs, too
 _SLIGHT = 1e-2  # relative to the largest output; another eps or activation differs by less
 _SHOWN = 12  # the most layers in an error
+OTHER_FORMULA = (
+    "look at the eps and momentum of norms, the form of an activation (GELU with tanh or without), "
+    "padding, evaluation mode, and what `apply` does with the inputs."
+)
 
 _REPARAMETRIZED = {
     "weight_norm stores a length and a direction instead of a weight. Put flax.linen."
@@ -94,9 +98,7 @@ def refusal(
     return CheckpointMismatch(
         f"{reparametrized(tensors)}The Flax model does not give torch's outputs: after "
         f"{problem.evidence.runs} tries the nearest are {apart.largest:.1e} of the largest output "
-        f"off, where {apart.allowed:.1e} is rounding. {hint}: look at the eps and momentum of "
-        "norms, the form of an activation (GELU with tanh or without), padding, evaluation "
-        "mode, and what `apply` does with the inputs.",
+        f"off, where {apart.allowed:.1e} is rounding. {hint}: {OTHER_FORMULA}",
         ambiguous=doubtful,
         parameters=("apply", "rules", "flatten", "conv1d", "conv_transpose"),
     )

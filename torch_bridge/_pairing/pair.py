@@ -7,10 +7,11 @@ from typing import Any, Protocol, TypeAlias
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._pairing.decide import Paired, decide, known_forms, refuse_lost_statistics
-from torch_bridge._pairing.evidence import Apply, Example
+from torch_bridge._pairing.evidence import Apply, Evidence, Example
 from torch_bridge._pairing.leaves import flatten as flatten_tree
+from torch_bridge._pairing.neighbours import OTHER_FORMULA
 from torch_bridge._pairing.options import Flatten, Options, PairOptions, Rules
-from torch_bridge._pairing.pairs import Pair
+from torch_bridge._pairing.pairs import Pair, leaves_from_torch
 
 
 class HasStateDict(Protocol):
@@ -134,6 +135,8 @@ def paired_for(
 ) -> Paired:
     """Returns the pairs of a conversion: the user's, or those that `pair` finds.
 
+    With `apply` and `example` the user's pairs are checked by a run.
+
     Args:
       model: The torch model.
       like: The Flax tree.
@@ -144,18 +147,18 @@ def paired_for(
       example: As for `pair`.
 
     Raises:
-      ValueError: Both `pairs` and `options` are passed.
+      ValueError: Both `pairs` and `options` are passed, or one of `apply` and `example`.
       TypeError: An option does not exist.
-      CheckpointMismatch: As for `pair` and `pairs_of`. Or running statistics have no place: they
-        would be lost in JAX, and old on the way back.
+      CheckpointMismatch: As for `pair` and `pairs_of`. Or the pairs do not give torch's outputs. Or
+        running statistics have no place: they would be lost in JAX, and old on the way back.
     """
     unknown = sorted((options or {}).keys() - PairOptions.__optional_keys__)
     if unknown:
         names = ", ".join(sorted(PairOptions.__optional_keys__))
         raise TypeError(f"There is no argument {unknown[0]!r}; those of `pair` are {names}.")
+    tensors = named(model)
+    tree = flatten_tree(like)
     if pairs is None:
-        tensors = named(model)
-        tree = flatten_tree(like)
         read = Options(**options or {})
         if options is not None:
             refuse_lost_statistics(tensors, tree, read)
@@ -169,7 +172,20 @@ def paired_for(
             f"`pairs` says already what belongs together. Leave out {', '.join(twice)}, or pass "
             "these arguments to torch_bridge.pair."
         )
-    return Paired(pairs_of(like, pairs))
+    selected = pairs_of(like, pairs)
+    evidence = Evidence.of(apply, example, tree, list(tensors.values()))
+    if evidence is None:
+        return Paired(selected)
+    apart = evidence.nearest(leaves_from_torch(selected, tensors))
+    if not apart.is_rounding:
+        raise CheckpointMismatch(
+            f"The Flax model does not give torch's outputs with these `pairs`: they are "
+            f"{apart.largest:.1e} of the largest output off, where {apart.allowed:.1e} is "
+            "rounding. Leave `pairs` out, so that runs find them. If they are right, the models "
+            f"compute different functions: {OTHER_FORMULA}",
+            parameters=("pairs", "apply"),
+        )
+    return Paired(selected, apart)
 
 
 def pairs_of(like: Any, pairs: Pairs) -> tuple[Pair, ...]:
