@@ -13,7 +13,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from torch import nn as tnn
 
 import torch_bridge
-from tests.helpers.bridge import randomize, values
+from tests.helpers.bridge import kernels, randomize, values
 from tests.helpers.leaves import equal
 from tests.helpers.two_frameworks import NEVER, FlaxModel, TorchModel, attend
 from tests.helpers.zoo.images import halved
@@ -664,3 +664,21 @@ def test_alike_branches_of_alike_blocks_are_told_apart():
     state, _ = proof(TorchModel(theirs, channels=4), images)
     kernel = params["FlaxModel_0"]["Conv_5"]["kernel"][0, 0]
     assert_array_equal(kernel.T, state["2.point.weight"][:, :, 0, 0])
+
+
+def test_readings_of_untied_tensors_get_only_the_runs_that_are_left():
+    """The readings with tied tensors use up most runs, on inputs in both layouts."""
+    first, second, third, fourth = values(4, 3, 2)
+    shapes = {"fifth": (4, 4), "sixth": (5, 5)}
+    state = {"a.weight": first, "b.weight": second, "c.weight": third, "d.weight": fourth}
+    state["tied.weight"] = fourth
+    for name, shape in shapes.items():
+        state[f"{name}.weight"] = values(*shape)
+    like = kernels(w=(2, 3), x=(2, 3), y=(2, 3), z=(2, 3), **shapes)
+
+    def apply(params, x):
+        return x.sum() + sum(leaf.sum() for leaf in jax.tree.leaves(params))
+
+    example = ((values(1, 3, 3, 3),), np.float32(0.5))
+    with pytest.raises(CheckpointMismatch, match=r"after \d+ tries the nearest are"):
+        params_from_torch(state, like, apply=apply, example=example)

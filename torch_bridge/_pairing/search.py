@@ -66,11 +66,11 @@ class _State:
     taken: int = 0
     tried: int = 0
 
-    def height(self) -> float:
+    def cost_by_distance(self) -> float:
         """Returns the distance, increased by the number of changes that have been tried."""
         return self.distance * (1 + self.tried / _PATIENCE)
 
-    def cost(self) -> float:
+    def cost_by_depth(self) -> float:
         """Returns the cost among the other readings, which grows with distance, depth and tries."""
         distance = min(self.distance / _FAR, 1.0)
         return (distance + _STEP * self.depth) * (1 + self.tried / _HASTE)
@@ -86,7 +86,7 @@ class Search:
         evidence: Evidence,
         tensors: Mapping[str, Any],
     ) -> None:
-        """Prepares a search.
+        """Prepares a search, which has the runs that are left of `TRIES`, at least one.
 
         Args:
           match: The layers, with the pairs that rules and names decide.
@@ -100,7 +100,7 @@ class Search:
         self._leaves = {}
         self._tried = []
         self._seen = set()
-        self._tries = 0  # the most runs in all
+        self._limit = 0  # no more runs if the example has had so many
 
     def prove(self) -> tuple[Reading, Apart]:
         """Finds a reading that gives torch's outputs, and checks that similar readings do not.
@@ -112,19 +112,18 @@ class Search:
           CheckpointMismatch: No reading that was tried gives torch's outputs, or several give them.
         """
         layouts = self._evidence.layouts
+        before = self._evidence.runs
         for place, layout in enumerate(layouts, start=1):
             self._evidence.use(layout)
             self._seen.clear()
-            self._tries = TRIES * place // len(layouts)
+            self._limit = before + (TRIES - before) * place // len(layouts)
             self._search()
-            apart, reading = self._nearest()
-            if apart.is_rounding:
+            if self._is_proved():
+                apart, reading = self._tried[-1]
                 refuse_doubtful(self._problem, reading, self._leaves_of)
                 return reading, apart
-        raise refusal(self._problem, *self._nearest(), self._tensors)
-
-    def _nearest(self) -> tuple[Apart, Reading]:
-        return min(self._tried, key=lambda one: (not one[0].is_rounding, one[0].mean))
+        apart, reading = min(self._tried, key=lambda one: one[0].mean)
+        raise refusal(self._problem, apart, reading, self._tensors)
 
     def _search(self) -> None:
         """Tries readings with the current layout of the inputs, until one gives torch's outputs."""
@@ -132,20 +131,25 @@ class Search:
         for reading in self._first_readings():
             states += self._run(reading, 0)
         # The nearest reading may be near by chance, so other readings are tried in turn with it.
-        turns = itertools.cycle([(_State.cost, _GLANCE), (_State.height, _BATCH)])
+        turns = itertools.cycle(
+            [(_State.cost_by_depth, _GLANCE), (_State.cost_by_distance, _BATCH)]
+        )
         while states and not self._is_over():
-            merit, size = next(turns)
-            state = min(states, key=merit)
+            cost, size = next(turns)
+            state = min(states, key=cost)
             before = state.taken
             children = self._batch(state, size)
             states += children + self._together(state, children)
             if state.taken == before:
                 states.remove(state)
 
+    def _is_proved(self) -> bool:
+        """Returns True if the last reading gives torch's outputs."""
+        return bool(self._tried) and self._tried[-1][0].is_rounding
+
     def _is_over(self) -> bool:
         """Returns True if a reading gives torch's outputs, or all runs are used up."""
-        is_proved = bool(self._tried) and self._tried[-1][0].is_rounding
-        return is_proved or self._evidence.runs >= self._tries
+        return self._is_proved() or self._evidence.runs >= self._limit
 
     def _run(self, reading: Reading, depth: int) -> list[_State]:
         """Runs the model with a reading, if it is new and the search is not over.
