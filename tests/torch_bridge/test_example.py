@@ -682,3 +682,20 @@ def test_readings_of_untied_tensors_get_only_the_runs_that_are_left():
     example = ((values(1, 3, 3, 3),), np.float32(0.5))
     with pytest.raises(CheckpointMismatch, match=r"after \d+ tries the nearest are"):
         params_from_torch(state, like, apply=apply, example=example)
+
+
+def test_with_an_example_no_error_advises_to_pass_one():
+    """A leaf without a tensor, and a map of another size, are errors that no run mends."""
+    inputs = values(2, 3)
+    weight = values(4, 3)
+    proofs = {
+        "apply": lambda params, x: x @ params["x"]["kernel"],
+        "example": ((inputs,), inputs @ weight.T),
+    }
+    two = kernels(x=(3, 4), y=(3, 4))
+    for like, said in ((two, {}), (kernels(x=(3, 4)), {"flatten": {"a": (2, 2, 2)}})):
+        with pytest.raises(CheckpointMismatch, match="do not correspond") as error:
+            params_from_torch({"a.weight": weight}, like, **proofs, **said)
+        assert "example=" not in str(error.value)
+        assert len(error.value.missing) == len(like) - 1
+        assert not error.value.ambiguous

@@ -937,3 +937,12 @@ def test_column_order_of_packed_flattened_and_unflattened_weights():
         rows = moved(np.arange(12), (3, 2, 2)) if option == "unflatten" else np.arange(5)
         columns = found.column_order((0,))
         assert_array_equal(found.to_flax(weight).T, weight[rows][:, columns])
+
+
+def test_a_leaf_that_no_tensor_is_left_for_is_missing():
+    error = refused(model_of(a=(3, 2)), kernels(x=(2, 3), y=(2, 3)))
+    assert error.missing == ("1 of x, y",)
+    assert "apply= and example=" not in error.message
+    several = {f"{name}.weight": np.full((3, 2), place) for place, name in enumerate("abc")}
+    error = refused(several, kernels(x=(2, 3)))
+    assert error.unexpected == ("2 of a, b, c",)

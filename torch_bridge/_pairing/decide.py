@@ -22,7 +22,7 @@ from torch_bridge._pairing.match import Group, Match, grouped
 from torch_bridge._pairing.neighbours import reparametrized
 from torch_bridge._pairing.options import Options, PairOptions, refuse_idle_patterns
 from torch_bridge._pairing.pairs import Pair
-from torch_bridge._pairing.questions import Questions, answered, asked_orders, listed
+from torch_bridge._pairing.questions import Questions, answered, asked_orders, listed, names_of
 from torch_bridge._pairing.search import TRIES, Search
 
 # Class of torch or transformers -> the form of its weight; "" if Flax has two forms of it.
@@ -112,7 +112,7 @@ def decide(
         match.match_names(misfits=not evidence)
         _leave_out_indices(match, kept)
         try:
-            reading, apart = _read(match, evidence, kept)
+            reading, apart = _complete(match, evidence, kept)
         except CheckpointMismatch as error:
             errors.append(error)
             if evidence and evidence.runs >= TRIES:
@@ -123,7 +123,7 @@ def decide(
         return Paired(_with_aliases(pairs, kept, first), apart)
     for error in errors:
         if not (error.missing or error.unexpected or error.mis_shaped):
-            raise error  # with these ties every tensor and leaf has a partner
+            raise error  # with these ties no tensor or leaf lacks a partner
     raise errors[0]
 
 
@@ -172,25 +172,20 @@ def _with_aliases(
     return tuple(complete)
 
 
-def _read(
+def _complete(
     match: Match, evidence: Evidence | None, tensors: Mapping[str, Any]
 ) -> tuple[Reading, Apart | None]:
     """Decides what names leave open: by shapes and the user's options, or by an example."""
     if evidence is None:
-        match.match_shapes()
-        match.take_apart(match.groups()[1])
-        match.match_names()
-        match.match_shapes()
-        return _without_problems(match), None
+        return _complete_by_shapes(match), None
     for divide in (match.take_shares, match.take_apart):
         divide(match.layers.without(match.assign(match.partners, match.layers)))
     match.match_names(misfits=False)
-    answers, wrong = answered(match, match.assign(match.partners, match.layers))
-    is_whole = len(match.assign({}, match.layers)) == len(match.layers.flax)
-    if wrong or not is_whole:
-        match.match_shapes()
-        _without_problems(match)
-    reading, apart = Search(match, answers, evidence, tensors).prove()
+    reading, wrong = answered(match, match.assign(match.partners, match.layers))
+    rest = match.layers.without(match.assign({}, match.layers))
+    if wrong or rest.flax:
+        raise _mismatch(match, _problems(match, reading, rest, wrong), rest, _DIFFERENT)
+    reading, apart = Search(match, reading, evidence, tensors).prove()
     unused = []
     for layer in match.layers.torch:
         if layer not in reading.partners:
@@ -205,12 +200,68 @@ def _read(
     return reading, apart
 
 
-def _without_problems(match: Match) -> Reading:
-    """Returns the decided reading, or raises one error with all problems and open questions."""
+def _complete_by_shapes(match: Match) -> Reading:
+    """Pairs layers by shapes, and answers all questions with the user's options.
+
+    Raises:
+      CheckpointMismatch: Layers do not fit, or questions are open; the error lists all.
+    """
+    match.match_shapes()
+    match.take_apart(match.groups()[1])
+    match.match_names()
+    match.match_shapes()
     groups, lonely = match.groups()
     orders, assumed = asked_orders(match, groups)
     reading, wrong = answered(match, match.partners)
     questions = Questions(match, reading)
+    problems = _problems(match, reading, lonely, wrong)
+    for torch, flax in groups:
+        surplus = len(torch) - len(flax)
+        if surplus > 0:
+            problems["unexpected"].append(f"{surplus} of {names_of(torch)}")
+        elif surplus < 0:
+            problems["missing"].append(f"{-surplus} of {names_of(flax)}")
+    is_different = any(problems.values())
+    problems["ambiguous"] += orders + questions.asked
+    if any(problems.values()):
+        is_plain = match.options.plain
+        cases = (
+            (is_different, _DIFFERENT),
+            (orders and is_plain, _ORDER_IS_OPEN + _PLAIN_ORDER),
+            (orders, _ORDER_IS_OPEN),
+            (is_plain, _PLAIN_IS_OPEN),
+            (questions.has_likely_map, _MAPS_ARE_OPEN),
+            (True, _FORMS_ARE_OPEN),
+        )
+        message = next(sentence for applies, sentence in cases if applies)
+        raise _mismatch(match, problems, lonely, message)
+    assumed += questions.assumed
+    if match.ruled.consecutive:
+        assumed.append(
+            f"{listed(match.ruled.consecutive)}: all rows of a part follow each other (in rules= "
+            "this is '1*(query|key|value)', and '12*(query|key|value)' if each of 12 heads has "
+            "rows of every part)"
+        )
+    if assumed:
+        warnings.warn(
+            "Assumed, because neither names nor shapes show it, and no example was run (apply= and "
+            f"example=), which alone proves it: {printable('; '.join(assumed))}.",
+            stacklevel=2,
+        )
+    return reading
+
+
+def _problems(
+    match: Match, reading: Reading, lonely: Group, wrong: Iterable[str]
+) -> dict[str, list[str]]:
+    """Lists what does not fit, by the lists of `CheckpointMismatch`.
+
+    Args:
+      match: The layers of both models.
+      reading: The pairs of layers.
+      lonely: The layers without a partner.
+      wrong: A line of text for each answer that does not fit.
+    """
     problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "mis_shaped": []}
     for layer, target in reading.partners.items():
         for name, lines in join(layer, target).problems.items():
@@ -220,40 +271,22 @@ def _without_problems(match: Match) -> Reading:
     for target in lonely.flax:
         problems["missing"] += map(target.line, target.parts)
     problems["mis_shaped"] += wrong
-    is_different = any(problems.values()) or match.ruled.problems
-    problems["ambiguous"] = match.ruled.problems + orders + questions.asked
-    if not any(problems.values()):
-        assumed += questions.assumed
-        if match.ruled.consecutive:
-            assumed.append(
-                f"{listed(match.ruled.consecutive)}: all rows of a part follow each other (in "
-                "rules= this is '1*(query|key|value)', and '12*(query|key|value)' if each of 12 "
-                "heads has rows of every part)"
-            )
-        if assumed:
-            warnings.warn(
-                "Assumed, because neither names nor shapes show it, and no example was run (apply= "
-                f"and example=), which alone proves it: {printable('; '.join(assumed))}.",
-                stacklevel=2,
-            )
-        return reading
-    is_plain = match.options.plain
-    cases = (
-        (is_different, _DIFFERENT),
-        (orders and is_plain, _ORDER_IS_OPEN + _PLAIN_ORDER),
-        (orders, _ORDER_IS_OPEN),
-        (is_plain, _PLAIN_IS_OPEN),
-        (questions.has_likely_map, _MAPS_ARE_OPEN),
-        (True, _FORMS_ARE_OPEN),
-    )
-    message = next(sentence for applies, sentence in cases if applies)
+    problems["ambiguous"] = match.ruled.problems.copy()
+    return problems
+
+
+def _mismatch(
+    match: Match, problems: Mapping[str, list[str]], lonely: Group, message: str
+) -> CheckpointMismatch:
+    """Returns the error for some problems, with hints before its message."""
     message = _hints(match, lonely) + reparametrized(problems["unexpected"]) + message
     text = "\n".join(itertools.chain(*problems.values()))
     parameters = ["rules"]
     for name in sorted(PairOptions.__optional_keys__ - {"ignore", "rules"}):
         if re.search(rf"\b{name}=", text):
             parameters.append(name)
-    raise CheckpointMismatch(message, parameters=(*parameters, "ignore", "apply"), **problems)
+    parameters += ["ignore", "apply"]
+    return CheckpointMismatch(message, parameters=parameters, **problems)
 
 
 def _hints(match: Match, lonely: Group) -> str:

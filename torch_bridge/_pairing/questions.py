@@ -54,12 +54,13 @@ def asked_orders(match: Match, groups: Iterable[Group]) -> tuple[list[str], list
     lines = []
     assumed = []
     for group in groups:
+        torch, flax = map(names_of, group)
         by_number = _by_number(match, group)
         if by_number and match.options.plain:
             match.partners.update(by_number)
             assumed.append(
-                f"{_shown(group.torch)} and {_shown(group.flax)} are called in the order of their "
-                "numbers on both sides (else rules=)"
+                f"{torch} and {flax} are called in the order of their numbers on both sides (else "
+                "rules=)"
             )
             continue
         first = group.torch[0]
@@ -71,8 +72,8 @@ def asked_orders(match: Match, groups: Iterable[Group]) -> tuple[list[str], list
                 "model calls them in this order."
             )
         lines.append(
-            f"{_shown(group.torch)} {shapes} could be {_shown(group.flax)}: say which is which, as "
-            f"with rules={{{re.escape(str(first))!r}: {str(group.flax[0])!r}}}.{hint}"
+            f"{torch} {shapes} could be {flax}: say which is which, as with "
+            f"rules={{{re.escape(str(first))!r}: {str(group.flax[0])!r}}}.{hint}"
         )
     return lines, assumed
 
@@ -350,7 +351,7 @@ def _written(parts: Flattened) -> Any:
     return list(parts)
 
 
-def _shown(layers: Sequence[Layer]) -> str:
+def names_of(layers: Sequence[Layer]) -> str:
     """Returns the names of a few layers, or one regular expression for many."""
     if len(layers) > _SHOWN:
         return listed(layers)
