@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from flax import nnx
+from numpy.testing import assert_array_equal
 from torch import nn as tnn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.helpers.bridge import params_to_torch, randomize, values
 from tests.helpers.leaves import equal
@@ -309,3 +311,22 @@ def test_random_state_and_caches_of_nnx_are_kept():
     assert jax.tree.structure(state) == jax.tree.structure(nnx.state(model))
     filled = params_from_torch(module, model)  # a module in, a module out
     close(filled.fc(jnp.ones((1, 3))), module.fc(torch.ones(1, 3)).detach())
+
+
+WRAPPERS = {
+    "of a whole model": tnn.DataParallel,
+    "compiled": lambda module: tnn.ModuleDict({"_orig_mod": module}),  # the names of torch.compile
+    "of each layer": lambda module: tnn.Sequential(checkpoint_wrapper(module[0])),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS.keys())
+def test_a_wrapped_module_shows_the_classes_of_its_layers(wrap):
+    linear = tnn.Linear(4, 4)
+    like = {"0": {"kernel": np.zeros((4, 4)), "bias": np.zeros(4)}}
+    params = params_from_torch(wrap(tnn.Sequential(linear)), like)
+    assert_array_equal(params["0"]["kernel"].T, linear.weight.detach())
+    upward = wrap(tnn.Sequential(tnn.ConvTranspose2d(4, 4, 2)))
+    like = {"0": {"kernel": np.zeros((2, 2, 4, 4)), "bias": np.zeros(4)}}
+    with pytest.raises(CheckpointMismatch, match="conv_transpose='' if none"):
+        params_from_torch(upward, like)

@@ -171,11 +171,16 @@ def unwrapped(names: Sequence[str]) -> list[str]:
       >>> unwrapped(["0._checkpoint_wrapped_module.weight", "1.weight"])
       ['0.weight', '1.weight']
     """
-    kept = _without(names, _NEVER_SAVED)
+    kept = saved_names(names)
     # Only words that all names have: a module of the user's may be named "module" too.
     wrapped = list(filter(_COUNT_OF_AVERAGES.__ne__, kept))
     head = _head(os.path.commonprefix(wrapped))  # noqa: RUF071 (of characters)
     return [name.removeprefix(head) for name in kept]
+
+
+def saved_names(names: Sequence[str]) -> list[str]:
+    """Returns the names that the state dict has for parameters of these names."""
+    return _without(names, _NEVER_SAVED)
 
 
 def prefixes(names: Iterable[str]) -> set[str]:

@@ -11,7 +11,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.tensors import STATISTICS, clean_names, equal_matrices, shape_of, tied
+from torch_bridge._base.tensors import (
+    STATISTICS,
+    clean_names,
+    equal_matrices,
+    saved_names,
+    shape_of,
+    tied,
+)
 from torch_bridge._base.terminal import printable
 from torch_bridge._pairing.evidence import Apart, Apply, Evidence, Example
 from torch_bridge._pairing.kinds import CONV1D, OUT_IN, join
@@ -85,7 +92,7 @@ def decide(
       tensors: The torch tensors, by name.
       tree: The Flax tree.
       options: The user's options.
-      known: Module name -> the form of its weight, for torch's own classes.
+      known: Tensor name -> the form of its module's weight, for torch's own classes.
       apply: The Flax model, to run on the example.
       example: Inputs and outputs of the torch module.
 
@@ -317,10 +324,15 @@ def _lengths(layers: Iterable[Layer]) -> set[int]:
 
 
 def known_forms(model: Any) -> dict[str, str]:
-    """Returns the form of each module's weight, by its class; {} if `model` is a state dict."""
+    """Returns the form of each weight, by the class of its module; {} if `model` is a state dict.
+
+    Returns:
+      Name of each parameter of the module -> the form of its weight.
+    """
     forms = {}
     for name, module in getattr(model, "named_modules", tuple)():
-        for kind in type(module).__mro__:
+        for kind in reversed(type(module).__mro__):
             if kind.__name__ in _FORMS:
-                forms.setdefault(name, _FORMS[kind.__name__])
+                names = [tensor for tensor, _ in module.named_parameters(prefix=name)]
+                forms.update(dict.fromkeys(saved_names(names), _FORMS[kind.__name__]))
     return forms

@@ -97,7 +97,7 @@ class Match:
       by_name: The torch layers whose partner has an equal name.
       options: The user's options. With `plain` a layer that fits somewhere in its usual form is not
         paired in another form.
-      known: Module name -> the form of its weight, for torch's own classes.
+      known: Tensor name -> the form of its module's weight, for torch's own classes.
     """
 
     def __init__(

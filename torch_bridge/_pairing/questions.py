@@ -314,7 +314,7 @@ def _known_form(layer: Layer, forms: Sequence[Form], match: Match) -> Form | Non
         if packed in match.tensors and OF_TORCH.search(packed):
             return OUT_IN
     if len(forms) == 2:  # a Linear with three output axes in Flax has more orders
-        return match.known.get(layer.name)
+        return next(filter(None, map(match.known.get, layer.tensors())), None)
     return None
 
 
