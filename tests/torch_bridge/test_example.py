@@ -294,8 +294,9 @@ def test_outputs_in_dictionaries_and_one_of_several():
         return Heads().apply(params, x)["value"]
 
     for apply in (Heads().apply, value):
-        with pytest.warns(UserWarning, match=r"Left out.* unused\.weight \(2, 6\)"):
+        with pytest.warns(UserWarning, match=r"Left out.* unused\.weight \(2, 6\)") as warned:
             params = params_from_torch(state, like, apply=apply, example=example)
+        assert warned[0].filename == __file__
         assert_allclose(value(params, ROWS)[:, 0], example[1]["value"], atol=1e-6)
         params_from_torch(state, like, apply=apply, example=example, ignore=r"unused\..*")
 

@@ -520,8 +520,10 @@ FLAT = twins(conv0=CONV, fc=FC)  # of 16 places a channel
 )
 def test_options_of_another_form_are_refused_in_one_sentence(options, kind, message):
     model, like = FLAT
-    with pytest.warns(UserWarning, match=r"channels last, but fc reads 128 .* here \(8, 4, 4\)"):
-        params_from_torch(model, like, flatten={"fc": (4, 4, 8)})
+    for convert in (params_from_torch, torch_bridge.pair):
+        with pytest.warns(UserWarning, match="fc reads 128 .* here .8, 4, 4. may be") as warned:
+            convert(model, like, flatten={"fc": (4, 4, 8)})
+        assert warned[0].filename == __file__
     params = params_from_torch(model, like, flatten={"fc": [8, 4, 4]})
     for convert in (
         lambda: params_from_torch(model, like, **options),
@@ -657,6 +659,7 @@ def test_plain_names_what_it_assumes(case):
         params_from_torch(model, like, plain=True)
     (warning,) = caught
     assert line in str(warning.message)
+    assert warning.filename == __file__
 
 
 SHOWN = {  # a square weight, and another one that shows its form

@@ -1,7 +1,9 @@
-"""Makes text from a file safe to print on a terminal."""
+"""Makes text from a file safe to print on a terminal, and warns at the user's line."""
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Sequence
 
 _SHOWN = 8  # the most names in a sentence
@@ -31,3 +33,13 @@ def some(names: Sequence[str]) -> str:
     shown = printable(", ".join(names[:_SHOWN]))
     more = len(names) - _SHOWN
     return f"{shown} and {more:,} more" if more > 0 else shown
+
+
+def warn(text: str) -> None:
+    """Warns at the line outside of this package that called it, however deep the call is."""
+    level = 1
+    frame = inspect.currentframe()
+    while frame and frame.f_globals["__name__"].startswith("torch_bridge."):
+        level += 1
+        frame = frame.f_back
+    warnings.warn(text, stacklevel=level)

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import re
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch_bridge._base.tensors import (
     shape_of,
     tied,
 )
-from torch_bridge._base.terminal import printable
+from torch_bridge._base.terminal import printable, warn
 from torch_bridge._pairing.evidence import Apart, Apply, Evidence, Example
 from torch_bridge._pairing.kinds import CONV1D, OUT_IN, join
 from torch_bridge._pairing.layers import Layer, layers_of
@@ -198,11 +197,10 @@ def _complete(
         if layer not in reading.partners:
             unused += map(layer.line, layer.parts)
     if unused:
-        warnings.warn(
+        warn(
             f"{reparametrized(unused)}Left out, because the Flax model has no place for it and "
             f"gives torch's outputs on the example without it: {printable('; '.join(unused))}. "
-            "With ignore= there is no warning.",
-            stacklevel=2,
+            "With ignore= there is no warning."
         )
     return reading, apart
 
@@ -250,10 +248,9 @@ def _complete_by_shapes(match: Match) -> Reading:
             "rows of every part)"
         )
     if assumed:
-        warnings.warn(
+        warn(
             "Assumed, because neither names nor shapes show it, and no example was run (apply= and "
-            f"example=), which alone proves it: {printable('; '.join(assumed))}.",
-            stacklevel=2,
+            f"example=), which alone proves it: {printable('; '.join(assumed))}."
         )
     return reading
 

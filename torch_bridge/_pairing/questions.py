@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch_bridge._base.terminal import warn
 from torch_bridge._pairing.kinds import CONV1D, CONV_TRANSPOSE, OUT_IN, Answer, Form, join
 from torch_bridge._pairing.layers import OF_TORCH, Layer
 from torch_bridge._pairing.leaves import names_transposed
@@ -180,10 +180,9 @@ def _warn_of_channels_last(
     """Warns if a shape has the last number where the proposed shape has the first."""
     shape = parts[0]
     if proposal and len(parts) == 1 and shape[-1] == proposal[0][0] != shape[0]:
-        warnings.warn(
+        warn(
             f"{option}={shape} has the channels last, but {reads} of {proposal[0][0]} channels: "
-            f"pass torch's shape (C, H, W), which here {proposal[0]} may be.",
-            stacklevel=2,
+            f"pass torch's shape (C, H, W), which here {proposal[0]} may be."
         )
 
 
