@@ -161,6 +161,13 @@ def test_saved_before_compression_began():
     assert back.q_memory_dict[0].shape == (64,)
 
 
+def test_compression_begins_when_buckets_have_their_order():
+    """DDP's first iteration has other buckets, so the hook must not make factors for them."""
+    for steps, start in ((999, 1_000), (1_000, 1_002)):
+        record = PowerSGDRecord(2, steps, {}, {}, {}, start_powerSGD_iter=1_000)
+        assert torch_bridge.state_from_record(record).start_powerSGD_iter == start
+
+
 def state_after(steps, rank):
     """Makes the initial state of `PARAMS`, with another count."""
     state = jaxcomp.powersgd(rank, axis_name="data").init(PARAMS)

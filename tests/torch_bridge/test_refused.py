@@ -146,7 +146,13 @@ FORMAT = '{"format": "torch_bridge.BucketLayout", "version": %d, "buckets": %s}'
 
 
 @pytest.mark.parametrize(
-    "text", [*LAYOUTS, FORMAT % (2, "[]"), *(FORMAT % (1, b) for b in BUCKETS)]
+    "text",
+    [
+        *LAYOUTS,
+        '{"format": "another", "version": 1, "buckets": []}',
+        FORMAT % (2, "[]"),
+        *(FORMAT % (1, b) for b in BUCKETS),
+    ],
 )
 def test_layouts_that_no_model_has(text):
     cost = watched(lambda: BucketLayout.from_json(text))
