@@ -1,7 +1,7 @@
-"""The documentation as a site: the pages beside this folder, the README and the docstrings.
+"""Configures Sphinx: the site has the pages beside this folder, the README and the docstrings.
 
-`make docs` builds it into out/docs; a warning (a link that leads nowhere, a name that is not there,
-markup that is none) ends the build.
+`make docs` builds it into out/docs. Any warning ends the build, such as one about a link that leads
+nowhere or about a name that does not exist.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ extensions = [
 ]
 exclude_patterns = ["site/conf.py"]
 
-# A notebook is executed once for each of its versions; one that fails, or prints a warning, ends
-# the build. That which needs torch is shown as it was committed: the site's environment stays
-# without torch, and tests/docs/test_notebooks.py runs it.
+# A notebook is executed once for each of its versions. If it fails or prints a warning, the build
+# ends. The site's environment has no torch, so the notebook that needs torch is shown as it was
+# committed, and tests/docs/test_notebooks.py runs it.
 nb_execution_mode = "cache"
 nb_execution_excludepatterns = ["notebooks/torch_and_back.ipynb"]
 nb_execution_timeout = 900  # seconds, of a cell
@@ -60,13 +60,15 @@ napoleon_use_ivar = True  # fields stand once, in their class's docstring
 LINK = re.compile(
     r"(?<!!)\[([^\]]*)\]\((?:\.\./)?((?:examples|benchmarks|tests)/[^)#]*|[A-Z]+\.md|docs/index\.md)(?:#[^)]*)?\)"
 )
-MULTILINE = re.MULTILINE | re.DOTALL
-# Single backticks, and not those of a role such as :math:`x` or of what is code already.
+# Sections of docs/index.md, with their captions, and the pages in one of them.
+SECTION = re.compile(r"^\*\*(.+?)\*\*$(.*?)(?=^\*\*|\Z)", re.MULTILINE | re.DOTALL)
+PAGE = re.compile(r"^\d+\. \[[^]]+\]\(([\w/]+)\.(?:md|ipynb)\)", re.MULTILINE)
+# Single backticks. Roles such as :math:`x` and double backticks match too, without a group.
 CODE = re.compile(r":\w+:`[^`]*`|``[^`]*``|`([^`]+)`")
 
 
 def _public_names() -> dict[str, str]:
-    """Every public name, by its last part: `DataParallel` -> `jaxcomp.types.DataParallel`."""
+    """Maps the last part of every public name to the name: DataParallel -> jaxcomp.types..."""
     names = {}
     for module in (torch_bridge, torch_bridge.types, jaxcomp.types, jaxcomp.extend, jaxcomp):
         for name in module.__all__:
@@ -78,7 +80,7 @@ PUBLIC = _public_names()
 # Pages of others, by the first part of a name. optax has many names on a page.
 JAX = "https://docs.jax.dev/en/latest/_autosummary/{}.html"
 NUMPY = "https://numpy.org/doc/stable/reference/generated/{}.html"
-# Those with a page of their own; numpy's scalar types share one.
+# The names that have a page; numpy's scalar types share one.
 NUMPY_NAMES = ("numpy.ndarray", "numpy.dtype")
 OPTAX = "https://optax.readthedocs.io/en/latest/api/{page}.html#{name}"
 OPTAX_PAGES = {
@@ -94,23 +96,24 @@ OPTAX_PAGES = {
 
 
 def _repository_links(text: str) -> str:
-    """What only the repository has, named instead of linked."""
+    """Replaces links to files that are not on the site by the names of the files."""
 
-    def named(found: re.Match[str]) -> str:
-        said, target = found[1], f"`{found[2]}`"
-        return target if found[2].endswith(said.strip("`/")) else f"{said} ({target})"
+    def name_of_file(link: re.Match[str]) -> str:
+        words, file = link.groups()
+        if file.endswith(words.strip("`/")):
+            return f"`{file}`"
+        return f"{words} (`{file}`)"
 
-    return LINK.sub(named, text)
+    return LINK.sub(name_of_file, text)
 
 
 def _home(index: str) -> str:
-    """The first page: the README, beside docs/index.md as the table of contents."""
+    """Makes the first page: the README, with the contents of docs/index.md in the sidebar."""
     parts = ["```{include} ../README.md\n:relative-docs: docs/\n:relative-images:\n```"]
-    contents = [
-        (caption, re.findall(r"^\d+\. \[[^]]+\]\(([\w/]+)\.(?:md|ipynb)\)", section, re.MULTILINE))
-        for caption, section in re.findall(r"^\*\*(.+?)\*\*$(.*?)(?=^\*\*|\Z)", index, MULTILINE)
-    ]
-    contents += [("Reference", ["site/api", "site/contributing", "site/changelog"])]
+    contents = []
+    for caption, section in SECTION.findall(index):
+        contents.append((caption, PAGE.findall(section)))
+    contents.append(("Reference", ["site/api", "site/contributing", "site/changelog"]))
     for caption, pages in contents:
         if pages:
             lines = "\n".join(pages)
@@ -120,7 +123,10 @@ def _home(index: str) -> str:
 
 def _read_page(app: Any, page: str, source: list[str]) -> None:
     del app
-    source[0] = _home(source[0]) if page == "index" else _repository_links(source[0])
+    if page == "index":
+        source[0] = _home(source[0])
+    else:
+        source[0] = _repository_links(source[0])
 
 
 def _read_included(app: Any, path: Path, parent: str, source: list[str]) -> None:
@@ -128,11 +134,11 @@ def _read_included(app: Any, path: Path, parent: str, source: list[str]) -> None
     source[0] = _repository_links(source[0])
 
 
-def _reference(found: re.Match[str]) -> str:
-    """A name in code as a link to its entry, here or on the pages of jax or numpy."""
-    code = found[1]
+def _reference(match: re.Match[str]) -> str:
+    """Links a name in code to its entry, on this site or on the pages of jax, numpy or optax."""
+    code = match[1]
     if not code:
-        return found[0]
+        return match[0]
     if code in PUBLIC:
         return f":py:obj:`{code} <{PUBLIC[code]}>`"
     if _page_of(code):
@@ -141,13 +147,15 @@ def _reference(found: re.Match[str]) -> str:
 
 
 def _page_of(name: str) -> str | None:
-    """The page that another project has of a name."""
+    """Returns the address of a name's page in another project, or None."""
     if not re.fullmatch(r"[\w.]+", name):
         return None
     package, _, rest = name.partition(".")
     if package == "jax" and rest:
-        # Types are written with the module that defines them; pages have the public name.
-        return None if "._" in name else JAX.format(name)
+        # Annotations name the module that defines a type; pages exist for public names only.
+        if "._" in name:
+            return None
+        return JAX.format(name)
     if name in NUMPY_NAMES:
         return NUMPY.format(name)
     if package == "optax" and rest in OPTAX_PAGES:
@@ -161,8 +169,9 @@ def _missing_reference(app: Any, env: Any, node: Any, content: Any) -> Any:
     name = target.rpartition(".")[2]
     if target.startswith(("jaxcomp._", "torch_bridge._")) and name in PUBLIC:
         domain = env.get_domain("py")
-        document, builder = node["refdoc"], app.builder
-        return domain.resolve_xref(env, document, builder, "obj", PUBLIC[name], node, content)
+        return domain.resolve_xref(
+            env, node["refdoc"], app.builder, "obj", PUBLIC[name], node, content
+        )
     page = _page_of(target)
     if page is None:
         return None
@@ -172,14 +181,14 @@ def _missing_reference(app: Any, env: Any, node: Any, content: Any) -> Any:
 
 
 def _markdown_code(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]):
-    """Docstrings write code between single backticks, as comments and documents do."""
+    """Turns code between single backticks into links and code, in the lines of a docstring."""
     del app, what, name, thing, options
     text = CODE.sub(_reference, "\n".join(lines))
     lines[:] = text.split("\n")
 
 
 def setup(app: Any) -> None:
-    """Sphinx calls this."""
+    """Connects the functions above to Sphinx, which calls this."""
     app.connect("source-read", _read_page)
     app.connect("include-read", _read_included)
     app.connect("autodoc-process-docstring", _markdown_code)

@@ -1,4 +1,4 @@
-"""Tables in text: a line for each row, and bars between its cells."""
+"""Reads tables in text: a line for each row, and bars between its cells."""
 
 
 def rows(text):
@@ -7,9 +7,10 @@ def rows(text):
     >>> rows("a | 1 2\\nb |")
     [['a', '1 2'], ['b', '']]
     """
-    return [
-        [cell.strip() for cell in f"{line} ".split(" | ")] for line in text.strip().splitlines()
-    ]
+    table = []
+    for line in text.strip().splitlines():
+        table.append([cell.strip() for cell in f"{line} ".split(" | ")])
+    return table
 
 
 def numbers(text):

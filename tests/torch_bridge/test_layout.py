@@ -153,8 +153,8 @@ def test_recorded_buckets_are_those_that_the_hook_gets(alone, cap, static):
         seen.clear()
         train(ddp, 1)
         layout = record_layout(ddp)
-        got = [[entry.name for entry in bucket] for bucket in layout.buckets]
-        assert got == [seen[index] for index in sorted(seen)]
+        for bucket, index in zip(layout.buckets, sorted(seen), strict=True):
+            assert [entry.name for entry in bucket] == seen[index]
         ddp.logs = False
         assert record_layout(ddp) == layout
         ddp.logs = True

@@ -131,7 +131,7 @@ def test_a_matrix_of_one_row_gets_its_one_column():
 
 
 def test_a_ratio_that_rank_one_just_reaches():
-    """A column of 16 x 16 takes 32 of 256 values."""
+    # Rank 1 of 16 x 16 sends 32 of 256 values.
     chosen = ranks_by_spectrum({"a": matrix((16, 16), np.ones(16))}, ratio=8.0)
     assert chosen.by_leaf["['a']"] == 1
 
