@@ -44,6 +44,7 @@ class Nested(nn.Module):
 
 
 ROWS = values(4, 6)
+TWO = (0, 1)
 
 
 def test_the_run_says_how_far_the_outputs_are_apart_and_goes_back():
@@ -630,6 +631,27 @@ def test_a_model_of_two_hundred_layers():
     outputs = reduce(lambda row, weight: row @ weight.T, weights, x)
     params = params_from_torch(state, like, apply=apply, example=((x,), outputs))
     assert_array_equal(params["layers_199"]["kernel"].T, weights[199])
+
+
+def test_a_sum_behind_a_hundred_layers_does_not_tell_its_terms():
+    weights = values(100, 4, 4) / 2
+    ends = {f"end.{place}.weight": values(3, 4) + place for place in TWO}
+    state = {f"layers.{place}.weight": weight for place, weight in enumerate(weights)} | ends
+    like = kernels(x=(4, 3), y=(4, 3))
+    for place in range(100):
+        like[f"Dense_{place}"] = {"kernel": np.zeros((4, 4), np.float32)}
+    x = values(3, 4)
+
+    def apply(params, x):
+        kernels = jnp.stack([params[f"Dense_{place}"]["kernel"] for place in range(100)])
+        x, _ = jax.lax.scan(lambda row, kernel: (jnp.tanh(row @ kernel), None), x, kernels)
+        return x @ params["x"]["kernel"] + x @ params["y"]["kernel"]
+
+    hidden = reduce(lambda row, weight: np.tanh(row @ weight.T), weights, x)
+    outputs = sum(hidden @ weight.T for weight in ends.values())
+    with pytest.raises(CheckpointMismatch, match="does not tell which is which") as error:
+        params_from_torch(state, like, apply=apply, example=((x,), outputs))
+    assert error.value.ambiguous == ("end.0 is x, and end.1 is y, or the other way round",)
 
 
 def branches(n, x, order):

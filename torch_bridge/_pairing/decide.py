@@ -19,7 +19,7 @@ from torch_bridge._base.tensors import (
     tied,
 )
 from torch_bridge._base.terminal import printable, warn
-from torch_bridge._pairing.evidence import Apart, Apply, Evidence, Example
+from torch_bridge._pairing.evidence import TRIES, Apart, Apply, Evidence, Example
 from torch_bridge._pairing.kinds import CONV1D, OUT_IN, join
 from torch_bridge._pairing.layers import Layer, layers_of
 from torch_bridge._pairing.leaves import Tree
@@ -29,7 +29,7 @@ from torch_bridge._pairing.neighbours import reparametrized
 from torch_bridge._pairing.options import Options, PairOptions, refuse_idle_patterns
 from torch_bridge._pairing.pairs import Pair
 from torch_bridge._pairing.questions import Questions, answered, asked_orders, listed, names_of
-from torch_bridge._pairing.search import TRIES, Search
+from torch_bridge._pairing.search import Search
 
 # Class of torch or transformers -> the form of its weight; "" if Flax has two forms of it.
 _FORMS = {"Linear": OUT_IN, "_ConvTransposeNd": "", "_ConvNd": OUT_IN, "Conv1D": CONV1D}

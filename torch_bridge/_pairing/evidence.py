@@ -23,6 +23,7 @@ from torch_bridge._pairing.pairs import Path, Shape
 
 Apply: TypeAlias = Callable[..., Any]
 Example: TypeAlias = tuple[Sequence[Any], Any]  # inputs and outputs of the torch module
+TRIES = 500  # the most runs of the Flax model until one gives torch's outputs
 # The largest difference that is allowed, relative to the largest output: about 84 units of
 # rounding in float32, and 16 units in a narrower dtype, since every layer rounds by such a unit.
 _MOST = 1e-5

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._pairing.evidence import Apart
+from torch_bridge._pairing.evidence import TRIES, Apart
 from torch_bridge._pairing.exchanges import exchanged
 from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import grouped
@@ -23,7 +23,7 @@ from torch_bridge._pairing.proposals import (
     packed_rows,
 )
 
-_CHECKS = 64  # further runs, which check that other readings do not give torch's outputs, too
+_LEAST_CHECKS = 64  # neighbours that are run even if the search has used up all runs
 _SLIGHT = 1e-2  # relative to the largest output; another eps or activation differs by less
 _SHOWN = 12  # the most layers in an error
 OTHER_FORMULA = (
@@ -49,17 +49,21 @@ def refuse_doubtful(
 ) -> None:
     """Runs the neighbours of a reading, and refuses it if one gives torch's outputs, too.
 
+    The runs that the search has left are for these checks.
+
     Args:
       problem: The two models and the example.
       proved: The reading, which gives torch's outputs.
       leaves_of: Makes the leaves of a reading.
 
     Raises:
-      CheckpointMismatch: The example does not tell some layers apart; the error lists all.
+      CheckpointMismatch: The example does not tell some layers apart; the error lists all that
+        were run.
     """
     leaves = leaves_of(proved)
     doubtful = []
-    for text, reading in itertools.islice(_neighbours(problem, proved), _CHECKS):
+    checks = max(_LEAST_CHECKS, TRIES - problem.evidence.runs)
+    for text, reading in itertools.islice(_neighbours(problem, proved), checks):
         others = leaves_of(reading)
         if all(np.array_equal(leaves[path], others[path]) for path in leaves):
             continue  # the exchanged leaves have equal values

@@ -45,7 +45,8 @@ def pair(
 
     With `apply` and `example` the Flax model is run. Pairs that names and shapes leave open are
     tried, the likeliest first, in at most 500 runs, and a model that never gives torch's outputs is
-    refused. Then you need other arguments only for questions that the example does not answer.
+    refused. The runs that are left, at least 64, check that similar pairs do not give them, too.
+    Then you need other arguments only for questions that the example does not answer.
 
     Without an example, layers of equal names belong together (``layers.0.conv1.weight`` and
     ``layers_0/conv1/kernel``). Any other layer is paired if its shapes leave only one choice with

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_bridge._pairing.evidence import Apart, Evidence
+from torch_bridge._pairing.evidence import TRIES, Apart, Evidence
 from torch_bridge._pairing.exchanges import exchanged, exchanges_of, in_alternation
 from torch_bridge._pairing.kinds import CONV_TRANSPOSE, Answer
 from torch_bridge._pairing.layers import Layer
@@ -35,7 +35,6 @@ from torch_bridge._pairing.proposals import (
     single,
 )
 
-TRIES = 500  # the most runs of the Flax model
 _BATCH = 60  # changes of the nearest reading to try before the best changes are combined
 _GLANCE = 20  # the same for the other readings
 _SURE = 0.5  # a change that reduces the distance to less than this share is kept at once
