@@ -248,14 +248,13 @@ def _losses_by_law(
         half_width = law.half_width(rank, width, tokens)
         return Loss(law.gap(rank, width, tokens), half_width, _too_wide(half_width, budget))
 
-    # A sixteenth of the width to try first, where no law holds.
-    lowest = 8 * math.ceil(width / 16 / 8)
     if covered:
         lowest = law.rank(budget, width, tokens)
-    evidence = (
-        f"a law from {law.runs} runs with {optimizer}, of language models, for width {width:,} and "
-        f"{tokens:,.0f} tokens a step"
-    )
+        evidence = f"a law from {law.runs} runs with {optimizer}, of language models,"
+    else:
+        lowest = 8 * math.ceil(width / 16 / 8)
+        evidence = "not predicted; ranks from a sixteenth of the width on are tried,"
+    evidence += f" for width {width:,} and {tokens:,.0f} tokens a step"
     return lowest, loss, evidence
 
 
