@@ -13,6 +13,7 @@ import collections
 import functools
 import itertools
 import operator
+import os
 import random
 import shutil
 import subprocess
@@ -128,8 +129,12 @@ def noticed(repository, file, number, seconds):
     change()
     path.write_text(ast.unparse(ast.fix_missing_locations(tree)))
     command = [sys.executable, *PYTEST, *tests_of(file)]
+    # Processes that tests start must import the mutated copy, not an installed package.
+    environment = os.environ | {"PYTHONPATH": str(repository)}
     try:
-        done = subprocess.run(command, cwd=repository, capture_output=True, timeout=seconds)
+        done = subprocess.run(
+            command, cwd=repository, env=environment, capture_output=True, timeout=seconds
+        )
         return done.returncode != 0, line, kind
     except subprocess.TimeoutExpired:
         return True, line, kind

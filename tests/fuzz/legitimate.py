@@ -110,7 +110,7 @@ def values():
         "layouts": [torch.strided, torch.sparse_coo],
         "the version": torch.__version__,
         "keys of many kinds": {1: "a", (1, 2): "b", None: "c", False: "d", 0.5: "e", b"x": "f"},
-        "numbers as keys": {7 * k: k for k in range(10_000)},
+        "numbers as keys": {7 * k: k for k in range(16_384)},  # as many as are read
         "many entries": {f"layers.{k}.weight": k for k in range(20_000)},
         "deep": deep,
         "shared": [[1, 2]] * 5,
