@@ -230,11 +230,30 @@ def test_no_state_and_unfit_layout():
     more = MODEL | {"a.bias": np.zeros(24)}
     wrong = BucketLayout.from_order([["a.weight", "a.bias"]], more)
     with pytest.raises(CheckpointMismatch, match="error of bucket 0 has 768 values"):
-        powersgd_from_torch(checkpoint, PARAMS, layout=wrong)
+        powersgd_from_torch(dataclasses.replace(checkpoint, model=more), PARAMS, layout=wrong)
     bare = dataclasses.replace(checkpoint, model={})
     assert powersgd_from_torch(bare, PARAMS).q["a"]["kernel"].shape == (32, 2)
     with pytest.raises(CheckpointMismatch, match="without a model"):
         powersgd_from_torch(dataclasses.replace(bare, layout=None), PARAMS)
+
+
+def test_a_layout_of_another_model_is_refused_both_ways():
+    checkpoint, _, _ = random_run(MODEL, [["a.weight"]])
+    state = powersgd_from_torch(checkpoint, PARAMS)
+    renamed = BucketLayout.from_order([["b.weight"]], {"b.weight": MODEL["a.weight"]})
+    turned = BucketLayout.from_order([["a.weight"]], {"a.weight": MODEL["a.weight"].T})
+    for layout, lines in (
+        (renamed, ["unexpected (1):", "b.weight"]),
+        (turned, ["mis-shaped (1):", "a.weight (32, 24), in the model (24, 32)"]),
+    ):
+        for convert in (
+            lambda layout: powersgd_from_torch(checkpoint, PARAMS, layout=layout),
+            lambda layout: powersgd_to_torch(state, PARAMS, layout=layout, like=checkpoint),
+            lambda layout: torch_bridge.to_torch(PARAMS, (state,), checkpoint, layout=layout),
+        ):
+            with pytest.raises(CheckpointMismatch, match="layout is of another model") as error:
+                convert(layout)
+            assert list(map(str.strip, str(error.value).splitlines()))[1:] == lines
 
 
 def test_every_leaf_that_is_cut_elsewhere_is_listed_with_the_way_out():

@@ -21,7 +21,7 @@ from torch_bridge._base.terminal import printable, some
 from torch_bridge._hook.arguments import powersgd_kwargs_from_torch
 from torch_bridge._hook.buckets import BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of, mean_of_ranks
-from torch_bridge._hook.infer import layout_of
+from torch_bridge._hook.infer import layout_of, named_layout
 from torch_bridge._job.resume import state_from_record
 from torch_bridge._pairing.leaves import MatrixDimsFn, leaves_by_path, trained, with_values
 from torch_bridge._pairing.pair import Pairs, paired_for
@@ -315,7 +315,7 @@ def powersgd_to_torch(
       (7, 9, torch.Size([12]))
     """
     like, params = like or Checkpoint({}), trained(params)
-    layout = layout.named_as(like.model)
+    layout = named_layout(layout, like.model)
     pairs = paired_for(like.model or layout.entries, params, pairs).pairs
     record = record_of_state(state, params, layout, like, matrix_dims, pairs)
     return state_from_record(record, process_group)

@@ -27,7 +27,7 @@ from torch_bridge._convert.to_flax import FlaxRun, refuse_other_than_checkpoint
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.document import make_document
-from torch_bridge._hook.infer import layout_of
+from torch_bridge._hook.infer import layout_of, named_layout
 from torch_bridge._job.example import run_example
 from torch_bridge._job.save import write_document
 from torch_bridge._pairing.evidence import Apply, Evidence, Example
@@ -126,9 +126,10 @@ def to_torch(
         if example is None:
             runner = None  # a check is not needed
     pairs = paired_for(like.model, params, pairs, options, runner, example).pairs
-    layout = layout or layout_of(like, None, pairs)
-    if layout is not None:
-        layout = layout.named_as(like.model)
+    if layout is None:
+        layout = layout_of(like, None, pairs)
+    else:  # any order will do, because the state is written anew
+        layout = named_layout(layout, like.model)
     lost = []
     if reducers and not (like.powersgd or layout):
         lost.append("PowerSGD")

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.tensors import trainable
+from torch_bridge._base.tensors import shape_of, trainable
 from torch_bridge._hook.buckets import BucketEntry, BucketLayout, in_hook_order
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.ready_orders import reversed_modules, used_orders
@@ -284,7 +284,7 @@ def layout_of(
     of_user = layout is not None
     layout = layout or checkpoint.layout
     if layout is not None:
-        layout = layout.named_as(checkpoint.model)
+        layout = named_layout(layout, checkpoint.model)
     if not checkpoint.powersgd or not checkpoint.powersgd[0].buckets:
         return layout
     if layout is None:
@@ -299,13 +299,6 @@ def layout_of(
             f"torch_bridge.record_layout.",
             parameters=("layout",),
         )
-    unknown = sorted(set(layout.names) - checkpoint.model.keys())
-    if checkpoint.model and unknown:  # they would count as frozen, and lose their state silently
-        raise CheckpointMismatch(
-            "The layout names parameters that the model does not have. Record it from this "
-            "model with torch_bridge.record_layout.",
-            unexpected=unknown,
-        )
     if of_user:  # in another order of equal sizes, parameters would get the state of others
         test = _Test(checkpoint, layout.entries)
         buckets = []
@@ -319,6 +312,32 @@ def layout_of(
                 f"run with torch_bridge.record_layout, or leave layout= out to have it inferred.",
                 parameters=("layout",),
             )
+    return layout
+
+
+def named_layout(layout: BucketLayout, model: Mapping[str, Any]) -> BucketLayout:
+    """Returns a layout with the names of a model; without a model it stays as it is.
+
+    Raises:
+      CheckpointMismatch: The model lacks parameters of the layout, which would count as frozen and
+        lose their state, or has them with other shapes. The error lists all.
+    """
+    layout = layout.named_as(model)
+    unknown = []
+    wrong = []
+    for entry in layout:
+        if entry.name not in model:
+            unknown.append(entry.name)
+        elif shape_of(model[entry.name]) != entry.shape:
+            wrong.append(f"{entry.name} {entry.shape}, in the model {shape_of(model[entry.name])}")
+    if model and (unknown or wrong):
+        raise CheckpointMismatch(
+            "The layout is of another model. Record it from this model with "
+            "torch_bridge.record_layout.",
+            unexpected=sorted(unknown),
+            mis_shaped=wrong,
+            parameters=("layout",),
+        )
     return layout
 
 
