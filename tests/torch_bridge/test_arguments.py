@@ -1,5 +1,7 @@
 """torch's hook arguments in jaxcomp's words, state dicts, and torch's matrices."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ from tests.helpers.leaves import equal, normal
 from tests.helpers.runners import simulate
 from tests.helpers.tables import numbers, rows
 from torch_bridge import (
+    PowerSGDRecord,
     matrix_dims_of,
     pair,
     powersgd_kwargs_from_torch,
@@ -45,6 +48,14 @@ def test_every_argument_of_torch():
     assert powersgd_kwargs_from_torch() == {}
     state = powerSGD_hook.PowerSGDState(process_group=None, **TORCH)
     assert powersgd_kwargs_from_torch(state) == {k: v for k, v in OURS.items() if k != "seed"}
+
+
+def test_a_record_has_torchs_defaults():
+    state = powerSGD_hook.PowerSGDState(process_group=None)
+    record = PowerSGDRecord(1, 0, {}, {}, {})
+    for field in dataclasses.fields(record):
+        if field.name != "rng":  # None makes torch's, from its default seed
+            assert getattr(record, field.name) == getattr(state, field.name), field.name
 
 
 @pytest.mark.parametrize(
