@@ -99,6 +99,9 @@ def test_save_checkpoint_wants_the_wrapped_model_and_the_optimizer_itself(alone,
         save_checkpoint(path, ddp, None, optimizer=optimizer.state_dict())
     with pytest.raises(RuntimeError, match="does not read args of `extra`"):
         save_checkpoint(path, ddp, None, extra={"args": tmp_path})
+    for example in ({"x": torch.ones(1, 4)}, (), [3.0]):
+        with pytest.raises(TypeError, match="`example` must be an input of the model"):
+            save_checkpoint(path, ddp, None, example=example)
     assert not path.exists()
     extra = {"best": np.float64(0.5), "mean": np.ones(2, np.float32)}
     save_checkpoint(path, ddp, None, optimizer=optimizer, extra=extra)
