@@ -27,16 +27,30 @@ from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.ready_orders import MOST_ORDERS, used_orders
 
 
-@pytest.mark.parametrize("prefix", ["_orig_mod.", "module._orig_mod."])
-def test_names_go_without_the_prefixes_of_wrappers(prefix):
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module._orig_mod.", "module."])
+def test_a_layout_takes_the_names_of_a_model(prefix):
     # record_layout on a compiled model; with other names than the checkpoint's, the state was lost.
     model = {"w": np.zeros((8, 4)), "b": np.zeros(8), "v": np.zeros((2, 3))}
     wrapped = {prefix + name: array for name, array in model.items()}
     layout = BucketLayout.from_order([[prefix + "b", prefix + "w"], [prefix + "v"]], wrapped)
-    assert layout == BucketLayout.from_order([["b", "w"], ["v"]], model)
-    assert layout.names == ("b", "w", "v")
     assert layout.sizes == (40, 6)
     assert BucketLayout.from_json(layout.to_json()) == layout
+    plain = BucketLayout.from_order([["b", "w"], ["v"]], model)
+    assert layout.named_as(model) == plain
+    assert plain.named_as(wrapped) == layout
+    both = {**model, **wrapped}  # an exact name is meant, and another one is not guessed
+    assert layout.named_as(both) == layout
+    compiled = BucketLayout.from_order([["_orig_mod._orig_mod.w"]], {"_orig_mod._orig_mod.w": 0})
+    assert compiled.named_as(both) == compiled
+
+
+def test_words_of_wrappers_that_only_the_layout_begins_with():
+    # All trained parameters lie in the user's own `module`; a compiled model of the same.
+    model = {"module.w": np.zeros((8, 4)), "head": np.zeros(4)}
+    for word in ("", "_orig_mod.", "module._orig_mod."):
+        name = f"{word}module.w"
+        layout = BucketLayout.from_order([[name]], {name: model["module.w"]})
+        assert layout.named_as(model).names == ("module.w",)
 
 
 def test_unknown_and_repeated_names():
@@ -230,7 +244,7 @@ TWINS = {f"{name}.weight": np.zeros((24, 32)) for name in "ab"}
 
 
 def checkpoint_of(order, model=NETWORK, errors=True):
-    layout = BucketLayout.from_order(order, model).named_as(model)
+    layout = BucketLayout.from_order(order, model)
     trained = {name: model[name] for name in model if name in layout.names}
     checkpoint = compressed_step(layout, trained)
     for record in checkpoint.powersgd if not errors else ():

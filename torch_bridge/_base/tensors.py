@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -174,28 +174,14 @@ def unwrapped(names: Sequence[str]) -> list[str]:
     kept = saved_names(names)
     # Only words that all names have: a module of the user's may be named "module" too.
     wrapped = list(filter(_COUNT_OF_AVERAGES.__ne__, kept))
-    head = _head(os.path.commonprefix(wrapped))  # noqa: RUF071 (of characters)
+    shared = os.path.commonprefix(wrapped).split(".")[:-1]  # noqa: RUF071 (of characters)
+    head = ".".join([*itertools.takewhile(_HEADS.__contains__, shared), ""])
     return [name.removeprefix(head) for name in kept]
 
 
 def saved_names(names: Sequence[str]) -> list[str]:
     """Returns the names that the state dict has for parameters of these names."""
     return _without(names, _NEVER_SAVED)
-
-
-def prefixes(names: Iterable[str]) -> set[str]:
-    """Returns the wrappers' words that some names begin with.
-
-    Example:
-      >>> prefixes(["module.fc.weight", "module.fc.bias", "position_ids"])
-      {'module.'}
-    """
-    return set(map(_head, names)) - {""}
-
-
-def _head(name: str) -> str:
-    """Returns the wrappers' words at the beginning of a name, with a dot behind each."""
-    return ".".join([*itertools.takewhile(_HEADS.__contains__, name.split(".")[:-1]), ""])
 
 
 def _without(names: Sequence[str], words: Collection[str]) -> list[str]:
@@ -226,3 +212,30 @@ def clean_names(names: Sequence[str]) -> dict[str, str]:
             ambiguous=ambiguous,
         )
     return cleaned
+
+
+def names_in_model(names: Sequence[str], model: Collection[str]) -> list[str]:
+    """Returns the names that tensors have in a model, which may differ in the wrappers' words.
+
+    A name stays if the model has it, or has no tensor or several that could be meant.
+
+    Example:
+      >>> names_in_model(["_orig_mod.fc.weight"], ["module.fc.weight", "position_ids"])
+      ['module.fc.weight']
+    """
+    alike = {}
+    for name in model:
+        alike.setdefault(_bare(name), []).append(name)
+    renamed = []
+    for name in names:
+        of_model = alike.get(_bare(name), ())
+        if name in model or len(of_model) != 1:
+            of_model = [name]
+        renamed += of_model
+    return renamed
+
+
+def _bare(name: str) -> str:
+    """Returns a name without wrappers' words, and without each ``module`` that it begins with."""
+    (kept,) = _without([name], _WORDS)
+    return ".".join(itertools.dropwhile("module".__eq__, kept.split(".")))

@@ -116,7 +116,7 @@ def convert_to_torch(options: argparse.Namespace) -> None:
         layout = layout_of(like, layout, pairs)  # needs the values of the errors
         for record in like.powersgd:  # the rest needs only the shapes of the errors
             record.error_dict.update(hollow(record.error_dict))
-        like = dataclasses.replace(like, optimizer=hollow(like.optimizer))
+        like = dataclasses.replace(like, layout=layout, optimizer=hollow(like.optimizer))
         run = _parts(file.read())
         begin("converting")
         # `pop` leaves the only references to the call, which frees each part after its conversion.
@@ -124,7 +124,6 @@ def convert_to_torch(options: argparse.Namespace) -> None:
             run.pop(),
             run.pop(),
             like,
-            layout=layout,
             param_names=options.param_names or file.config.get("param_names"),
             pairs=pairs,
         )

@@ -11,7 +11,7 @@ import optax
 
 from torch_bridge._base.errors import CheckpointMismatch, Problems
 from torch_bridge._base.schema import is_optimizer
-from torch_bridge._base.tensors import clean_names, shape_of, to_numpy, trainable
+from torch_bridge._base.tensors import names_in_model, shape_of, to_numpy, trainable
 from torch_bridge._base.terminal import printable, some
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._pairing.pairs import Pair, unpaired
@@ -273,11 +273,7 @@ def read_entries(
     problems.raise_all()
     if not names:
         return {}
-    originals = {clean: name for name, clean in clean_names(list(model)).items()}
-    cleaned = clean_names(names)
-    named = {}
-    for name, entry in zip(names, entries, strict=True):
-        named[originals.get(cleaned[name], name)] = entry
+    named = dict(zip(names_in_model(names, model), entries, strict=True))
     if len(named) < len(entries):
         raise ValueError("`param_names` names a parameter twice. Name each parameter once.")
     _refuse_others(named, model)

@@ -25,7 +25,7 @@ import numpy as np
 from jaxcomp.extend import is_compressed
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import BUFFERS
-from torch_bridge._base.tensors import is_tensor, prefixes, shape_of, to_numpy, unwrapped
+from torch_bridge._base.tensors import is_tensor, names_in_model, shape_of, to_numpy
 
 _KINDS = {"error_dict": "error", "p_memory_dict": "P", "q_memory_dict": "Q"}
 _FORMAT = {"format": "torch_bridge.BucketLayout", "version": 1}
@@ -40,7 +40,7 @@ class BucketEntry:
     """One parameter in a bucket.
 
     Attributes:
-      name: The parameter's name in the model, without ``module.``.
+      name: The parameter's name in the model.
       shape: The length of each axis.
       strides: The stride of each axis in the bucket, in elements.
 
@@ -136,8 +136,8 @@ class BucketPart(NamedTuple):
 class BucketLayout:
     """The parameters of each bucket, in order; the position of a bucket is its index in torch.
 
-    The names have no prefixes of wrappers (``module.``, ``_orig_mod.``), as in a `Checkpoint`. A
-    model of its own may have a module of that name; `named_as` then gives the model's names.
+    A `Checkpoint` has the layout with the names of its model. `named_as` does the same for another
+    model, whose names may have other prefixes of wrappers (``module.``, ``_orig_mod.``).
 
     Example:
       >>> import numpy as np
@@ -152,15 +152,6 @@ class BucketLayout:
     buckets: tuple[tuple[BucketEntry, ...], ...]
 
     def __post_init__(self) -> None:
-        # All names at once, because a wrapper's word is one that all of them begin with.
-        names = iter(unwrapped(self.names))
-        buckets = []
-        for bucket in self.buckets:
-            entries = []
-            for entry in bucket:
-                entries.append(dataclasses.replace(entry, name=next(names)))
-            buckets.append(tuple(entries))
-        object.__setattr__(self, "buckets", tuple(buckets))
         counts = collections.Counter(self.names)
         twice = counts - collections.Counter(set(self.names))
         if twice:
@@ -222,27 +213,19 @@ class BucketLayout:
         return cls(tuple(tuple(map(entries.__getitem__, names)) for names in order))
 
     def named_as(self, model: Collection[str]) -> BucketLayout:
-        """Returns the layout with the names of a model that keeps a prefix of wrappers.
+        """Returns the layout with the names that a model has for the same parameters.
 
-        A layout drops a word that all parameters begin with, such as ``module.``. A model has it in
-        its names if an entry that is no parameter, such as a buffer, begins otherwise.
+        Args:
+          model: The names of a model's tensors.
         """
-        if model and not set(self.names) <= set(model):
-            for prefix in sorted(prefixes(model)):  # the same one in every process
-                if {prefix + name for name in self.names} <= set(model):
-                    return self._behind(prefix)
-        return self
-
-    def _behind(self, prefix: str) -> BucketLayout:
+        names = iter(names_in_model(self.names, model))
         buckets = []
         for bucket in self.buckets:
             entries = []
             for entry in bucket:
-                entries.append(dataclasses.replace(entry, name=prefix + entry.name))
+                entries.append(dataclasses.replace(entry, name=next(names)))
             buckets.append(tuple(entries))
-        layout = BucketLayout(())
-        object.__setattr__(layout, "buckets", tuple(buckets))  # a new one would drop the prefix
-        return layout
+        return BucketLayout(tuple(buckets))
 
     def to_json(self) -> str:
         """Writes the layout as JSON text."""

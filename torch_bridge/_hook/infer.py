@@ -71,7 +71,7 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     trained = [every]
     if frozen:
         trained.insert(0, list(itertools.filterfalse(frozen.__contains__, every)))
-    test = _Test(checkpoint, BucketLayout.from_order([every], model).named_as(model).entries)
+    test = _Test(checkpoint, BucketLayout.from_order([every], model).entries)
     fitting: dict[Any, tuple[str, BucketLayout]] = {}
     reasons = []
     candidates = [_orders(names, test) for names in filter(test.fits, trained)]
@@ -89,7 +89,7 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
             break
     if len(fitting) == 1:
         _, layout = next(iter(fitting.values()))
-        return layout.named_as(model)
+        return layout
     if fitting:
         more = ""
         if checkpoint.missing_ranks and test.lengths:

@@ -154,7 +154,7 @@ def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
         text = fields.get("layout")
         if text is not None:
             budget.claim(PARSED_BYTES * len(text))
-            fields["layout"] = BucketLayout.from_json(text)
+            fields["layout"] = BucketLayout.from_json(text).named_as(fields["model"])
         extra = fields.setdefault("extra", {})
         if not isinstance(extra, dict):
             extra = {}

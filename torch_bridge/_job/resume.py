@@ -131,6 +131,7 @@ def resume_powersgd(
             "run forward and backward through `ddp_model` itself, not inside no_sync()."
         )
     present = record_layout(ddp_model)
+    layout = layout.named_as(present.names)
     if present != layout:
         _reorder(state, layout, present)
     state.iter = count
