@@ -141,6 +141,7 @@ _MARKS = {
     "random numbers": ({"python", "numpy", "cpu"}, {"torch_manual_seed"}),
     "DeepSpeed": ({"ds_version"},),
 }
+KINDS = tuple(_MARKS)
 
 
 def is_state(value: object, kind: str) -> bool:

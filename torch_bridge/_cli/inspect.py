@@ -64,8 +64,9 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
         "example": checkpoint.example,
     }
     missing = []
+    unread = checkpoint.unread()
     for kind, sentence in _DISPENSABLE.items():
-        places = checkpoint.unread(kind)
+        places = unread.get(kind)
         if places:
             sentence += f". {some(list(places))} may be it"
         if present[kind] is None:
@@ -104,7 +105,7 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
     if wild:
         afresh = "(never used, or the run diverged); it starts afresh"
         missing.append(f"a finite state of {some(list(wild))} {afresh}")
-    notes = list(doubts_of_file(checkpoint, False))
+    notes = list(doubts_of_file(checkpoint, unread, False))
     readable = "the optimizer" not in dict(problems.errors)
     if checkpoint.optimizer is not None and checkpoint.model and readable:
         notes += doubts_of_schedulers(checkpoint.optimizer["param_groups"], scheduled=False)

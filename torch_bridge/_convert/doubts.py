@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -47,9 +47,16 @@ _SCALED = 500
 _LARGEST = 1e9  # of a norm to which somebody clips
 
 
-def doubts_of_absence(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yields a warning if the file has no hook state, or no optimizer, under the usual names."""
-    states = list(checkpoint.unread("PowerSGDState"))
+def doubts_of_absence(
+    checkpoint: Checkpoint, unread: Mapping[str, Collection[str]]
+) -> Iterator[str]:
+    """Yields a warning if the file has no hook state, or no optimizer, under the usual names.
+
+    Args:
+      checkpoint: The checkpoint.
+      unread: What `Checkpoint.unread` returns.
+    """
+    states = list(unread["PowerSGDState"])
     if not checkpoint.powersgd and (states or "powerSGD" in (checkpoint.hook or "")):
         seems = f"{states[0]} looks like one: " if states else ""
         yield (
@@ -58,7 +65,7 @@ def doubts_of_absence(checkpoint: Checkpoint) -> Iterator[str]:
         )
     if checkpoint.optimizer is not None:
         return
-    others = list(checkpoint.unread("optimizer"))
+    others = list(unread["optimizer"])
     if others:
         yield (
             "The checkpoint has no optimizer under the usual names, so that the chain has none. "
@@ -74,11 +81,14 @@ def doubts_of_absence(checkpoint: Checkpoint) -> Iterator[str]:
     )
 
 
-def doubts_of_file(checkpoint: Checkpoint, scheduled: bool) -> Iterator[str]:
+def doubts_of_file(
+    checkpoint: Checkpoint, unread: Mapping[str, Collection[str]], scheduled: bool
+) -> Iterator[str]:
     """Yields a warning for each entry of the file that may change what the other entries mean.
 
     Args:
       checkpoint: The checkpoint.
+      unread: What `Checkpoint.unread` returns.
       scheduled: Whether the user passed a learning rate.
     """
     names = checkpoint.extra.keys() | checkpoint.model.keys()
@@ -98,13 +108,13 @@ def doubts_of_file(checkpoint: Checkpoint, scheduled: bool) -> Iterator[str]:
     optimizer = checkpoint.optimizer
     if optimizer is None or not is_optimizer(optimizer):
         return
-    others = list(checkpoint.unread("optimizer"))
+    others = list(unread["optimizer"])
     if others:
         yield (
             f"The file has further optimizers, which are left out: {some(others)}. Convert each "
             "with optimizer_from_torch, and the parameters that it updates."
         )
-    schedulers = list(checkpoint.unread("scheduler"))
+    schedulers = list(unread["scheduler"])
     # `doubts_of_schedulers` warns if one has written `initial_lr` beside `lr`.
     scheduled = scheduled or any("initial_lr" in group for group in optimizer["param_groups"])
     if schedulers and not scheduled:

@@ -239,8 +239,9 @@ def to_flax(
             taken = plan.taken(step, calls)
     problems.raise_all()
     # What the file may mean that it does not say.
-    doubts = list(doubts_of_absence(checkpoint))
-    doubts += doubts_of_file(checkpoint, learning_rate is not None)
+    unread = checkpoint.unread()
+    doubts = list(doubts_of_absence(checkpoint, unread))
+    doubts += doubts_of_file(checkpoint, unread, learning_rate is not None)
     doubts += doubts_of_dtypes(params, like)
     if plan:
         doubts += doubts_of_steps(plan, layout, calls, step)

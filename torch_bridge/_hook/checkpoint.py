@@ -18,7 +18,7 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.plain import expression, nested
-from torch_bridge._base.schema import PowerSGDRecord, is_state
+from torch_bridge._base.schema import KINDS, PowerSGDRecord, is_state
 from torch_bridge._base.tensors import storage_key
 from torch_bridge._hook.buckets import BucketLayout
 
@@ -68,20 +68,22 @@ class Checkpoint:
         """Returns True if errors of some ranks are missing, or if the world size is unknown."""
         return self.world_size is None or len(self.powersgd) < self.world_size
 
-    def unread(self, kind: str) -> dict[str, Any]:
-        """Returns what seem to be states of one kind in `extra`, by their Python expressions.
+    def unread(self) -> dict[str, dict[str, Any]]:
+        """Sorts what seem to be states in `extra` by their kinds.
 
-        Args:
-          kind: ``"optimizer"``, ``"PowerSGDState"``, ``"scheduler"`` or ``"GradScaler"``.
+        Returns:
+          ``"optimizer"``, ``"PowerSGDState"``, ``"scheduler"``, ``"GradScaler"`` and other kinds ->
+          Python expression of the entry -> state.
 
         Example:
-          >>> Checkpoint({}, extra={"ema": {"param_groups": []}}).unread("optimizer")
+          >>> Checkpoint({}, extra={"ema": {"param_groups": []}}).unread()["optimizer"]
           {"checkpoint.extra['ema']": {'param_groups': []}}
         """
-        states = {}
+        states = {kind: {} for kind in KINDS}
         for keys, value in nested(self.extra):
-            if is_state(value, kind):
-                states[expression(keys)] = value
+            for kind, entries in states.items():
+                if is_state(value, kind):
+                    entries[expression(keys)] = value
         return states
 
     def record(self, rank: int, world_size: int | None = None) -> PowerSGDRecord:
@@ -179,7 +181,7 @@ def loss_scale_of(checkpoint: Checkpoint) -> float:
     if checkpoint.loss_scale is not None:
         return checkpoint.loss_scale
     scales = {}
-    for place, scaler in checkpoint.unread("GradScaler").items():
+    for place, scaler in checkpoint.unread()["GradScaler"].items():
         scale = scaler.get("scale", scaler.get("loss_scale"))
         if isinstance(scale, np.ndarray) and scale.size == 1:
             scale = scale.item()

@@ -352,7 +352,7 @@ def _merge_ranks(parts: Sequence[tuple[pathlib.Path, Checkpoint]]) -> Checkpoint
                 wrong.append(f"{file}: {line}")
         if len(part.powersgd) != 1:
             wrong.append(f"{file}: {len(part.powersgd)} hook states where one was expected")
-            for place in part.unread("PowerSGDState"):
+            for place in part.unread()["PowerSGDState"]:
                 wrong.append(f"{place} looks like one: save it as 'comm_hook_state'")
     for file, count in files.items():
         if count > 1:
