@@ -15,7 +15,10 @@ from torch_bridge._cli import arguments
 from torch_bridge._cli.convert import convert_to_flax, convert_to_torch
 from torch_bridge._cli.inspect import inspect
 
-OK, UNUSABLE, USAGE, UNSAFE = 0, 1, 2, 3
+OK = 0
+UNUSABLE = 1
+USAGE = 2
+UNSAFE = 3
 INTERRUPTED = 130  # the exit code that a shell gives after Ctrl-C
 _COMMANDS = {"inspect": inspect, "to-flax": convert_to_flax, "to-torch": convert_to_torch}
 # Argument of Python -> its option, if the option is not just the argument's name.

@@ -53,8 +53,10 @@ class CheckpointMismatch(ValueError):
         parameters: Sequence[str] = (),
     ) -> None:
         self.message = message
-        self.missing, self.unexpected = tuple(missing), tuple(unexpected)
-        self.mis_shaped, self.ambiguous = tuple(mis_shaped), tuple(ambiguous)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.mis_shaped = tuple(mis_shaped)
+        self.ambiguous = tuple(ambiguous)
         self.parameters = tuple(parameters)
         lines = [printable(message, keep="\n")]
         for name in _LISTS:

@@ -250,10 +250,9 @@ def _check_out(options: argparse.Namespace) -> None:
         )
     if not os.path.lexists(out):  # a link to a missing file counts as existing
         return
-    kinds = ("file", "folder")
-    if out.is_dir() != to_folder:
-        raise CheckpointMismatch(
-            f"{out} is a {kinds[not to_folder]}. --out must be a {kinds[to_folder]} here."
-        )
+    if to_folder and not out.is_dir():
+        raise CheckpointMismatch(f"{out} is a file. --out must be a folder here.")
+    if out.is_dir() and not to_folder:
+        raise CheckpointMismatch(f"{out} is a folder. --out must be a file here.")
     if not (to_folder or options.force):
         raise CheckpointMismatch(f"{out} is there already. Pass --force to overwrite it.")

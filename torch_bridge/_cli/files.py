@@ -23,7 +23,8 @@ from torch_bridge._base.terminal import some
 from torch_bridge._pairing.leaves import hollow
 
 # The names that examples/language_model/checkpoints.py uses.
-_STATE, _CONFIG = "state", "config"
+_STATE = "state"
+_CONFIG = "config"
 _SUMS = "SHA256SUMS"  # a file in the step's folder, in the format of sha256sum
 
 
@@ -48,7 +49,8 @@ def write_flax(
     with tempfile.TemporaryDirectory(
         prefix=f".{name}.", suffix=".tmp", dir=path, ignore_cleanup_errors=True
     ) as folder:
-        new, old = pathlib.Path(folder, name), pathlib.Path(f"{folder}.old")
+        new = pathlib.Path(folder, name)
+        old = pathlib.Path(f"{folder}.old")
         _save(new.parent, int(name), jax.tree.map(np.asarray, dict(state)), dict(config))
         (new / _SUMS).write_text("".join(f"{line}\n" for line in _sums(new)))
         if place.exists():

@@ -139,7 +139,8 @@ def _facts(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> dict[str, s
             facts["loss scale"] = f"one of {', '.join(error.ambiguous)}"
     optimizer: Any = checkpoint.optimizer
     if is_optimizer(optimizer):
-        groups, states = len(optimizer["param_groups"]), len(optimizer["state"])
+        groups = len(optimizer["param_groups"])
+        states = len(optimizer["state"])
         facts["optimizer"] = f"{groups} group(s), state of {states} parameters"
     elif optimizer is not None:
         facts["optimizer"] = "not as an optimizer's state_dict() has it"
@@ -153,11 +154,13 @@ def _facts(checkpoint: Checkpoint, record: PowerSGDRecord | None) -> dict[str, s
 
 def _text(summary: Mapping[str, Any]) -> str:
     """Returns a summary as text: the facts, a table of parameters, and the missing parts."""
-    facts, parameters = summary["facts"], summary["parameters"]
+    facts = summary["facts"]
+    parameters = summary["parameters"]
     width = max(map(len, facts))
     lines = [_FACT.format(title, width, printable(value)) for title, value in facts.items()]
     lines += ["", _LINE.format(*_HEADER)]
-    dense = sent = 0
+    dense = 0
+    sent = 0
     for number, row in enumerate(parameters):
         size = math.prod(row["shape"])
         dense += size

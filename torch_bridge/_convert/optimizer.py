@@ -36,7 +36,8 @@ from torch_bridge._pairing.pairs import Pair, leaves_from_torch, names_in, tenso
 Path: TypeAlias = tuple[str, ...]
 Rates: TypeAlias = optax.ScalarOrSchedule | Sequence[optax.ScalarOrSchedule] | None
 _FROZEN = "frozen"
-HELD, UNUSED = "_held", "_unused"
+HELD = "_held"
+UNUSED = "_unused"
 _PAUSES = {"": None, UNUSED: until_gradient, HELD: held}
 
 

@@ -92,8 +92,9 @@ class Hyperparameters(NamedTuple):
         values: dict[str, Any] = {"betas": (_number("betas", first), _number("betas", second))}
         for name in ("lr", "weight_decay", "momentum", "eps"):
             values[name] = _number(name, group.get(name, 0))
-        maximize, nesterov = bool(group.get("maximize")), bool(group.get("nesterov"))
-        return cls(algorithm, maximize=maximize, nesterov=nesterov, **values)
+        for name in ("maximize", "nesterov"):
+            values[name] = bool(group.get(name))
+        return cls(algorithm, **values)
 
     def transformation(
         self,

@@ -98,7 +98,8 @@ def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> 
     arrays = tensors_from_flax(paired.pairs, flatten_tree(params).leaves)
     apart = []
     for name, first in tied(like).items():
-        ours, other = arrays.get(name), arrays.get(first)
+        ours = arrays.get(name)
+        other = arrays.get(first)
         if ours is None or other is None or ours is other:
             continue
         if not np.array_equal(ours, other, equal_nan=True):

@@ -212,7 +212,8 @@ def _common_matrices(
       CheckpointMismatch: Only one side compresses a matrix, or the sides compress different
         matrices; the error lists all.
     """
-    rank, rate = record.matrix_approximation_rank, record.min_compression_rate
+    rank = record.matrix_approximation_rank
+    rate = record.min_compression_rate
     plans = dict(
         zip(leaves_by_path(params), plan_leaves(params, rank, rate, matrix_dims), strict=True)
     )
@@ -224,7 +225,8 @@ def _common_matrices(
     for pair in pairs:
         if pair.torch_name not in names:
             continue  # frozen in torch
-        plan, part = plans[pair.path], parts[names[pair.torch_name]]
+        plan = plans[pair.path]
+        part = parts[names[pair.torch_name]]
         rows, cols = part.entry.matrix
         columns = None
         if part.rank:
@@ -314,7 +316,8 @@ def powersgd_to_torch(
       >>> back.iter, back.start_powerSGD_iter, back.q_memory_dict[0].shape
       (7, 9, torch.Size([12]))
     """
-    like, params = like or Checkpoint({}), trained(params)
+    like = like or Checkpoint({})
+    params = trained(params)
     layout = named_layout(layout, like.model)
     pairs = paired_for(like.model or layout.entries, params, pairs).pairs
     record = record_of_state(state, params, layout, like, matrix_dims, pairs)
@@ -401,7 +404,8 @@ def _as_before(record: PowerSGDRecord, old: PowerSGDRecord, scale: float) -> Non
     """
     overflown = []
     for name in BUFFERS:
-        buffers, before = getattr(record, name), getattr(old, name)
+        buffers = getattr(record, name)
+        before = getattr(old, name)
         for bucket, buffer in buffers.items():
             known = before.get(bucket, buffer)
             if name == "p_memory_dict":

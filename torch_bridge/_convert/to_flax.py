@@ -254,20 +254,26 @@ def to_flax(
     if consume:
         for record in checkpoint.powersgd:
             record.error_dict.clear()
-    optimizer = plan and plan.transformation(trained_params)
+    optimizer = None
     optimizer_state = None
-    if plan and optimizer:
+    named_groups = None
+    if plan:
+        optimizer = plan.transformation(trained_params)
         optimizer_state = plan.state(optimizer.init(trained_params), taken)
+        named_groups = plan.with_names()
     completed = None
     if consume:
         checkpoint.model.clear()
         (checkpoint.optimizer or {}).clear()
     else:
-        named_groups = plan and plan.with_names()
         completed = dataclasses.replace(checkpoint, layout=layout, optimizer=named_groups)
     if step is None:
         step = taken if calls is None else calls
-    apart = paired.apart
+    difference = None
+    control = None
+    if paired.apart:
+        difference = paired.apart.largest
+        control = paired.apart.control
     return FlaxRun(
         params,
         reducer,
@@ -275,9 +281,9 @@ def to_flax(
         optimizer,
         optimizer_state,
         step,
-        apart and apart.largest,
+        difference,
         paired.pairs,
-        apart and apart.control,
+        control,
         completed,
         matrix_dims,
     )

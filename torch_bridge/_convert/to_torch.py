@@ -192,7 +192,9 @@ def _refuse_others(pairs: Pairs, params: Any, model: Mapping[str, Any]) -> None:
         are missing or have other shapes. The error lists all.
     """
     leaves = flatten(params).leaves
-    lacking, missing, wrong = {}, {}, {}  # the keys, because several pairs may have one tensor
+    lacking = {}  # the keys count in all three, because several pairs may have one tensor
+    missing = {}
+    wrong = {}
     for one in pairs:
         name = one.torch_name
         if one.path not in leaves:

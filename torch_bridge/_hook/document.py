@@ -45,7 +45,8 @@ def make_document(checkpoint: Checkpoint) -> dict[str, Any]:
       checkpoint: A checkpoint whose model, optimizer and errors are tensors. All ranks must have
         the same hook state except for the errors.
     """
-    ranks, layout = checkpoint.powersgd, checkpoint.layout
+    ranks = checkpoint.powersgd
+    layout = checkpoint.layout
     example = None
     if checkpoint.example is not None:
         inputs, outputs = checkpoint.example

@@ -206,7 +206,8 @@ def _fields(value: dict[Any, Any]) -> dict[str, Any]:
         for name in names:
             if fields[field] is None and isinstance(rest.get(name), kind):
                 fields[field] = rest.pop(name)
-    hook, state = fields["hook"], fields.pop("powersgd")
+    hook = fields["hook"]
+    state = fields.pop("powersgd")
     if hook is not None:
         fields["hook"] = hook.name.rpartition(".")[2]
     if is_state(state, "PostLocalSGDState"):
@@ -302,7 +303,8 @@ def _merge(parts: Sequence[tuple[pathlib.Path, Checkpoint]]) -> Checkpoint:
         else:
             optimizers.append(part.optimizer)
     if not ranks:
-        ranks, optimizers = parts[:1], optimizers[1:]
+        ranks = parts[:1]
+        optimizers = optimizers[1:]
     whole = _of_shards(ranks) or _merge_ranks(ranks)
     if whole.optimizer is not None:
         optimizers.append(whole.optimizer)

@@ -183,7 +183,8 @@ def _reorder(state: PowerSGDState, old: BucketLayout, new: BucketLayout) -> None
             setattr(state, name, buffers)
     for name, part in new.parts(state).items():  # views of the new buffers
         for field in _FIELDS:
-            view, array = getattr(part, field), getattr(before[name], field)
+            view = getattr(part, field)
+            array = getattr(before[name], field)
             if view is not None and array is not None:
                 view[...] = array
     for name in BUFFERS:

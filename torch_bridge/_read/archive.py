@@ -170,8 +170,10 @@ class _Entries:
         try:
             with self._archive.open(info) as entry:
                 into = entry.readinto  # type: ignore[attr-defined] (missing in typeshed's IO)
-                while count := into(raw.data[filled : filled + _CHUNK]):
-                    filled += count  # after the last byte zipfile checks the CRC
+                count = 1
+                while count:  # once more after the last byte, when zipfile checks the CRC
+                    count = into(raw.data[filled : filled + _CHUNK])
+                    filled += count
             if filled != raw.size:
                 raise zipfile.BadZipFile("shorter than its directory says")
         except MemoryError:

@@ -212,8 +212,9 @@ def _device(kind: Any, index: Any = None) -> str:
 
 
 def _complex(real: Any, imag: Any = 0.0) -> complex:
-    kinds, where = (int, float), "in a complex number"
-    return complex(expect(real, kinds, where), expect(imag, kinds, where))
+    for part in (real, imag):
+        expect(part, (int, float), "in a complex number")
+    return complex(real, imag)
 
 
 def _numpy_dtype(code: Any, *_: Any) -> np.dtype:

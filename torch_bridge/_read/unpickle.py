@@ -36,7 +36,9 @@ _LONGEST_NAME = 200  # characters of a global's name; the longest on the allow-l
 _COPIES = 4
 # Bytes of memory: for the first use of a global, for the record of a container, and for each value
 # that a file uses again (64 characters count as one value), since a walk visits that value again.
-_NAME, _CONTAINER, _AGAIN = 512, 224, 64
+_NAME = 512
+_CONTAINER = 224
+_AGAIN = 64
 # Every supported opcode, by the most bytes of memory that it takes, with its entries on the stack
 # and in a container.
 _OPCODES = {

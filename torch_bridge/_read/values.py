@@ -15,8 +15,10 @@ from torch_bridge._base.errors import CheckpointMismatch
 _ITEM = 160  # bytes of memory for an entry of a dictionary or set
 # The time to hash a key grows with its size, and a hostile file can choose numbers whose hashes
 # collide. The limit on comparisons, 16,384 keys with each other, takes half a second.
-_MAX_BITS, _MAX_PARTS = 64, 8
-_MAX_COMPARISONS, _TUPLE_COMPARISON = 1 << 27, 16
+_MAX_BITS = 64
+_MAX_PARTS = 8
+_MAX_COMPARISONS = 1 << 27
+_TUPLE_COMPARISON = 16
 
 
 class Malformed(CheckpointMismatch):
