@@ -180,6 +180,22 @@ def test_recorded_buckets_are_those_that_the_hook_gets(alone, cap, static):
     assert "frozen.weight" not in layout.names
 
 
+def test_parameters_that_are_frozen_or_not_since_ddp_was_made(alone):
+    net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
+    net[0].requires_grad_(False)
+    ddp = DistributedDataParallel(net)
+    for _ in range(3):
+        ddp(torch.ones(1, 8)).sum().backward()
+    recorded = record_layout(ddp)
+    assert recorded.names == ("2.bias", "2.weight", "1.bias", "1.weight")
+    net[0].requires_grad_(True)  # DDP's buckets do not get it, and its indices do not count it
+    assert record_layout(ddp) == recorded
+    net.requires_grad_(False)
+    net[1].requires_grad_(True)
+    with pytest.warns(UserWarning, match="2.bias, 2.weight: frozen after DDP had made its buckets"):
+        assert record_layout(ddp) == recorded
+
+
 def test_a_state_of_other_buckets_is_refused(alone):
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=1000)
     train(ddp, 3)

@@ -277,13 +277,55 @@ def test_complex_parameters_are_named(alone, tmp_path):
         optimizer.step()
     with pytest.raises(CheckpointMismatch, match="twice as many real numbers") as error:
         save_checkpoint(tmp_path / "c.pt", ddp, state)
-    assert error.value.unexpected == ("weight", "bias")
+    assert set(error.value.unexpected) == {"weight", "bias"}
     save_checkpoint(tmp_path / "c.pt", ddp, None, optimizer=optimizer)
     checkpoint = load(tmp_path / "c.pt")
     with pytest.raises(CheckpointMismatch, match="a complex parameter for two real ones"):
         converted(checkpoint, like)
     run, _ = converted(dataclasses.replace(checkpoint, optimizer=None, hook=None), like)
     assert_array_equal(run.params["kernel"], module.weight.detach().numpy().T)
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_what_was_frozen_before_compression_began_is_frozen(alone, tmp_path, has_state):
+    net = torch.nn.Sequential(torch.nn.Linear(24, 16), torch.nn.Linear(16, 24))
+    _, _, optimizer = ddp_job(net)  # SGD keeps a momentum for both layers, and no count of steps
+    net[0].requires_grad_(False)
+    ddp = DistributedDataParallel(net)
+    state = powerSGD_hook.PowerSGDState(None, 2) if has_state else None
+    save_checkpoint(tmp_path / "c.pt", ddp, state, optimizer=optimizer)
+    like = linears(layers_0=(24, 16), layers_1=(16, 24))
+    run, said = converted(load(tmp_path / "c.pt"), like)
+    assert "layers_0/bias, layers_0/kernel: the optimizer has them and DDP's" in "".join(said)
+    gradients = jax.tree.map(np.ones_like, run.params)
+    updates, _ = run.optimizer.update(gradients, run.optimizer_state, run.params)
+    assert not np.any(updates["layers_0"]["kernel"])
+    assert np.all(updates["layers_1"]["kernel"])
+
+
+def resumed(state, layout):
+    """Returns a state with which a new job of one Linear goes on."""
+    ddp = DistributedDataParallel(torch.nn.Linear(24, 16))
+    resume_powersgd(ddp, state, layout, lambda: ddp(torch.ones(1, 24)).sum().backward())
+    return state
+
+
+def test_a_run_saved_before_compression_goes_back_after_it_began(alone, tmp_path):
+    ddp, state, optimizer = ddp_job(torch.nn.Linear(24, 16), start_powerSGD_iter=100)
+    save_checkpoint(tmp_path / "c.pt", ddp, state, optimizer=optimizer)
+    run, _ = converted(load(tmp_path / "c.pt"))
+    for count in (4, 200):
+        reducer_state = run.reducer_state._replace(count=jnp.int32(count))
+        to_torch(run.params, (reducer_state, run.optimizer_state), run, path=tmp_path / "back.pt")
+        checkpoint = load(tmp_path / "back.pt")
+        record = checkpoint.record(0)
+        state = resumed(state_from_record(record), checkpoint.layout)
+        assert state.iter == count
+        assert bool(state.q_memory_dict) == (count == 200)
+    with pytest.raises(CheckpointMismatch, match="hold other parameters than the layout"):
+        resumed(state_from_record(record), None)
+    fresh = resumed(powerSGD_hook.PowerSGDState(None, 2), None)  # has no buffers to lay out
+    assert fresh.start_powerSGD_iter == 1_000
 
 
 def test_a_state_of_post_local_sgd_is_named(alone, tmp_path):

@@ -78,7 +78,7 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
     parts = {}
     if record is not None:
         facts["layout"] = "unknown"
-    if record is not None and known is not None:
+    if record is not None and record.buckets and known is not None:
         source = "in the file" if checkpoint.layout else "inferred"
         facts["layout"] = f"{'given' if layout else source}, {len(known.buckets)} bucket(s)"
         if not known.misfits(record):

@@ -129,6 +129,8 @@ def filled_state(
     factors = {}
     afresh = []
     packed = []
+    if not record.buckets:  # compression has not begun, so nothing has to fit
+        layout = None
     matrices, exact = _common_matrices(params, pairs, record, layout, matrix_dims)
     for pair, part, q_rows in matrices:
         if not (_is_finite(part.error) and _is_finite(part.q)):

@@ -69,7 +69,7 @@ def state_from_record(record: PowerSGDRecord, process_group: Any = None) -> Powe
 def resume_powersgd(
     ddp_model: DistributedDataParallel,
     state: PowerSGDState,
-    layout: BucketLayout,
+    layout: BucketLayout | None,
     backward: Callable[[], object],
     *,
     hook: Callable[..., Any] | None = None,
@@ -85,7 +85,7 @@ def resume_powersgd(
     Args:
       ddp_model: A fresh ``DistributedDataParallel`` model, without a hook.
       state: The state that `state_from_record` or `powersgd_to_torch` returned.
-      layout: The layout that `state` was made with.
+      layout: The layout that `state` was made with; None if compression had not begun.
       backward: Runs one forward and backward pass of `ddp_model` that reaches all parameters.
       hook: The hook to register: a wrapped hook (``fp16_compress_wrapper(powerSGD_hook)``), or your
         own function around it. None means torch's ``powerSGD_hook``. Over gloo None means
@@ -111,6 +111,7 @@ def resume_powersgd(
     """
     dist = import_torch("torch.distributed")
     require(ddp_model=ddp_model, state=state)
+    layout = layout or BucketLayout(())
     count = state.iter
     start = state.start_powerSGD_iter
     begun = holds_buffers(state)
@@ -130,10 +131,11 @@ def resume_powersgd(
             "DDP has not rebuilt its buckets, and the state needs their new order. Let `backward` "
             "run forward and backward through `ddp_model` itself, not inside no_sync()."
         )
-    present = record_layout(ddp_model)
-    layout = layout.named_as(present.names)
-    if present != layout:
-        _reorder(state, layout, present)
+    if begun:
+        present = record_layout(ddp_model)
+        layout = layout.named_as(present.names)
+        if present != layout:
+            _reorder(state, layout, present)
     state.iter = count
     # The rebuild is over, so a state that had begun need not wait for it any more.
     state.start_powerSGD_iter = count if begun else start

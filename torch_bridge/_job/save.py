@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from torch_bridge._base.framework import import_torch
 from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.schema import BUFFERS, PowerSGDRecord, record_from_slots
 from torch_bridge._base.tensors import to_numpy
-from torch_bridge._base.terminal import printable
+from torch_bridge._base.terminal import printable, some
 from torch_bridge._hook.arguments import hook_name
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
@@ -50,8 +51,11 @@ def record_layout(
 
     Raises:
       CheckpointMismatch: The state was made for buckets of other sizes, or DDP has not rebuilt its
-        buckets yet.
+        buckets yet. Or a parameter is complex.
       TypeError: `ddp_model` is not a ``DistributedDataParallel`` model.
+
+    Warns:
+      UserWarning: Parameters were frozen after DDP had made its buckets.
 
     Example:
       In a job with the model ``torch.nn.Linear(8, 4)``:
@@ -60,9 +64,24 @@ def record_layout(
       (36,)
     """
     require(ddp_model=ddp_model, state=state)
-    parameters = _bucketed(ddp_model)
-    order = _present_order(ddp_model, parameters)
-    layout = BucketLayout.from_order(order, parameters)
+    parameters = dict(ddp_model.module.named_parameters())
+    layout = BucketLayout.from_order(_present_order(ddp_model), parameters)
+    complex_ones = [name for name in layout.names if parameters[name].is_complex()]
+    if complex_ones:
+        raise CheckpointMismatch(
+            "DDP stores a complex parameter in its buckets as twice as many real numbers, and the "
+            "hook compresses another matrix than the parameter. Such a hook state cannot be "
+            "converted; save the checkpoint with state=None.",
+            unexpected=complex_ones,
+        )
+    frozen = sorted(set(layout.names) - set(_trained(ddp_model)))
+    if frozen:
+        warnings.warn(
+            f"{some(frozen)}: frozen after DDP had made its buckets, which still have them. A "
+            "layout does not show that, so freeze them in JAX, too: with optax.set_to_zero in an "
+            "optax.multi_transform.",
+            stacklevel=2,
+        )
     if state is None:
         return layout
     wrong = layout.misfits(state)
@@ -81,47 +100,33 @@ def record_layout(
     return layout
 
 
-def _bucketed(ddp_model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """Returns the parameters that DDP reduces, by name, in the order of their definition.
+def _trained(ddp_model: DistributedDataParallel) -> list[str]:
+    """Returns the names of the parameters that are not frozen, in the order of their definition.
 
-    A tied parameter occurs once; a frozen parameter does not occur.
-
-    Raises:
-      CheckpointMismatch: A parameter is complex.
+    A tied parameter occurs once. DDP made its buckets of the parameters that were not frozen then.
     """
     ignored = getattr(ddp_model, "parameters_to_ignore", ())
-    parameters = {}
-    complex_ones = []
+    trained = []
     for name, parameter in ddp_model.module.named_parameters():
         if parameter.requires_grad and name not in ignored:
-            parameters[name] = parameter
-            if parameter.is_complex():
-                complex_ones.append(name)
-    if complex_ones:
-        raise CheckpointMismatch(
-            "DDP stores a complex parameter in its buckets as twice as many real numbers, and the "
-            "hook compresses another matrix than the parameter. Such a hook state cannot be "
-            "converted; save the checkpoint with state=None.",
-            unexpected=complex_ones,
-        )
-    return parameters
+            trained.append(name)
+    return trained
 
 
-def _present_order(
-    ddp_model: DistributedDataParallel, parameters: Mapping[str, torch.nn.Parameter]
-) -> list[list[str]]:
+def _present_order(ddp_model: DistributedDataParallel) -> list[list[str]]:
     """Returns the parameter names in each of DDP's buckets, in their order."""
     order = []
+    names = _trained(ddp_model)
     rebuilt = _logged(ddp_model).get("rebuilt_per_bucket_param_indices")
-    if rebuilt:
-        names = list(parameters)
+    # Indices count the parameters that were not frozen when DDP was made.
+    if rebuilt and len(rebuilt.replace(",", " ").split()) == len(names):
         for bucket in rebuilt.split(","):
             indices = map(int, bucket.split())
             order.append(list(map(names.__getitem__, indices)))
         return order
     # The buckets are not rebuilt, or DDP did not log them. For a moment this call takes as much
     # memory as all gradients.
-    known: dict[Any, str] = {p: name for name, p in parameters.items()}  # by identity
+    known: dict[Any, str] = {p: name for name, p in ddp_model.module.named_parameters()}
     for bucket in ddp_model.reducer._get_zeros_like_grad_buckets():
         order.append([known[parameter] for parameter in bucket.parameters()])
     return order
@@ -235,11 +240,13 @@ def save_checkpoint(
     if example is not None:
         inputs = example_inputs(example)
     group = getattr(state, "process_group", None) or ddp_model.process_group
-    layout = None
     errors = []
+    if state is not None and holds_buffers(state):
+        layout = record_layout(ddp_model, state)
+    else:  # no bucket has a state yet, but the names say which parameters are not frozen
+        parameters = dict(ddp_model.module.named_parameters())
+        layout = BucketLayout.from_order([_trained(ddp_model)], parameters)
     if state is not None:
-        if holds_buffers(state):
-            layout = record_layout(ddp_model, state)
         errors = _gather_errors(state, group)
     problem = [None]  # broadcast, so that no rank goes on believing in a file that is not there
     if dist.get_rank(group) == 0:
