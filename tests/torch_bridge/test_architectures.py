@@ -55,7 +55,11 @@ def test_without_an_example_the_answers_are_those_that_the_error_asks_for(name):
             for pattern, shape in answers[option].items():
                 assert f"{option}={{{pattern!r}: {shape}}}" in asked
         assert all(f"{option}=" in asked for option in answers)
-    variables = torch_bridge.params_from_torch(state, like, **answers)
+    said = contextlib.nullcontext()
+    if name == "GPT-2":  # whose c_attn packs query, key and value on both sides
+        said = pytest.warns(UserWarning, match="if the outputs are several parts")
+    with said:
+        variables = torch_bridge.params_from_torch(state, like, **answers)
     assert built.difference(variables) < 3e-6
 
 

@@ -481,6 +481,24 @@ def test_a_rule_without_the_order_of_the_rows_names_what_is_assumed():
     there_and_back(PACKED, like, rules, conv1d="")  # torch's own order
 
 
+def test_what_seems_packed_on_both_sides_is_named():
+    # 24 outputs, of which the next layer reads 8 and none reads all; the MLP has no such layer.
+    model, like = twins(qkv=(24, 8), proj=(8, 8), up=(32, 8), down=(8, 32), head=(10, 8))
+    said = {"conv1d": "", "flatten": {}, "unflatten": {}}
+    with pytest.warns(UserWarning, match="qkv: if the outputs are several parts") as caught:
+        params_from_torch(model, like, **said)
+    assert "rules={'qkv': '1*(qkv[0]|qkv[1])'}" in str(caught[0].message)
+    there_and_back(model, like, {"qkv": "1*(qkv[0]|qkv[1]|qkv[2])"}, **said)
+
+
+@pytest.mark.parametrize("shape", [(12, 36), (12, 36, 3)])
+def test_a_rule_orders_no_rows_of_a_weight_that_is_stored_in_out(shape):
+    model = {"packed.weight": values(*shape)}
+    like = kernels(qkv=(*shape[2:], *shape[:2]))
+    with pytest.raises(CheckpointMismatch, match=r"packed is stored \(in, out\)"):
+        params_from_torch(model, like, rules={"packed": "2*(qkv[0]|qkv[1]|qkv[2])"})
+
+
 WRONG_ORDERS = rows("""
 5*(q|k|v) | 15 equal blocks of rows, and it has 24
 q|k|q | names a Flax layer twice
@@ -577,8 +595,8 @@ def test_arguments_of_another_type_are_refused_in_one_sentence():
 
 
 def test_one_question_for_all_square_matrices():
-    model = model_of(fc0=(8, 8), fc1=(8, 8), out=(4, 4), wide=(8, 24), up=(24, 8))
-    like = kernels(fc0=(8, 8), fc1=(2, 4, 8), out=(4, 4), wide=(8, 24), up=(8, 24))
+    model = model_of(fc0=(8, 8), fc1=(8, 8), out=(4, 4), wide=(8, 24), up=(8, 24))
+    like = kernels(fc0=(8, 8), fc1=(2, 4, 8), out=(4, 4), wide=(8, 24), up=(24, 8))
     error = refused(model, like)
     assert [line.split(":")[0] for line in error.ambiguous] == [r"fc\d+|out"]
     assert error.parameters == ("rules", "conv1d", "ignore", "apply")

@@ -29,7 +29,7 @@ from torch_bridge._pairing.rules import Ruled, width_of
 Partners: TypeAlias = dict[Layer, Layer]
 _T = TypeVar("_T")
 # Numbers of parts of a packed Linear: (query, key, value), (key, value), the gates of a cell.
-_PACKED = (3, 2, 4)
+PACKED = (3, 2, 4)
 UNUSUAL = 1
 FITS = 2
 
@@ -342,7 +342,7 @@ def _divisions(layer: Layer, kinds: Iterable[Sequence[Layer]]) -> Iterator[Shape
     The parts are equal, or the queries of several heads share a key and a value.
     """
     rows, *inputs = layer.shape("weight")
-    for count in _PACKED:
+    for count in PACKED:
         if rows % count == 0:
             yield (1,) * count
     for alike in kinds:

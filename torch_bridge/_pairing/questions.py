@@ -17,7 +17,7 @@ from torch_bridge._pairing.kinds import CONV1D, CONV_TRANSPOSE, OUT_IN, Answer, 
 from torch_bridge._pairing.layers import OF_TORCH, Layer
 from torch_bridge._pairing.leaves import names_transposed
 from torch_bridge._pairing.maps import VERBS, Flow, Reading
-from torch_bridge._pairing.match import Group, Match, Partners, grouped
+from torch_bridge._pairing.match import PACKED, Group, Match, Partners, grouped
 from torch_bridge._pairing.options import Flattened, maps_of, size_of
 
 _SHOWN = 4  # the most layers that are listed by name
@@ -145,8 +145,15 @@ def answered(match: Match, partners: Partners) -> tuple[Reading, list[str]]:
             elif form:
                 wrong.append(f"{layer} <-> {reading.partners[layer]}, with {option}: {form}")
     for layer, packing in match.ruled.packings.items():
-        if layer in reading.partners:
-            reading.answers[layer] = reading.answer(layer)._replace(packing=packing)
+        if layer not in reading.partners:
+            continue
+        reading.answers[layer] = reading.answer(layer)._replace(packing=packing)
+        usual = join(layer, reading.partners[layer]).forms[:1]
+        if not {reading.answer(layer).form, *usual}.isdisjoint((CONV1D, CONV_TRANSPOSE)):
+            wrong.append(
+                f"{layer} is stored (in, out), and a rule can order rows alone: convert the model "
+                "with its transposed weight"
+            )
     flow = Flow(reading)
     for option in VERBS:
         moving = {}  # answers with a shape -> whether they name a layer that has values to move
@@ -193,7 +200,8 @@ class Questions:
       asked: The open questions, each a line of text that says how to answer.
       has_likely_map: Whether a layer directly beside a convolution probably has a flattened map.
       assumed: A line of text for each question that ``plain=True`` answers, although neither names
-        nor shapes of other layers support the answer.
+        nor shapes of other layers support the answer. And one for each kind of layer that seems to
+        be packed.
     """
 
     def __init__(self, match: Match, reading: Reading) -> None:
@@ -204,6 +212,7 @@ class Questions:
         self._options = match.options
         self._ask_forms(match, reading)
         flow = Flow(reading)
+        self._assume_orders(flow, match, reading)
         for option in VERBS:
             if getattr(match.options, option) is None:
                 self._ask_maps(flow, option)
@@ -243,6 +252,32 @@ class Questions:
             self.asked.append(line)
         for option, layers in assumed.items():
             self.assumed.append(_ASSUMED_FORMS[option].format(listed(layers)))
+
+    def _assume_orders(self, flow: Flow, match: Match, reading: Reading) -> None:
+        """Names the layers that seem to pack several parts, whose order no shape shows.
+
+        The next layer reads one part, and no layer reads all.
+        """
+        kernels = []
+        for layer, target in reading.partners.items():
+            if layer.sort == "weight" and target.sort == "kernel":
+                kernels.append(layer)
+        gives = flow.facing["flatten"]
+        reads = flow.facing["unflatten"]
+        packed = []
+        for layer, following in itertools.pairwise(kernels):
+            is_known = layer.share or layer in match.ruled.partners or layer.is_packed_by_torch()
+            is_part = gives[layer] in [count * (reads[following] or 0) for count in PACKED]
+            if is_part and gives[layer] not in reads.values() and not is_known:
+                packed.append(layer)
+        if packed:
+            name = re.escape(str(packed[0]))
+            path = reading.partners[packed[0]]
+            self.assumed.append(
+                f"{listed(packed)}: if the outputs are several parts, both sides have them in one "
+                f"order (rules={{{name!r}: '1*({path}[0]|{path}[1])'}} says so of two, and "
+                "'12*(...)' that in torch each of 12 heads has rows of every part)"
+            )
 
     def _ask_maps(self, flow: Flow, option: str) -> None:
         """Asks for each layer that may read or output a map, and names norms of the same width."""
