@@ -490,6 +490,16 @@ def test_separate_kernels_for_a_packed_one_are_told_the_way():
     assert "np.concatenate" not in str(error.value)
 
 
+def test_layers_that_flax_stacks_are_told_the_way():
+    names = [f"experts.{k}.{name}.weight" for k in range(4) for name in ("up", "gate")]
+    like = {"experts": kernels(up=(4, 8, 8), gate=(4, 8, 8))}
+    model = {name: values(8, 8) for name in names}
+    with pytest.raises(CheckpointMismatch, match=r"nn\.scan or nn\.vmap") as error:
+        torch_bridge.params_from_torch(model, like)
+    assert "np.stack(leaves)" in error.value.message
+    assert "np.concatenate" not in error.value.message
+
+
 def test_an_example_without_the_flax_model_is_not_left_out_in_silence():
     with pytest.raises(ValueError, match="`apply` is missing"):
         torch_bridge.to_flax(run(), LIKE, example=((values(2, 32),), values(2, 48)))

@@ -37,6 +37,11 @@ _PACKED_IN_FLAX = (
     "A Flax kernel that packs several (query, key and value) cannot be filled from separate torch "
     "weights: convert into a tree with separate kernels, and join them with np.concatenate. "
 )
+_STACKED_IN_FLAX = (
+    "The Flax tree stacks layers that torch has one by one (nn.scan or nn.vmap). Convert into the "
+    "tree of a model without it, and stack the leaves: jax.tree.map(lambda *leaves: "
+    "np.stack(leaves), *layers). "
+)
 _DIFFERENT = (
     "The torch model and the Flax tree do not correspond. Say what belongs together with `rules` "
     "(regular expression -> path) and what to leave out with `ignore`."
@@ -295,12 +300,16 @@ def _mismatch(
 
 def _hints(match: Match, lonely: Group) -> str:
     """Returns what the shapes of layers that fit no other layer show; "" if it is nothing."""
-    sizes = set()
+    kernels = [target.shape("kernel") for target in lonely.flax]
     for shape, alike in grouped(lonely.torch, lambda layer: layer.shape("weight")).items():
-        if shape and len(alike) > 1:
-            sizes.add(len(alike) * math.prod(shape))
-    if any(math.prod(target.shape("kernel")) in sizes for target in lonely.flax):
-        return _PACKED_IN_FLAX
+        count = len(alike)
+        for kernel in kernels:
+            if not shape or count == 1:
+                continue
+            if sorted(kernel[1:]) == sorted(shape) and math.gcd(count, kernel[0]) == kernel[0]:
+                return _STACKED_IN_FLAX
+            if math.prod(kernel) == count * math.prod(shape):
+                return _PACKED_IN_FLAX
     of_torch, of_flax = map(_lengths, match.layers)
     only_torch = sorted(of_torch - of_flax)
     only_flax = sorted(of_flax - of_torch)

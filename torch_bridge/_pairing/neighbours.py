@@ -28,7 +28,8 @@ _SLIGHT = 1e-2  # relative to the largest output; another eps or activation diff
 _SHOWN = 12  # the most layers in an error
 OTHER_FORMULA = (
     "look at the eps and momentum of norms, the form of an activation (GELU with tanh or without), "
-    "padding, evaluation mode, and what `apply` does with the inputs."
+    "padding, a factor by which torch multiplies a weight (equalised learning rate, LoRA), "
+    "evaluation mode, and what `apply` does with the inputs."
 )
 
 _REPARAMETRIZED = {
