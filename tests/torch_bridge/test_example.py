@@ -722,3 +722,20 @@ def test_with_an_example_no_error_advises_to_pass_one():
         assert "example=" not in str(error.value)
         assert len(error.value.missing) == len(like) - 1
         assert not error.value.ambiguous
+
+
+def cross_and_deep(n, x, last):
+    """Multiplies inputs by alike layers, beside a network of such layers; one part comes last."""
+    parts = {"cross": x, "deep": x}
+    for name in sorted(parts, key=last.__eq__):
+        for place in range(3):
+            y = n.dense(parts[name], f"{name}.{place}", 6)
+            parts[name] = x * y + parts[name] if name == "cross" else n.relu(y)
+    return n.dense(n.concatenate([parts["cross"], parts["deep"]], -1), "out", 2)
+
+
+def test_alike_parts_that_are_used_in_the_other_order():
+    model = FlaxModel(partial(cross_and_deep, last="cross"), names={})
+    params = found_by_trying(partial(cross_and_deep, last="deep"), model, values(3, 6))
+    state, _ = proof(TorchModel(partial(cross_and_deep, last="deep")), values(3, 6))
+    assert_array_equal(params["Dense_3"]["kernel"].T, state["cross.0.weight"])

@@ -220,12 +220,14 @@ class Search:
         """
         match = self._problem.match
         torch, flax = match.layers
-        readings = []
-        for decided, targets, layers in itertools.product(
+        by_use = sorted(flax, key=self._problem.place)
+        orders = itertools.product(
             (match.partners, match.ruled.partners),
-            (sorted(flax, key=self._problem.place), flax),
+            (by_use, flax),
             (torch, _in_turn(torch)),
-        ):
+        )
+        readings = []
+        for decided, targets, layers in [*orders, (match.partners, by_use, _last_first(torch))]:
             partners = match.assign(decided, Group(layers, targets))
             reading = Reading(partners, dict(self._problem.answered.answers))
             for layer, several in reading.forms().items():
@@ -264,6 +266,17 @@ def _in_turn(layers: Sequence[Layer]) -> list[Layer]:
     ordered = []
     for _, run in itertools.groupby(layers, lambda layer: any(map(str.isdigit, layer.segments))):
         ordered += sorted(run, key=_places_in_lists)
+    return ordered
+
+
+def _last_first(layers: Sequence[Layer]) -> list[Layer]:
+    """Returns layers with the last series first: the part that torch defines first is used last.
+
+    ``cross.0, cross.1, deep.0, deep.1`` become ``deep.0, deep.1, cross.0, cross.1``.
+    """
+    ordered = []
+    for _, run in itertools.groupby(layers, lambda layer: layer.words):
+        ordered[:0] = run
     return ordered
 
 
