@@ -142,6 +142,7 @@ def foreign():
         "empty": (b"", "empty"),
         "one byte": (b"\x80", "torch.save"),
         "a sentence": (b"hello, this is no checkpoint\n", "no zip archive"),
+        "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
         "gzip": (gzip.compress(files.saved(MODEL), mtime=0), "gunzip"),
         "tar": (tar.getvalue(), "a tar archive"),
         "npz": (npz.getvalue(), "data.pkl"),

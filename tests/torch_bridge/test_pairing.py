@@ -967,3 +967,22 @@ def test_a_leaf_that_no_tensor_is_left_for_is_missing():
     several = {f"{name}.weight": np.full((3, 2), place) for place, name in enumerate("abc")}
     error = refused(several, kernels(x=(2, 3)))
     assert error.unexpected == ("2 of a, b, c",)
+
+
+@pytest.mark.parametrize("option", ["flatten", "unflatten"])
+def test_a_convolution_over_patches_may_be_a_dense(option):
+    weight = values(16, 3, 4, 4)  # of a Conv, or of a ConvTranspose with 16 inputs
+    model = {"patch.weight": weight}
+    like = kernels(patch=(48, 16) if option == "flatten" else (16, 48))
+    error = refused(model, like)
+    assert error.ambiguous[0].startswith("patch ")
+    assert f"{option}={{'patch': (3, 4, 4)}}" in error.ambiguous[0]
+    params = there_and_back(model, like, **{option: {"patch": (3, 4, 4)}})
+    matrix = weight.transpose(0, 2, 3, 1).reshape(16, 48)
+    kernel = params["patch"]["kernel"]
+    assert_array_equal(kernel.T if option == "flatten" else kernel, matrix)
+    (found,) = pair(model, like, **{option: {"patch": (3, 4, 4)}})
+    columns = found.column_order((0,) if option == "flatten" else (1,))
+    assert_array_equal(matrix, weight.reshape(16, 48)[:, columns])
+    as_it_is = there_and_back(model, like, **{option: {}})["patch"]["kernel"]
+    assert_array_equal(as_it_is.T if option == "flatten" else as_it_is, weight.reshape(16, 48))

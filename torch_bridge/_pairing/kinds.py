@@ -181,8 +181,10 @@ def _weight(torch: Layer, flax: Layer) -> list[Link]:
     in_out = CONV_TRANSPOSE if space else CONV1D
     forms: dict[Form, Shape] = {OUT_IN: (*space, 1, 0), in_out: (*space, 0, 1)}
     maps = _NO_MAPS
-    if not space or (math.prod(shape[2:]) == 1 and len(kernel) == 2):
+    if not space or len(kernel) == 2:
         maps = _DENSE
+        if math.prod(shape[2:]) > 1:  # a convolution over patches, each one flattened for a Dense
+            forms = {OUT_IN: (1, 0), in_out: (0, 1)}
     elif len(shape) != len(kernel):  # a Conv2d over one channel that is a Conv1d in Flax
         forms = {OUT_IN: forms[OUT_IN], (*space[::-1], 1, 0): (*space[::-1], 1, 0)}
     elif len(shape) == 3 and not torch.share:
@@ -333,6 +335,8 @@ def _views(link: Link, torch: Layer, flax: Layer) -> Views:
     views: Views = {}
     seen = set()
     for form, order in forms.items():
+        last = len(order) - 1
+        shape = (*shape[:last], math.prod(shape[last:]))  # axes that the order does not name
         wide = tuple(axis for axis in order if shape[axis] != 1)  # axes of length 1 do not matter
         leaf_axes = _leaf_axes(shape, target, order)
         if leaf_axes is None or wide in seen:

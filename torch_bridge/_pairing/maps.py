@@ -146,8 +146,11 @@ class Flow:
 
         A layer reads a map with the output channels of a convolution, and outputs a map with the
         input channels of a convolution. A model without convolutions may read or output pictures.
+        A convolution over patches, which is a Dense in Flax, reads (or outputs) its own patches.
         """
         values = self.sizes[layer][option]
+        if self._has_patches(option, layer):
+            return (layer.shape("weight")[1:],)
         before, behind = self._beside(layer)
         following = self.following(layer)
         least = _LEAST_SIDE
@@ -181,11 +184,15 @@ class Flow:
     def is_beside_convolution(self, option: str, layer: Layer) -> bool:
         """Returns True if a layer has several values for each channel of the convolution beside it.
 
+        So has a convolution over patches that is a Dense in Flax.
+
         Then no pooling to one value a channel stands between them, and the values are probably a
         flattened map. Norms, bare parameters, layers with as many inputs (or outputs), and
         convolutions of one channel may stand between the two.
         """
         values = self.sizes[layer][option]
+        if self._has_patches(option, layer):
+            return True
         before, behind = self._beside(layer)
         for other in before if option == "flatten" else behind:
             if other in self.convs:
@@ -198,6 +205,11 @@ class Flow:
             elif other.sort == "attention" or self.sizes[other].get(option, values) != values:
                 return False
         return False
+
+    def _has_patches(self, option: str, layer: Layer) -> bool:
+        """Returns True for a convolution over patches that is a Dense in Flax."""
+        patch = layer.shape("weight")[1:]
+        return len(patch) > 1 and math.prod(patch) == self.sizes[layer][option] > patch[0]
 
     def has_other_end(self, option: str, values: int) -> bool:
         """Returns True if a layer gives (or reads) as many values as another one reads (or gives).

@@ -34,6 +34,7 @@ _OTHER_KINDS = (
         b"ustar",
         "a tar archive, made by tar or by torch before 0.1.10; unpack it, or save it again",
     ),
+    (0, b"version https://git-lfs", "a pointer of Git LFS; get the file with git lfs pull"),
     (8, b"{", "a safetensors file; load it with safetensors and save the dictionary by torch.save"),
     (
         0,

@@ -49,8 +49,12 @@ _WAYS_OUT = {
     "torch._utils._rebuild_sparse": "Save sparse tensors as to_dense()",
     "torch._utils._rebuild_qtensor": "Save quantized tensors as dequantize()",
     "torch._utils._rebuild_nested": "Save nested tensors as their unbind()",
+    "torch.nn.parameter.Uninitialized": "A lazy parameter has no values; run the model once first",
 }
-_OTHERWISE = "Save tensors, numbers, strings and containers of them, and read that file"
+_OTHERWISE = (
+    "Save tensors, numbers, strings and containers of them (of a module its state_dict()), and "
+    "read that file"
+)
 
 
 def is_value(name: str) -> bool:
