@@ -986,3 +986,24 @@ def test_a_convolution_over_patches_may_be_a_dense(option):
     assert_array_equal(matrix, weight.reshape(16, 48)[:, columns])
     as_it_is = there_and_back(model, like, **{option: {}})["patch"]["kernel"]
     assert_array_equal(as_it_is.T if option == "flatten" else as_it_is, weight.reshape(16, 48))
+
+
+def test_values_beside_a_map_are_not_without_a_word():
+    model, like = twins(conv=(4, 2, 3, 3), fc=(8, 69))  # reads 4 maps of 4 x 4, and 5 other values
+    said = {"flatten": {"fc": [(4, 4, 4), (5,)]}}
+    assert f"pass flatten={said['flatten']}" in refused(model, like).ambiguous[0]
+    with pytest.warns(UserWarning, match="fc reads no flattened map"):
+        params_from_torch(model, like, plain=True)
+    kernel = there_and_back(model, like, **said)["fc"]["kernel"]
+    order = [*moved(np.arange(64), (4, 4, 4)), *range(64, 69)]
+    assert_array_equal(kernel, model["fc.weight"].T[order])
+    pooled = twins(conv=(4, 2, 3, 3), fc=(8, 9))  # pooled maps, and 5 other values
+    there_and_back(*pooled)
+
+
+def test_parameters_of_several_layers_in_one():
+    model = {"weight": values(3, 6, 5), "bias": values(3, 6)}
+    like = {"kernel": np.zeros((3, 5, 6)), "bias": np.zeros((3, 6))}
+    params = there_and_back(model, like)
+    assert_array_equal(params["kernel"], model["weight"].transpose(0, 2, 1))
+    assert_array_equal(params["bias"], model["bias"])

@@ -192,9 +192,11 @@ def _weight(torch: Layer, flax: Layer) -> list[Link]:
             forms[order] = order
     if torch.share:
         forms = {OUT_IN: forms[OUT_IN]}
+    # Only in a parameter of several layers is it more than a vector.
+    bias: dict[Form, Shape] = {OUT_IN: tuple(range(max(len(torch.shape("bias")), 1)))}
     return [
         Link("weight", "kernel", torch.share, maps, forms, is_packed=True),
-        Link("bias", "bias", torch.share, ("", maps[1]), is_packed=True),
+        Link("bias", "bias", torch.share, ("", maps[1]), bias, is_packed=True),
     ]
 
 

@@ -179,6 +179,13 @@ class Flow:
             picture = _shape(count, values - rest, 2)
             if len(picture) == 3 and picture[1] >= least:
                 return tuple(filter(any, (picture, (rest,))))
+        conv = next(itertools.filterfalse(lambda other: other.is_vector, before), None)
+        if conv in self.convs and channels[0] > 1 and not self.has_other_end(option, values):
+            space = self.convs[conv]
+            side = int((values // channels[0]) ** (1 / space))
+            if side > 1:  # a map of this side, and other values beside it
+                shape = (channels[0], *(side,) * space)
+                return (shape, (values - math.prod(shape),))
         return None
 
     def is_beside_convolution(self, option: str, layer: Layer) -> bool:
