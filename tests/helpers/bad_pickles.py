@@ -77,8 +77,8 @@ TRICKS = {
     "attributes of a tensor": "tensor EMPTY_DICT 'data' 'x' SETITEM BUILD",
     "attributes of text": "'a' EMPTY_DICT 'b' 'c' SETITEM BUILD",
     "attributes by slots": "rebuild NONE EMPTY_DICT TUPLE2 BUILD",
-    "attributes without names": "argparse:Namespace EMPTY_TUPLE REDUCE EMPTY_DICT 7 NONE SETITEM"
-    " NONE EMPTY_DICT TUPLE2 BUILD",
+    "attributes without names": "argparse:Namespace EMPTY_TUPLE REDUCE NONE EMPTY_DICT 7 NONE"
+    " SETITEM TUPLE2 BUILD",
     "a call of a call's result": "collections:OrderedDict EMPTY_TUPLE REDUCE EMPTY_TUPLE REDUCE",
     "a new object of a call's result": "collections:OrderedDict EMPTY_TUPLE REDUCE EMPTY_TUPLE"
     " NEWOBJ",

@@ -37,7 +37,8 @@ def test_inspect_shows_what_is_there_and_what_is_missing(call):
     code, out, _ = call("inspect", "checkpoint.pt")
     assert code == OK
     assert out.count("missing") == 1
-    for part in ("matrix_approximation_rank", FC1, "24x32", "not compressed", "epoch"):
+    ranks = "1 here, world size 1"
+    for part in ("matrix_approximation_rank", FC1, "24x32", "not compressed", "epoch", ranks):
         assert part in out
     summary = json.loads(call("inspect", "checkpoint.pt", "--json")[1])
     rows = {row["name"]: row for row in summary["parameters"]}
@@ -271,7 +272,7 @@ unusable | to-flax checkpoint.pt PARAMS --out x --param-names names.json | --par
 unusable | to-flax checkpoint.pt PARAMS --out x --param-names big.json | --max-bytes
 unusable | to-flax rank0.pt PARAMS --out x | --missing-ranks
 unusable | to-flax mixed.pt PARAMS --out x | Only torch.optim.SGD
-unusable | to-flax names.pt PARAMS --out x | layout names parameters
+unusable | to-flax names.pt PARAMS --out x | The layout is of another model
 unusable | to-torch none --like checkpoint.pt --out x | does not exist
 unusable | to-torch empty --like checkpoint.pt --out x | no orbax checkpoint
 unusable | to-torch other --like checkpoint.pt --out x | have the entries params and opt_state

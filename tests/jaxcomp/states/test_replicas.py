@@ -57,6 +57,16 @@ def test_shard_state_keeps_a_sharding_over_other_axes():
     assert {shard.data.shape for shard in found.residual.addressable_shards} == {(1, 6, 16)}
 
 
+def test_a_state_on_a_device_outside_of_the_mesh_is_placed():
+    """As one that was restored on the first device, for a mesh of others."""
+    devices = jax.devices()
+    state = jax.device_put(powersgd(2).init(PARAMS), devices[0])
+    mesh = jax.make_mesh((2,), (AXIS,), devices=devices[2:4])
+    found = jaxcomp.shard_state(state, mesh, AXIS)
+    assert found.residual["kernel"].sharding.device_set == set(devices[2:4])
+    assert found.residual["kernel"].shape == (2, 24, 16)
+
+
 def test_random_keys_and_python_numbers_are_placed_too():
     """Makes as many copies of one replica's own keys as the mesh has replicas."""
     keys = jax.random.split(jax.random.key(3, impl="rbg"), 2)
