@@ -348,3 +348,16 @@ def test_moments_of_no_parameter_are_refused():
     with pytest.raises(CheckpointMismatch, match="belong to nobody") as caught:
         optimizer_from_torch(document, job.model, job.params)
     assert caught.value.unexpected == ("'p0'", "'p1'", "'p2'")
+
+
+def test_moments_of_two_optimizers_are_refused():
+    model = {"fc.weight": np.zeros((3, 2), np.float32)}
+    params = {"fc": {"kernel": np.zeros((2, 3), np.float32)}}
+    group = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": False, "params": [0]}
+    like = {"state": {}, "param_groups": [group]}
+    state = optax.sgd(0.1, momentum=0.9).init(params)
+    with pytest.raises(CheckpointMismatch, match="`trace` of fc/kernel twice"):
+        optimizer_to_torch((state, state), params, like, model)
+    for step in (-1, 2.5):
+        with pytest.raises(ValueError, match="`step` must be a number of updates"):
+            optimizer_from_torch(like, model, params, step=step)

@@ -16,6 +16,7 @@ import optax
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.tensors import tied, to_tensor
+from torch_bridge._base.terminal import some
 from torch_bridge._convert.optimizer_groups import (
     MOMENTS,
     Document,
@@ -244,6 +245,8 @@ class OptimizerPlan:
           ValueError: A learning rate is a schedule, and nothing has counted the updates.
         """
         if step is not None:
+            if not isinstance(step, int | np.integer) or step < 0:
+                raise ValueError(f"`step` must be a number of updates, 0 or more, got {step!r}.")
             return step
         if self.has_schedule and self.counted is None and calls is None:
             raise ValueError(
@@ -454,6 +457,9 @@ def kept_moments(state: Any) -> Mapping[str, dict[Path, Any]]:
 
     Returns:
       torch's name of a moment (``exp_avg``, ``step``) -> path of a leaf -> value.
+
+    Raises:
+      CheckpointMismatch: The state has such a moment of a leaf twice.
     """
     kept = collections.defaultdict(dict)
     known = (*MOMENTS, UnusedState)
@@ -462,7 +468,14 @@ def kept_moments(state: Any) -> Mapping[str, dict[Path, Any]]:
             for key, leaves in kept_moments(node.inner_state).items():
                 kept[key] |= leaves
         for field, key in MOMENTS.get(type(node), {}).items():
-            kept[key] |= leaves_by_path(getattr(node, field))
+            leaves = leaves_by_path(getattr(node, field))
+            twice = sorted(map("/".join, kept[key].keys() & leaves.keys()))
+            if twice:
+                raise CheckpointMismatch(
+                    f"The Optax state holds `{field}` of {some(twice)} twice, and torch's "
+                    "optimizer has one. Pass the state of one optimizer."
+                )
+            kept[key] |= leaves
         if isinstance(node, optax.ScaleByAdamState):
             (count,) = jax.tree.leaves(node.count)  # nnx.Optimizer wraps it in a variable
             kept["step"] |= dict.fromkeys(leaves_by_path(node.mu), count)
