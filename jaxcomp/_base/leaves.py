@@ -216,6 +216,11 @@ def arrays_only(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x if is_array(x) else None, tree)
 
 
+def without_arrays(tree: PyTree) -> PyTree:
+    """Returns the tree with ``...`` in place of arrays, for `with_arrays`."""
+    return jax.tree.map(lambda x: ... if is_array(x) else x, tree)
+
+
 def with_arrays(tree: PyTree, arrays: PyTree) -> PyTree:
     """Inverts `arrays_only`: returns the tree with its arrays replaced by those of `arrays`."""
     return jax.tree.map(lambda x, array: x if array is None else array, tree, arrays)

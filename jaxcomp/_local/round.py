@@ -31,7 +31,7 @@ from jaxcomp._mesh.per_replica import has_replica_axis, with_replica_axis, witho
 from jaxcomp._reducers.transformation import Counted
 from jaxcomp._states.place import shard_state
 from jaxcomp._training.arguments import split_spec
-from jaxcomp._training.on_mesh import call_on_replicas, check_params
+from jaxcomp._training.on_mesh import call_on_replicas, check_params, jit_of_keyed
 from jaxcomp._training.outputs import one_level
 
 # (params, inner state, batch) -> (params, inner state, auxiliary)
@@ -49,6 +49,7 @@ class LocalSGDRound(Counted):
     syncs: tuple[Sync, ...]  # one for each fragment
     inner_init: InnerInit | None
     mesh: Mesh | None = None
+    jitted: Callable[..., Any] = dataclasses.field(default_factory=jit_of_keyed, compare=False)
 
     def init(self, params: PyTree, inner_state: PyTree = None) -> LocalSGDState:
         """Makes the state before the first round.
@@ -168,6 +169,8 @@ class LocalSGDRound(Counted):
             mesh=mesh,
             axis_name=axis_name,
             state_axis=axis_name,
+            jitted=self.jitted,
+            key=(),  # all else is fixed for a round
         )
         return params, state, auxiliary
 

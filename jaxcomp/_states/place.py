@@ -8,7 +8,6 @@ any number of replicas, since the mean of the residuals is all that counts.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -250,6 +249,6 @@ def _repeated(leaf: Any, times: int, sharding: NamedSharding) -> Array:
     if concrete and leaf.sharding.device_set != sharding.device_set:
         leaf = jax.device_put(leaf, NamedSharding(sharding.mesh, PartitionSpec()))
     # Laid out where they are made, so that no device holds more than its own copy.
-    copies = partial(jnp.broadcast_to, shape=(times, *np.shape(leaf)))
-    laid_out = jax.jit(copies, out_shardings=sharding)(leaf)
+    copies = jax.jit(jnp.broadcast_to, static_argnames="shape", out_shardings=sharding)
+    laid_out = copies(leaf, shape=(times, *np.shape(leaf)))
     return jax.device_put(laid_out, sharding)  # gives the type for Explicit axes inside jit

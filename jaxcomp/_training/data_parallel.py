@@ -24,7 +24,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxcomp._base.checks import answers_other_names, check_flag, is_traced
-from jaxcomp._base.leaves import arrays_only, with_arrays
+from jaxcomp._base.leaves import arrays_only, with_arrays, without_arrays
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.explicit import (
@@ -54,6 +54,8 @@ from jaxcomp._training.on_mesh import (
     call_on_replicas,
     check_differentiable,
     check_params,
+    jit_of_keyed,
+    key_of,
     named_axis,
     the_mesh,
 )
@@ -69,11 +71,11 @@ from jaxcomp._training.stacked_layers import note_stacked_layers
 
 
 class Inputs(NamedTuple):
-    """Holds the arguments of one call, and how its arrays are split."""
+    """Describes one call without its arrays, which what was compiled must not hold."""
 
-    arguments: tuple[Any, ...]  # the positional arguments, and a dict of keyword arguments
+    # The positional arguments and a dict of keyword arguments, with ``...`` in place of arrays.
+    arguments: tuple[Any, ...]
     params_at: list[int]  # positions of the parameters
-    arrays: PyTree  # the arrays among the arguments
     specs: PyTree  # the PartitionSpec of each array
     examples: dict[int, int]  # number of examples along each axis that is split
 
@@ -90,6 +92,7 @@ class DataParallel:
     aux: PyTree
     check_vma: bool
     argnums: int | tuple[int, ...]  # positions of the parameters
+    jitted: Callable[..., Any] = dataclasses.field(default_factory=jit_of_keyed, repr=False)
 
     def init(self, params: PyTree) -> PyTree:
         """Makes the reducer's state before the first step, on the mesh.
@@ -146,7 +149,9 @@ class DataParallel:
         """Returns value and averaged gradients.
 
         Call it inside `jax.jit` with global arrays; or inside a function that is mapped over
-        `axis_name` with the arrays of one replica, without a mesh.
+        `axis_name` with the arrays of one replica, without a mesh. Outside of both it is
+        compiled as by `jax.jit`, so values in closures stay those of the first call. Arguments that
+        are not arrays are static: others compile again, and one that has no hash always does.
 
         Args:
           state: The reducer's state, from `init`, `restore`, `shard_state` or the last call; or a
@@ -174,9 +179,10 @@ class DataParallel:
         state, put_back = state_in(state, self.reducer, params)
         if is_bound(self.axis_name):
             # Arrays are those of this replica already, and a batch is not cut again.
-            inputs = self._inputs((*args, kwargs), None, 1)
-            compute = functools.partial(self._gradients, inputs)
-            whole, rows, means, state = self._step(compute, state, inputs.arrays, weight)
+            arguments = (*args, kwargs)
+            compute = functools.partial(self._gradients, self._inputs(arguments, None, 1))
+            arrays = arrays_only(arguments)
+            whole, rows, means, state = self._step(compute, state, arrays, weight)
         else:
             whole, rows, means, state = self._on_mesh(state, (*args, kwargs), params, weight)
         return (put_together(whole, rows), means), put_back(state)
@@ -226,8 +232,10 @@ class DataParallel:
             raise ValueError(
                 f"outputs takes the parameters first, without the reducer's state, got a {kind}."
             )
-        inputs = self._inputs((params, *batch, kwargs), None, 2)
-        if any(map(is_traced, jax.tree.leaves((inputs.arrays, weight)))):
+        arguments = (params, *batch, kwargs)
+        inputs = self._inputs(arguments, None, 2)
+        arrays = arrays_only(arguments)
+        if any(map(is_traced, jax.tree.leaves((arrays, weight)))):
             raise ValueError(
                 "outputs compares numbers, and inside of jax.jit there are none yet. Call it once "
                 "before, outside, with arrays."
@@ -243,7 +251,7 @@ class DataParallel:
             value, *auxiliary = taken_apart(self.grad_fn(*args, **kwargs))[0]
             return [value, *(jax.tree.map_with_path(as_array, tree) for tree in auxiliary)]
 
-        return examined(outputs_of, inputs.arrays, inputs.specs, self.axis_name, shares)
+        return examined(outputs_of, arrays, inputs.specs, self.axis_name, shares)
 
     def _params(self, args: tuple[Any, ...]) -> PyTree:
         """Returns the arrays of the parameters; a tuple if there are several `argnums`."""
@@ -263,21 +271,22 @@ class DataParallel:
         specs, examples = split_specs(
             arguments, whole, self.batch_specs, self.axis_name, mesh, replicas
         )
-        return Inputs(arguments, at, arrays_only(arguments), specs, examples)
+        return Inputs(without_arrays(arguments), at, specs, examples)
 
     def _on_mesh(self, state: PyTree, arguments: Any, params: PyTree, weight: Any) -> Any:
         """Runs the step on every replica of a mesh."""
         axes = axis_tuple(self.axis_name)
-        mesh = the_mesh(self.mesh, self.axis_name, state, arrays_only(arguments))
+        arrays = arrays_only(arguments)
+        mesh = the_mesh(self.mesh, self.axis_name, state, arrays)
         inputs = self._inputs(arguments, mesh, replicas_on(mesh, axes))
         # Only the user's function sees Explicit axes; `call_on_replicas` makes them Auto for the
         # rest.
         compute = functools.partial(self._gradients, inputs)
-        compute = explicit_inside(compute, typed_specs(inputs.arrays), mesh, axes)
+        compute = explicit_inside(compute, typed_specs(arrays), mesh, axes)
         return call_on_replicas(
             functools.partial(self._step, compute),
             state,
-            inputs.arrays,
+            arrays,
             weight,
             specs=inputs.specs,
             examples=inputs.examples,
@@ -285,6 +294,8 @@ class DataParallel:
             mesh=mesh,
             axis_name=self.axis_name,
             state_axis=self._axes_of_state(params, mesh),
+            jitted=self.jitted,
+            key=key_of((inputs.arguments, inputs.specs, mesh)),
             check_vma=self.check_vma,
         )
 

@@ -9,7 +9,9 @@ it. What a user wrote is a function of global arrays in `jax.jit`, and an error 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxcomp._base.checks import check_axis_name
+from jaxcomp._base.checks import check_axis_name, is_traced
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Axes, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, mesh_axes, varying
@@ -139,6 +141,40 @@ _NOTES = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Keyed:
+    """Refers to a function that is equal to all others with its key, as `jax.jit` compares them."""
+
+    # Weak, because `jax.jit` keeps what it compares, and would keep itself through this function.
+    function: weakref.ref[Any] = dataclasses.field(compare=False)
+    key: Any
+
+
+def jit_of_keyed() -> Callable[..., Any]:
+    """Makes a function that calls a `Keyed` function of arrays, and compiles it once for each key.
+
+    Each object that compiles has its own, so that what it compiled is freed with it.
+    """
+
+    def step(keyed: Keyed, state: PyTree, arrays: PyTree, weight: Any) -> Any:
+        function: Any = keyed.function()
+        return function(state, arrays, weight)
+
+    return jax.jit(step, static_argnums=0)
+
+
+def key_of(tree: PyTree) -> Any:
+    """Returns a key of all leaves of a tree; None if a leaf has no hash."""
+    leaves, treedef = jax.tree.flatten(tree)
+    # With their types, because 1 == 1.0 == True.
+    key = (treedef, tuple(leaves), tuple(map(type, leaves)))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
 def call_on_replicas(
     function: Callable[..., tuple[PyTree, PyTree, PyTree, PyTree]],
     state: PyTree,
@@ -151,9 +187,13 @@ def call_on_replicas(
     mesh: Any,
     axis_name: AxisName,
     state_axis: AxisName,
+    jitted: Callable[..., Any],
+    key: Any,
     check_vma: bool = True,
 ) -> Any:
     """Calls a function of one replica in a `jax.shard_map` over all replicas.
+
+    Outside of `jax.jit` it is compiled, as one program.
 
     Args:
       function: A function of one replica's state, arrays and weight. It returns values that are
@@ -167,6 +207,9 @@ def call_on_replicas(
       mesh: The mesh.
       axis_name: The axis or axes of the replicas.
       state_axis: Those along which the state differs.
+      jitted: The `jit_of_keyed` of the caller.
+      key: A key of what the function, `specs` and `mesh` depend on beside the types of the arrays;
+        None if there is none, and the function is then compiled in each call outside of `jax.jit`.
       check_vma: As for `jax.shard_map`.
 
     Raises:
@@ -197,7 +240,7 @@ def call_on_replicas(
         # XLA refuses an all-reduce of one replica if an array is sharded over another axis
         # ("Cross-partition allreduce must be in (partial) manual partitioning mode"). Under
         # `jax.vmap` an average over the replicas is a sum without a collective.
-        mapped = only_replica(function, axes)
+        mapped: Callable[..., Any] = only_replica(function, axes)
         # The mesh of the context inside `jax.jit` is abstract already.
         context = jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
     else:
@@ -219,11 +262,18 @@ def call_on_replicas(
         # Types name only Explicit axes, and the axes of the replicas may be Auto.
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, over_axes(spec, explicit)), types)
         mapped = jax.sharding.auto_axes(mapped, axes=explicit, out_sharding=shardings)
-        # Without `jax.jit` it would run operation by operation, and arrays would keep the types of
-        # the whole mesh. A sharding tells it the devices, which NumPy's arrays do not.
-        mapped = jax.jit(mapped, out_shardings=(shardings[0], None, None, None))
+        if all(jax.typeof(x).sharding.mesh.empty for x in jax.tree.leaves(arrays)):
+            # Arrays of NumPy do not tell a program its devices, and Explicit axes need them.
+            shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+            arrays = jax.device_put(arrays, shardings)
+    inputs = (state, arrays, weight)
     with context, _explained(axes):
-        return mapped(state, arrays, weight)
+        # In `jax.jit` a new array is traced even if the arguments are not.
+        if any(map(is_traced, jax.tree.leaves((inputs, jnp.zeros([]))))):
+            return mapped(*inputs)
+        if key is None:
+            return jax.jit(mapped)(*inputs)
+        return jitted(Keyed(weakref.ref(mapped), key), *inputs)
 
 
 @contextlib.contextmanager

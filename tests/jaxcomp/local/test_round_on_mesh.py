@@ -195,3 +195,16 @@ def test_a_round_of_one_replica_beside_an_automatic_axis():
 
     alone = first_round(grid(1), jax.P())
     close(first_round(grid(1, model=2), jax.P(None, "model")), alone)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_round_of_numpys_arrays_gets_its_devices_from_the_mesh(replicas):
+    """As from a checkpoint; nothing lies on the mesh yet."""
+    params = new_params()
+    batch = normal(EVERY, 2, 16, seed=1)
+    found = []
+    for kind in KINDS:
+        run = make("at once", grid(replicas, kind, model=2))
+        state = jax.tree.map(np.asarray, run.init(params))
+        found.append(jax.device_get(jax.jit(run)(params, state, batch)))
+    close(*found)

@@ -172,13 +172,17 @@ def test_the_other_axis_carries_at_most_a_twentieth_more_than_without_compressio
     assert exact["data"] >= sum(leaf.nbytes for leaf in params.values()) / 2
 
 
-def test_arrays_of_numpy_are_enough_beside_an_explicit_axis():
-    """Gets the devices from the mesh alone, as a reducer without a state has no array on it."""
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_arrays_of_numpy_are_enough_beside_an_explicit_axis(replicas):
+    """Gets the devices from the mesh alone, whatever results are used."""
     params = new_params()
     x = normal(16, 32, seed=1)
-    run = jaxcomp.value_and_grad(loss, reducer("allreduce"), mesh=grid(2, "explicit", model=2))
-    found, _ = jax.jit(run)(run.init(params), params, x)
-    close(found, jax.value_and_grad(loss)(params, x), rtol=1e-5)
+    mesh = grid(replicas, "explicit", model=2)
+    run = jaxcomp.value_and_grad(loss, reducer("allreduce"), mesh=mesh)
+    expected = jax.value_and_grad(loss)(params, x)
+    for part in (0, 1):
+        found = jax.jit(lambda *args, part=part: run(*args)[0][part])((), params, x)
+        close(found, expected[part], rtol=1e-5)
 
 
 def test_an_explicit_axis_beside_an_automatic_one_is_not_gathered():
