@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxcomp._adviser.model import ASSUMED, Calibration, ReducerCosts
 from jaxcomp._adviser.shapes import shapes_of
-from jaxcomp._base.checks import check_int
+from jaxcomp._base.checks import answers_other_names, check_int
 from jaxcomp._base.leaves import floating_leaves
 from jaxcomp._base.typing import PyTree
 from jaxcomp._reducers.allreduce import allreduce
@@ -40,6 +40,7 @@ _REPEATS = 8  # runs of each step
 _SHORTEST = 1e-6  # seconds: limit for a difference of two times, which noise can make negative
 
 
+@answers_other_names
 def measure(
     params: PyTree = 10_000_000,
     *,

@@ -35,6 +35,7 @@ _OTHER_NAMES = {
     "outer": ("outer_optimizer",),
     "rank": ("matrix_approximation_rank",),
     "reducer": ("comm_hook", "hook"),
+    "replicas": ("num_replicas", "workers", "world_size"),
     "seed": ("random_seed",),
     "start_step": ("start_powerSGD_iter",),
     "sync_every": ("H", "local_steps", "period", "steps"),
@@ -79,7 +80,8 @@ def _hint(name: str, parameters: Collection[str]) -> str:
     for here, others in _OTHER_NAMES.items():
         if name in others and here in parameters:
             return f"it is `{here}` here"
-    return _ELSEWHERE.get(name, f"it has {', '.join(parameters)}")
+    arguments = [parameter for parameter in parameters if parameter != "self"]
+    return _ELSEWHERE.get(name, f"it has {', '.join(arguments)}")
 
 
 def check_axis_name(axis_name: Any) -> Any:

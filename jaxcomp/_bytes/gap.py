@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxcomp._base.checks import check_function, check_static_number, is_traced
+from jaxcomp._base.checks import answers_other_names, check_function, check_static_number, is_traced
 from jaxcomp._base.leaves import is_masked, leaf_name
 from jaxcomp._base.typing import MatrixDimsFn, PyTree, RankFn
 from jaxcomp._lowrank.matrices import plan_leaves
@@ -111,6 +111,7 @@ class Momentum:
         return Gap(self.law.gap(tail), self.law.half_width(tail), tail)
 
 
+@answers_other_names
 def predict_gap(
     opt_state: PyTree,
     rank: int | RankFn,

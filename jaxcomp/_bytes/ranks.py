@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp._base.checks import check_flag, check_function, check_static_number
+from jaxcomp._base.checks import (
+    answers_other_names,
+    check_flag,
+    check_function,
+    check_static_number,
+)
 from jaxcomp._base.leaves import FACTOR_DTYPES, checked_dtype, is_floating, leaf_name
 from jaxcomp._base.typing import DType, KeyPath, MatrixDimsFn, PyTree
 from jaxcomp._bytes.gap import read_momentum, spectra_of
@@ -56,6 +61,7 @@ class Ranks:
         return self.by_leaf[name]
 
 
+@answers_other_names
 def ranks_by_spectrum(
     gradients: PyTree,
     *,

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._base.checks import check_int
+from jaxcomp._base.checks import answers_other_names, check_int
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_size
 
 
+@answers_other_names
 def scale_by_local_adam(
     *,
     axis_name: AxisName,

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._base.checks import check_flag, check_transformation
+from jaxcomp._base.checks import answers_other_names, check_flag, check_transformation
 from jaxcomp._base.leaves import all_finite, in_compute_dtype
 from jaxcomp._base.stats import CompressionStats, dense_stats
 from jaxcomp._base.typing import Array, AxisName, PyTree
@@ -197,6 +197,7 @@ class Sync:
         return sent
 
 
+@answers_other_names
 def average(
     tree: PyTree, axis_name: AxisName, *, when: Array | None = None, weight: Any = None
 ) -> PyTree:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcomp._base.checks import answers_other_names
 from jaxcomp._base.leaves import key_names, leaf_dtype, leaf_name
 from jaxcomp._base.typing import KeyPath, MatrixDims, MatrixDimsFn
 from jaxcomp._lowrank.matrices import default_matrix_dims, plan_leaves
@@ -26,6 +27,7 @@ _SHOWN = 4  # number of leaves that a message lists
 _LEAST_RATE = 2  # the default `min_compression_rate`
 
 
+@answers_other_names
 def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsFn:
     """Makes a ``matrix_dims=`` function for layers that are stacked along the first axis of leaves.
 

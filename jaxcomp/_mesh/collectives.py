@@ -27,6 +27,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
 
+from jaxcomp._base.checks import answers_other_names
 from jaxcomp._base.leaves import alike, clipped, put_at, widest
 from jaxcomp._base.typing import Array, Axes, AxisName, PyTree
 
@@ -140,6 +141,7 @@ def vma_axes(axis_name: AxisName) -> Axes:
     return tuple(names)
 
 
+@answers_other_names
 def as_local(tree: PyTree, axis_name: AxisName) -> PyTree:
     """Marks every array as this replica's own value; it costs nothing and changes no value.
 

@@ -40,6 +40,7 @@ class Counted:
     def __repr__(self) -> str:
         return self.made_by or f"{type(self).__name__}(...)"
 
+    @answers_other_names
     def bytes(
         self,
         params: PyTree,

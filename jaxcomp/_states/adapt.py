@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcomp._base.checks import answers_other_names
 from jaxcomp._base.leaves import is_masked, leaf_name, nodes_of, replaced
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._lowrank.orthogonalize import orthogonalize
@@ -24,6 +25,7 @@ from jaxcomp._reducers.reducer import Reducer, check_reducer
 from jaxcomp._states.consolidate import consolidate
 
 
+@answers_other_names
 def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
     """Converts the state of an earlier run for a reducer with another compression.
 

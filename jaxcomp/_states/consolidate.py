@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from jaxcomp._base.checks import check_axis_name, is_traced
+from jaxcomp._base.checks import answers_other_names, check_axis_name, is_traced
 from jaxcomp._base.leaves import compute_dtype, in_words, is_floating, is_key
 from jaxcomp._base.typing import Array, AxisName, PyTree, Shape
 from jaxcomp._mesh.collectives import axis_size, maximum, mesh_axes, owner_id
@@ -34,6 +34,7 @@ from jaxcomp._mesh.per_replica import (
 from jaxcomp._mesh.weights import averaged
 
 
+@answers_other_names
 def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
     """Replaces per-replica leaves by their mean over the replicas, which gives one state to save.
 

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxcomp._base.checks import is_traced
+from jaxcomp._base.checks import answers_other_names, is_traced
 from jaxcomp._base.leaves import compute_dtype, is_masked, leaf_name, widest
 from jaxcomp._base.stats import aligned
 from jaxcomp._base.typing import Array, PyTree
@@ -72,6 +72,7 @@ class Diagnostics(NamedTuple):
         return aligned("<>>>><", table)
 
 
+@answers_other_names
 def diagnostics(state: PyTree) -> Diagnostics:
     r"""Measures how much of the gradients the factors of PowerSGD carried in the last step.
 

@@ -33,6 +33,7 @@ from jaxcomp._reducers.reducer import check_state
 from jaxcomp._states.consolidate import Layout, consolidate, layout_of
 
 
+@answers_other_names
 def state_axes(state: PyTree) -> PyTree:
     """Returns the axis of replicas of each leaf, for ``in_axes`` of pmap and vmap.
 
@@ -57,6 +58,7 @@ def state_axes(state: PyTree) -> PyTree:
     return jax.tree.map(lambda mark: None if mark == SHARED else 0, marks(state))
 
 
+@answers_other_names
 def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
     """Returns the PartitionSpecs of a state, for ``in_specs`` and ``out_specs`` of `jax.shard_map`.
 
@@ -92,6 +94,7 @@ def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
     return jax.tree.map(lambda mark: specs.get(mark, PartitionSpec(axis_name)), marks(state))
 
 
+@answers_other_names
 def stack_replicas(state: PyTree, replicas: int) -> PyTree:
     """Gives per-replica leaves a leading axis of replicas, without a mesh.
 

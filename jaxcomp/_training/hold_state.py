@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jaxcomp._base.checks import answers_other_names
 from jaxcomp._base.leaves import (
     boxed_as,
     is_array,
@@ -37,6 +38,7 @@ class Held(NamedTuple):
     per_replica = ()
 
 
+@answers_other_names
 def hold_state(reducer: Reducer) -> optax.GradientTransformation:
     """Makes a link of an optimizer's chain that holds a reducer's state and changes no update.
 

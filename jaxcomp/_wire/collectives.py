@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxcomp._base.checks import answers_other_names
 from jaxcomp._wire.program import Instruction, Program, read_program
 
 
@@ -68,6 +69,7 @@ class Collectives(tuple[Collective, ...]):
         return "\n".join(lines) or "no collectives"
 
 
+@answers_other_names
 def collectives(compiled: Any, *, mesh: Any = None) -> Collectives:
     """Lists the collectives of a compiled step, in the order of the program.
 

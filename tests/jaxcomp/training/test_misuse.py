@@ -1,6 +1,7 @@
 """data_parallel and value_and_grad: what is wrong is one sentence, before anything runs."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +181,9 @@ local_sgd | outer_optimizer | it is `outer` here
 local_sgd_round | period | it is `sync_every` here
 advise | replicas | it is `workers` here
 shard_state | axis | it is `axis_name` here
+consolidate | axis | it is `axis_name` here
+state_specs | axis_names | it is `axis_name` here
+stack_replicas | world_size | it is `replicas` here
 check | colour | it has compiled, reducer, params, mesh, allow, steps
 """)
 
@@ -188,6 +192,17 @@ check | colour | it has compiled, reducer, params, mesh, allow, steps
 def test_names_of_other_libraries_are_answered_with_ours(function, name, message):
     with pytest.raises(TypeError, match=f"^{function} has no argument {name}: .*{message}"):
         getattr(jaxcomp, function)(**{name: 1})
+
+
+def test_every_public_function_answers_an_unknown_argument():
+    functions = {"bytes": jaxcomp.allreduce(axis_name="data").bytes}
+    for name in jaxcomp.__all__:
+        # What it does not know itself, this one passes to jax.value_and_grad.
+        if name != "local_value_and_grad" and inspect.isfunction(getattr(jaxcomp, name)):
+            functions[name] = getattr(jaxcomp, name)
+    for name, function in functions.items():
+        with pytest.raises(TypeError, match=f"^{name} has no argument colour: it has (?!self)"):
+            function(colour=1)
 
 
 @pytest.mark.parametrize(("attempt", "message"), CASES.values(), ids=CASES)
