@@ -169,58 +169,65 @@ def product(view: MatrixView, leaf: Array, factor: Array, *, transposed: bool = 
         einsum = functools.partial(jnp.einsum, precision=_EXACT)
     else:
         leaf = _held(leaf)
-        factor = _held(factor)
     matrix = view.matricize(leaf)
-    if view.cols_first == transposed:  # contracts the last axis of the matrix, which is fast
-        return einsum("...ij,...jr->...ir", matrix, factor)
-    flipped = einsum("...ir,...ij->...rj", factor, matrix)
-    # Without the barrier XLA folds the transpose into the product (contraction over the first axis
-    # of both arrays), which is 10 to 50 times slower on CPU.
-    return lax.optimization_barrier(flipped).mT
+    if view.cols_first != transposed:
+        flipped = einsum("...ir,...ij->...rj", factor, matrix)
+        # Without the barrier XLA on CPU folds the transpose into the product (contraction over the
+        # first axis of both arrays), which is 10 to 50 times slower.
+        return lax.platform_dependent(flipped, cpu=lax.optimization_barrier, default=lambda x: x).mT
+    # It contracts the last axis of the matrix, which is fast.
+    multiplied = functools.partial(einsum, "...ij,...jr->...ir")
+    if factor.shape[-1] > _FUSED_RANK:
+        return multiplied(matrix, factor)
+    return lax.platform_dependent(matrix, factor, cpu=multiplied, default=_summed_along_rows)
+
+
+def _summed_along_rows(matrix: Array, factor: Array) -> Array:
+    """Multiplies as one sum for each column of the factor; XLA makes one kernel of all on GPUs."""
+    sums = []
+    for column in jnp.moveaxis(factor, -1, 0):
+        sums.append(jnp.sum(matrix * column[..., None, :], axis=-1))
+    return jnp.stack(sums, axis=-1)
 
 
 def _held(x: Array) -> Array:
-    """Prevents XLA on GPUs from fusing earlier operations into the products with an array.
+    """Prevents XLA on GPUs from fusing the operations before and behind this one.
 
-    XLA's Triton kernels for products of parts do not compile with some fused operations, such as
-    slices of a larger array.
+    Its kernels for products of parts do not compile with some fused operations, such as slices of a
+    larger array.
     """
     return lax.platform_dependent(x, cpu=lambda x: x, default=lax.optimization_barrier)
 
 
+def by_columns(factor: Array) -> Array:
+    """Stores the columns of a factor one after the other on GPUs.
+
+    Neighbouring threads read one column of the factor along the last axis of a leaf. Where its
+    values are `r` apart in memory, the kernel is up to three times slower at rank 8. XLA cannot
+    choose another layout for an array of one axis. Such an array would lose its sharding over
+    unmapped axes.
+    """
+    if unmapped_axes():
+        return _held(factor)
+    columns = factor.mT
+    return _held(columns.reshape(-1)).reshape(columns.shape).mT
+
+
 def outer(view: MatrixView, p: Array, q: Array) -> Array:
     """Rebuilds ``P Q^T`` in the shape of the leaf."""
+    first, last = view.in_order(p, q)
     # In a group the fused sum would be computed again for each leaf of the stack.
     if p.shape[-1] > _FUSED_RANK or view.is_group:
-        return view.unmatricize(_dense(*view.in_order(p, q)))
+        return view.unmatricize(_dense(first, last))
     batch, rows, cols = view.dims
-
-    def summed(p: Array, q: Array) -> Array:
-        """Adds outer products, a form that XLA fuses with the arithmetic around it."""
-        products = []
-        for k in range(p.shape[-1]):
-            left = view.along(batch + rows, p[..., k])
-            right = view.along(batch + cols, q[..., k])
-            products.append(left * right)
-        return functools.reduce(jnp.add, products)
-
-    def summed_by_columns(p: Array, q: Array) -> Array:
-        """Adds outer products of factors in a memory layout that suits GPUs.
-
-        Neighbouring threads read one column of the factor along the last axis. Its values are `r`
-        apart in memory, which makes the kernel up to three times slower at rank 8. So the columns
-        are first stored one after the other, as an array of one axis: XLA cannot choose another
-        layout for that.
-        """
-        first, last = view.in_order(p, q)
-        columns = jnp.moveaxis(last, -1, 0)
-        # The barrier keeps the factors of output and residual different for XLA. Else it would make
-        # one kernel of both, which cannot write the output in the place of the sum.
-        flat, first = lax.optimization_barrier((columns.reshape(-1), first))
-        last = jnp.moveaxis(flat.reshape(columns.shape), 0, -1)
-        return summed(*view.in_order(first, last))
-
-    return lax.platform_dependent(p, q, cpu=summed, default=summed_by_columns)
+    p, q = view.in_order(first, by_columns(last))
+    # A sum of outer products, which XLA fuses with the arithmetic around it.
+    products = []
+    for k in range(p.shape[-1]):
+        left = view.along(batch + rows, p[..., k])
+        right = view.along(batch + cols, q[..., k])
+        products.append(left * right)
+    return functools.reduce(jnp.add, products)
 
 
 def unsent(
@@ -255,7 +262,9 @@ def unsent(
     def whole() -> Array:
         # With a leading axis of 1, like the state that `jax.shard_map` passes: else a reshape would
         # prevent XLA from writing the new residual in the place of the old one.
-        product = outer(view, p, q_sent)
+        # Held, because XLA on GPUs would make one kernel of output and residual, which cannot write
+        # the output in the place of the sum.
+        product = outer(view, _held(p), _held(q_sent))
         return remaining(product[None], total[None], old[None]).reshape(old.shape)
 
     def in_blocks() -> Array:

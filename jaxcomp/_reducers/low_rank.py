@@ -181,7 +181,7 @@ def low_rank_average(
 
     # A NaN in a row of a factor makes the whole row of the product NaN, so it suffices to set the
     # factors to NaN, which are smaller than the gradients.
-    means = jax.tree.map(outer, views, nan_unless(finite, p), second.means)
+    means = jax.tree.map(outer, views, p, nan_unless(finite, second.means))
     means += nan_unless(finite, first.means[number:])
     # Read only by a wrapper such as error_feedback; XLA removes it if it is not read.
     sent = jax.tree.map(outer, views, p, second.sent) + first.sent[number:]

@@ -65,6 +65,7 @@ def on_gpus(monkeypatch):
     ("rank", "dtype", "wire", "atol"),
     [
         (1, jnp.float32, None, 2e-5),
+        (4, jnp.float32, None, 2e-5),
         (128, jnp.float32, None, 2e-5),
         (32, jnp.bfloat16, jnp.bfloat16, 6e-2),
         (32, jnp.float32, jnp.int8, 0.3),
