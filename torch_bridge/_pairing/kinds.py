@@ -141,8 +141,8 @@ def join(torch: Layer, flax: Layer) -> Joined:
     """Links the tensors of a torch layer with the leaves of a Flax layer."""
     links = {}
     lost = set()  # packed tensors, of which a part has no leaf
-    kind = _KINDS.get((torch.sort, flax.sort), _bare)
-    for link in kind(torch, flax):
+    list_links = _LINKS_OF.get((torch.kind, flax.kind), _bare)
+    for link in list_links(torch, flax):
         both = (link.tensor, link.leaf)
         if link.leaf not in flax.parts:
             lost.add(link.tensor)
@@ -288,16 +288,16 @@ def _bare(torch: Layer, flax: Layer) -> list[Link]:
     ((leaf, (path, target)),) = flax.parts.items()
     same = tuple(range(len(shape) or 1))
     orders = [same, (*same[2:], *same[1::-1])]
-    if torch.sort in ("weight", "recurrent", "attention"):
+    if torch.kind in ("weight", "recurrent", "attention"):
         orders.reverse()
     for axes in itertools.permutations((same[:1], same[1:2], same[2:])):
         orders.append(tuple(itertools.chain(*axes)))
     if path[-1] in _AS_THEY_ARE and without_ones(shape) == without_ones(target):
         orders = [same]
     maps = _NO_MAPS
-    if torch.sort == "weight" and len(shape) == 2:
+    if torch.kind == "weight" and len(shape) == 2:
         maps = _DENSE
-    elif torch.sort == "bare" and len(without_ones(shape)) <= 1:
+    elif torch.kind == "bare" and len(without_ones(shape)) <= 1:
         maps = ("", "flatten")
     links = [Link(tensor, leaf, None, maps, dict(zip(orders, orders, strict=True)))]
     if len(same) <= _BARE_AXES:
@@ -306,9 +306,9 @@ def _bare(torch: Layer, flax: Layer) -> list[Link]:
     return links
 
 
-# Sorts of a torch and a Flax layer -> the function that links them. `_bare` links other sorts, if
+# Kinds of a torch and a Flax layer -> the function that links them. `_bare` links other kinds, if
 # both layers have one part.
-_KINDS: Mapping[tuple[str, str], Callable[[Layer, Layer], list[Link]]] = {
+_LINKS_OF: Mapping[tuple[str, str], Callable[[Layer, Layer], list[Link]]] = {
     ("weight", "kernel"): _weight,
     ("weight", "embedding"): _embedding,
     ("norm", "norm"): _norm,

@@ -16,12 +16,14 @@ from torch_bridge._base.tensors import BUFFER_NAMES, STATISTICS, clean_names
 from torch_bridge._pairing.leaves import Tree, words_of
 from torch_bridge._pairing.pairs import Path, Shape
 
-Sort: TypeAlias = Literal["weight", "kernel", "embedding", "norm", "attention", "recurrent", "bare"]
+Kind: TypeAlias = Literal["weight", "kernel", "embedding", "norm", "attention", "recurrent", "bare"]
 # (k, sizes): the k-th part of the rows, which are divided in the ratio of `sizes`.
 Share: TypeAlias = tuple[int, Shape]
-Part: TypeAlias = tuple[Any, Shape]  # the name of a tensor or the path of a leaf, and its shape
-Parts: TypeAlias = dict[str, Part]
-Sorts: TypeAlias = Mapping[Sort, tuple[str, str]]
+NamedShape: TypeAlias = tuple[
+    Any, Shape
+]  # the name of a tensor or the path of a leaf, and its shape
+Parts: TypeAlias = dict[str, NamedShape]
+Kinds: TypeAlias = Mapping[Kind, tuple[str, str]]
 
 _ATTENTION = frozenset({"query", "key", "value", "out"})
 _GATES = (
@@ -34,15 +36,15 @@ _RECURRENT = re.compile(
     r"(weight_ih|weight_hh|bias_ih|bias_hh|weight_hr)(?:_(l\d+))?(?:_(reverse))?"
 )
 _PACKED = re.compile(r"\b(in_proj_weight|q_proj_weight)$")
-# Sort of a layer -> patterns of the parts that show it, and of all its parts. The first one counts.
+# Kind of a layer -> patterns of the parts that show it, and of all its parts. The first one counts.
 _NORM = r"weight|bias|running_mean|running_var"
-_TORCH_SORTS: Sorts = {
+_TORCH_KINDS: Kinds = {
     "attention": (r"in_proj_weight|q_proj_weight", r".*proj.*"),
     "recurrent": (r"weight_ih", r"(weight|bias)_[ih]h"),
     "norm": (r"running_mean", _NORM),
     "weight": (r"weight", r"weight|bias"),
 }
-_FLAX_SORTS: Sorts = {
+_FLAX_KINDS: Kinds = {
     "attention": (r"(query|key|value|out)\..*", r"(query|key|value|out)\..*"),
     "recurrent": (r"(dense_)?[ih].?\..*", r"(dense_)?[ih].?\..*"),
     "kernel": (r"kernel", r"kernel|bias"),
@@ -66,7 +68,7 @@ class Layer:
     Attributes:
       segments: The module's name in torch (without the prefixes of wrappers), or its path in Flax
         (without the collection), as strings.
-      sort: The kind of layer as far as the names of its parts show it. A torch ``weight`` may be of
+      kind: The kind, as far as the names of the layer's parts show it. A torch ``weight`` may be of
         a Linear, a Conv or an Embedding, a Flax ``kernel`` of a Dense or a Conv.
       parts: Name of a part, ``weight`` or ``query.kernel`` -> (tensor name or leaf path, shape).
       sep: The separator between `segments`: a dot in torch, a slash in Flax.
@@ -77,7 +79,7 @@ class Layer:
     """
 
     segments: Path
-    sort: Sort
+    kind: Kind
     parts: Parts
     sep: str = "."
     share: Share | None = None
@@ -91,18 +93,18 @@ class Layer:
 
     @functools.cached_property
     def signature(self) -> tuple[Any, ...]:
-        """Returns sort, shapes and sizes of shares: equal for layers that can be exchanged."""
+        """Returns kind, shapes and sizes of shares: equal for layers that can be exchanged."""
         shapes = frozenset((part, shape) for part, (_, shape) in self.parts.items())
         divided = None
         if self.share:
             place, sizes = self.share
             divided = (sizes[place], sizes)
-        return self.sort, shapes, divided
+        return self.kind, shapes, divided
 
     @property
     def is_vector(self) -> bool:
         """Returns True for a norm, and for a bare vector, which may be of a norm."""
-        return self.sort == "norm" or len(self.shape("")) == 1
+        return self.kind == "norm" or len(self.shape("")) == 1
 
     def shape(self, part: str) -> Shape:
         """Returns the shape of one part; () if the layer does not have it."""
@@ -139,13 +141,13 @@ class Layer:
         segments = self.segments
         if part not in ("", "weight", "kernel"):
             segments = (*segments, part)
-        sort: Sort = "bare"
+        kind: Kind = "bare"
         name = ""
-        if part == "kernel" and self.sort == "kernel":
-            sort = name = "kernel"
-        elif "weight" in part and self.sort in ("weight", "attention", "recurrent"):
-            sort = name = "weight"
-        return Layer(segments, sort, {name: self.parts[part]}, self.sep)
+        if part == "kernel" and self.kind == "kernel":
+            kind = name = "kernel"
+        elif "weight" in part and self.kind in ("weight", "attention", "recurrent"):
+            kind = name = "weight"
+        return Layer(segments, kind, {name: self.parts[part]}, self.sep)
 
 
 def replace_layers(layers: list[Layer], parts: Mapping[Layer, Sequence[Layer]]) -> None:
@@ -185,11 +187,11 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
             modules.setdefault(segments, {})[local] = (name, shapes[name])
     torch = []
     for segments, parts in modules.items():
-        torch += _divided(segments, *_sort_of(parts, _TORCH_SORTS), parts, ".")
+        torch += _divided(segments, *_kind_of(parts, _TORCH_KINDS), parts, ".")
 
     bare = set()
     for layer in torch:
-        if layer.sort == "bare":
+        if layer.kind == "bare":
             bare.add((layer.words, layer.numbers, layer.shape("")))
     groups = {}
     for path, shape in tree.shapes.items():
@@ -197,14 +199,14 @@ def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], lis
         groups.setdefault(module, {})[part] = (path, shape)
     flax = []
     for module, parts in groups.items():
-        sort, known = _sort_of(parts, _FLAX_SORTS)
-        if sort in ("embedding", "norm"):  # if torch has bare parameters of these names, Flax, too
+        kind, known = _kind_of(parts, _FLAX_KINDS)
+        if kind in ("embedding", "norm"):  # if torch has bare parameters of these names, Flax, too
             alone = set()
             for key, (_, shape) in parts.items():
                 alone.add((*words_of((*module, key)), shape))
             if alone <= bare:
                 known = ""
-        flax += _divided(module, sort, known, parts, "/")
+        flax += _divided(module, kind, known, parts, "/")
     return torch, flax
 
 
@@ -236,20 +238,20 @@ def _flax_place(path: Path, children: Mapping[Path, set[str]], attention: bool) 
     return path[:-1], path[-1]
 
 
-def _sort_of(parts: Parts, sorts: Sorts) -> tuple[Sort, str]:
-    """Returns the sort of the layer in a module, and the pattern of the layer's parts."""
-    for sort, (mark, known) in sorts.items():
+def _kind_of(parts: Parts, kinds: Kinds) -> tuple[Kind, str]:
+    """Returns the kind of the layer in a module, and the pattern of the layer's parts."""
+    for kind, (mark, known) in kinds.items():
         for part in filter(re.compile(mark).fullmatch, parts):
             _, shape = parts[part]
             if part == "weight" and len(shape) == 1:
                 return "norm", _NORM
             # A scalar weight or a vector named "kernel" is a bare parameter.
             if len(shape) >= {"weight": 2, "kernel": 2}.get(part, 0):
-                return sort, known
+                return kind, known
     return "bare", ""
 
 
-def _divided(segments: Path, sort: Sort, known: str, parts: Parts, sep: str) -> Iterator[Layer]:
+def _divided(segments: Path, kind: Kind, known: str, parts: Parts, sep: str) -> Iterator[Layer]:
     """Yields one layer of the parts that `known` matches, and each other part as a layer."""
     together = {}
     alone = {}
@@ -257,6 +259,6 @@ def _divided(segments: Path, sort: Sort, known: str, parts: Parts, sep: str) -> 
         side = together if re.fullmatch(known, key) else alone
         side[key] = part
     if together:
-        yield Layer(segments, sort, together, sep)
+        yield Layer(segments, kind, together, sep)
     for key, part in alone.items():
         yield Layer((*segments, key), "bare", {"": part}, sep)

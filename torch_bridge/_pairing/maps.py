@@ -113,7 +113,7 @@ class Flow:
             reads = sizes.get("flatten")
             gives = sizes.get("unflatten")
             shape = layer.shape("weight")
-            if views and target.sort == "kernel" and len(shape) > 2 and "flatten" not in sizes:
+            if views and target.kind == "kernel" and len(shape) > 2 and "flatten" not in sizes:
                 gives, reads, *space = shape
                 if views[0].pair.flip:
                     gives, reads = reads, gives
@@ -127,13 +127,13 @@ class Flow:
     def movable(self, option: str) -> list[tuple[list[Layer], int]]:
         """Lists the layers whose inputs (or outputs) may be a map, and the number of values.
 
-        Layers of one sort and width whose names differ only in numbers are one entry.
+        Layers of one kind and width whose names differ only in numbers are one entry.
         """
         alike = {}
         for layer in self.layers:
             values = self.sizes[layer].get(option)
             if values:
-                layers, _ = alike.setdefault((layer.words, layer.sort, values), ([], values))
+                layers, _ = alike.setdefault((layer.words, layer.kind, values), ([], values))
                 layers.append(layer)
         return list(alike.values())
 
@@ -209,7 +209,7 @@ class Flow:
             elif other.is_vector:
                 if option == "flatten" and self._is_joined(other, values):
                     return False
-            elif other.sort == "attention" or self.sizes[other].get(option, values) != values:
+            elif other.kind == "attention" or self.sizes[other].get(option, values) != values:
                 return False
         return False
 

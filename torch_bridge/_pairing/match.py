@@ -68,16 +68,16 @@ class Table(NamedTuple):
 
         A layer that fits no other is in a group with one empty side.
         """
-        kinds = self.rows + self.columns
-        if not kinds:
+        alike = self.rows + self.columns
+        if not alike:
             return []
         rows, columns = np.nonzero(self.strengths)
         ends = (rows, columns + len(self.rows))
-        graph = coo_array((np.ones(len(rows)), ends), shape=(len(kinds), len(kinds)))
+        graph = coo_array((np.ones(len(rows)), ends), shape=(len(alike), len(alike)))
         count, labels = connected_components(graph, directed=False)
         label_of = {}
-        for alike, label in zip(kinds, labels, strict=True):
-            label_of.update(dict.fromkeys(alike, label))
+        for members, label in zip(alike, labels, strict=True):
+            label_of.update(dict.fromkeys(members, label))
         torch = grouped(self.layers.torch, label_of.__getitem__)
         flax = grouped(self.layers.flax, label_of.__getitem__)
         groups = []
@@ -138,7 +138,7 @@ class Match:
         for parted, side in zip(layers, self.layers, strict=True):
             parts = {}
             for layer in parted:
-                if len(layer.parts) > 1 and layer.sort not in ("attention", "recurrent"):
+                if len(layer.parts) > 1 and layer.kind not in ("attention", "recurrent"):
                     parts[layer] = [layer.single(part) for part in layer.parts]
             replace_layers(side, parts)
 
@@ -148,17 +148,17 @@ class Match:
         A convolution over single places counts as a Linear.
         """
         packed = {}
-        kinds = list(grouped(layers.flax, lambda target: target.signature).values())
+        targets = list(grouped(layers.flax, lambda target: target.signature).values())
         for layer in layers.torch:
             weight = layer.shape("weight")
             if len(weight) < 2 or math.prod(weight[2:]) > 1:
                 continue
-            for sizes in _divisions(layer, kinds):
+            for sizes in _divisions(layer, targets):
                 shares = layer.shares(sizes)
                 lacking = False
                 for share, size in zip(shares, sizes, strict=True):
                     places = 0
-                    for alike in kinds:
+                    for alike in targets:
                         if self.fits(share, alike[0]):
                             places += len(alike)
                     lacking = lacking or places < sizes.count(size)
@@ -266,11 +266,11 @@ class Match:
     def _table(self, layers: Group, module: Callable[[Layer], Any]) -> Table:
         """Tells which layers fit, among those for which `module` returns the same."""
 
-        def kind(layer: Layer) -> tuple[Any, Any]:
+        def key(layer: Layer) -> tuple[Any, Any]:
             return module(layer), layer.signature
 
-        rows = grouped(layers.torch, kind)
-        columns = grouped(layers.flax, kind)
+        rows = grouped(layers.torch, key)
+        columns = grouped(layers.flax, key)
         inside = {}  # module -> positions of its columns
         for column, (name, _) in enumerate(columns):
             inside.setdefault(name, []).append(column)
@@ -336,16 +336,20 @@ def _beginnings(layers: Iterable[Layer], *, whole: bool) -> set[tuple[Path, Shap
     return names
 
 
-def _divisions(layer: Layer, kinds: Iterable[Sequence[Layer]]) -> Iterator[Shape]:
+def _divisions(layer: Layer, targets: Iterable[Sequence[Layer]]) -> Iterator[Shape]:
     """Yields the ratios in which a packed layer may be divided, the likeliest first.
 
     The parts are equal, or the queries of several heads share a key and a value.
+
+    Args:
+      layer: The torch layer.
+      targets: The Flax layers, in lists of equal layers.
     """
     rows, *inputs = layer.shape("weight")
     for count in PACKED:
         if rows % count == 0:
             yield (1,) * count
-    for alike in kinds:
+    for alike in targets:
         width = width_of(alike[0], math.prod(inputs))
         if width and rows % width == 0 and rows // width > 3:
             yield (rows // width - 2, 1, 1)

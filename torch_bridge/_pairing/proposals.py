@@ -154,7 +154,7 @@ def packed_rows(problem: Problem, reading: Reading) -> list[Choice]:
     """
     packed = []
     for layer, target in reading.partners.items():
-        is_kernel = layer.sort == "weight" and target.sort == "kernel"
+        is_kernel = layer.kind == "weight" and target.kind == "kernel"
         if is_kernel and join(layer, target).forms[:1] == [OUT_IN]:
             packed.append(layer)
     choices = []

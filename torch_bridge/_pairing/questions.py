@@ -226,7 +226,7 @@ class Questions:
         shown = _shown_forms(reading)
         for layer, forms in several.items():
             target = reading.partners[layer]
-            is_norm = target.sort == "norm"
+            is_norm = target.kind == "norm"
             if _known_form(layer, forms, match):
                 continue
             if is_norm and layer in match.ruled.partners and len(layer.shape("weight")) == 2:
@@ -326,7 +326,7 @@ def _shown_forms(reading: Reading) -> dict[Any, set[Form]]:
     shown = {}
     for layer, target in reading.partners.items():
         forms = join(layer, target).forms
-        if len(forms) == 1 and (layer.sort, target.sort) == ("weight", "kernel"):
+        if len(forms) == 1 and (layer.kind, target.kind) == ("weight", "kernel"):
             key = (CONV1D, ())
             if len(layer.shape("weight")) > 2:
                 key = (CONV_TRANSPOSE, layer.words)
