@@ -271,9 +271,9 @@ def to_flax(
         step = taken if calls is None else calls
     difference = None
     control = None
-    if paired.apart:
-        difference = paired.apart.largest
-        control = paired.apart.control
+    if paired.difference:
+        difference = paired.difference.largest
+        control = paired.difference.control
     return FlaxRun(
         params,
         reducer,

@@ -246,8 +246,7 @@ def _refuse_other_outputs(
     if not nearest.is_rounding:
         raise CheckpointMismatch(
             f"The torch module, with what was converted, gives other outputs than the Flax model: "
-            f"they are {nearest.largest:.1e} of the largest output off, and rounding explains "
-            f"{nearest.allowed:.1e}. Is it the module that `like` was saved from?",
+            f"they are {nearest}. Is it the module that `like` was saved from?",
             parameters=("apply",),
         )
 

@@ -19,7 +19,7 @@ from torch_bridge._base.tensors import (
     tied,
 )
 from torch_bridge._base.terminal import printable, warn
-from torch_bridge._pairing.evidence import TRIES, Apart, Apply, Evidence, Example
+from torch_bridge._pairing.evidence import TRIES, Apply, Difference, Evidence, Example
 from torch_bridge._pairing.kinds import CONV1D, OUT_IN, join
 from torch_bridge._pairing.layers import Layer, layers_of
 from torch_bridge._pairing.leaves import Tree
@@ -75,11 +75,11 @@ class Paired(NamedTuple):
 
     Attributes:
       pairs: Every tensor with its leaf.
-      apart: The difference between the Flax outputs and torch's; None if no example was run.
+      difference: The difference between the Flax outputs and torch's; None if no example was run.
     """
 
     pairs: tuple[Pair, ...]
-    apart: Apart | None = None
+    difference: Difference | None = None
 
 
 def decide(
@@ -123,7 +123,7 @@ def decide(
         match.match_names(misfits=not evidence)
         _leave_out_indices(match, kept)
         try:
-            reading, apart = _complete(match, evidence, kept)
+            reading, difference = _complete(match, evidence, kept)
         except CheckpointMismatch as error:
             errors.append(error)
             if evidence and evidence.runs >= TRIES:
@@ -131,7 +131,7 @@ def decide(
             continue
         places = dict(zip(tree.shapes, itertools.count(), strict=False))
         pairs = sorted(reading.pairs(), key=lambda one: places[one.path])
-        return Paired(_with_aliases(pairs, kept, first), apart)
+        return Paired(_with_aliases(pairs, kept, first), difference)
     for error in errors:
         if not (error.missing or error.unexpected or error.mis_shaped):
             raise error  # with these ties no tensor or leaf lacks a partner
@@ -185,7 +185,7 @@ def _with_aliases(
 
 def _complete(
     match: Match, evidence: Evidence | None, tensors: Mapping[str, Any]
-) -> tuple[Reading, Apart | None]:
+) -> tuple[Reading, Difference | None]:
     """Decides what names leave open: by shapes and the user's options, or by an example."""
     if evidence is None:
         return _complete_by_shapes(match), None
@@ -196,7 +196,7 @@ def _complete(
     rest = match.layers.without(match.assign({}, match.layers))
     if wrong or rest.flax:
         raise _mismatch(match, _problems(match, reading, rest, wrong), rest, _DIFFERENT)
-    reading, apart = Search(match, reading, evidence, tensors).prove()
+    reading, difference = Search(match, reading, evidence, tensors).prove()
     unused = []
     for layer in match.layers.torch:
         if layer not in reading.partners:
@@ -207,7 +207,7 @@ def _complete(
             f"gives torch's outputs on the example without it: {printable('; '.join(unused))}. "
             "With ignore= there is no warning."
         )
-    return reading, apart
+    return reading, difference
 
 
 def _complete_by_shapes(match: Match) -> Reading:

@@ -45,7 +45,7 @@ _PARTS = (2, 3)  # numbers of parts of a packed layer: (gate, value), (query, ke
 _MOST_PARTS = 5  # the same if the model cuts its outputs, as for the gates of a cell, or in Mamba
 
 
-class Apart(NamedTuple):
+class Difference(NamedTuple):
     """The difference between the outputs of the Flax model and torch's.
 
     Attributes:
@@ -67,9 +67,18 @@ class Apart(NamedTuple):
         """Returns True if rounding explains the difference."""
         return self.largest <= self.allowed
 
+    def __str__(self) -> str:
+        """Returns the part of a sentence that says how far the outputs are off."""
+        return f"{self.largest:.1e} of the largest output off, where {self.allowed:.1e} is rounding"
 
-class Layout(NamedTuple):
-    """The inputs in a layout with which the Flax model runs, and its traced program (or None)."""
+
+class InputOrder(NamedTuple):
+    """The inputs in an order of their axes with which the Flax model runs.
+
+    Attributes:
+      inputs: The inputs.
+      program: The traced program of the model; None if the model cannot be traced.
+    """
 
     inputs: tuple[np.ndarray, ...]
     program: core.Jaxpr | None
@@ -79,8 +88,9 @@ class Evidence:
     """An example, on which the Flax model can be run with any leaves.
 
     Attributes:
-      layouts: The layouts of the inputs with which the Flax model runs, the likeliest first.
-      order: Path of a leaf -> its position in the order in which the Flax model uses the leaves.
+      input_orders: The inputs, in each order of their axes with which the Flax model runs, the
+        likeliest first.
+      positions: Path of a leaf -> its position in the order in which the Flax model uses leaves.
       upward: Paths of the kernels that the model uses in a ConvTranspose with a stride.
       maps: The maps that the model flattens or unflattens: (number of values, number of channels).
       splits: The axes that the model divides into a few parts: (length, ratio of the parts).
@@ -112,12 +122,12 @@ class Evidence:
             self._leaves[path] = _filled(leaf)
         for path, shape in tree.shapes.items():
             self._leaves[path] = np.zeros(shape, dtypes[0])
-        self.layouts = self._running_layouts(apply, inputs)
+        self.input_orders = self._running_orders(apply, inputs)
         self.runs = 0
-        traced = all(layout.program for layout in self.layouts)
+        traced = all(order.program for order in self.input_orders)
         # A model that branches on values cannot be compiled.
         self._run: Callable[..., Any] = jax.jit(apply) if traced else apply
-        self.use(self.layouts[0])
+        self.use(self.input_orders[0])
 
     @classmethod
     def of(
@@ -139,15 +149,15 @@ class Evidence:
             "example=(inputs, outputs) of the torch module, the inputs as a tuple."
         )
 
-    def nearest(self, leaves: Mapping[Path, Any]) -> Apart:
-        """Runs the model on the inputs in each layout, and returns the smallest difference."""
+    def nearest(self, leaves: Mapping[Path, Any]) -> Difference:
+        """Runs the model on the inputs in each order, and returns the smallest difference."""
         compared = []
-        for layout in self.layouts:
-            self.use(layout)
-            compared.append(self.apart(leaves))
-        return min(compared, key=lambda apart: apart.largest)
+        for order in self.input_orders:
+            self.use(order)
+            compared.append(self.compare(leaves))
+        return min(compared, key=lambda difference: difference.largest)
 
-    def apart(self, leaves: Mapping[Path, Any]) -> Apart:
+    def compare(self, leaves: Mapping[Path, Any]) -> Difference:
         """Runs the model with some leaves, and compares each output with torch's.
 
         If the outputs are nearly equal, a control is run, with leaves and inputs changed by one
@@ -158,22 +168,22 @@ class Evidence:
         """
         self.runs += 1
         outputs = self._outputs(leaves, self._inputs)
-        apart = _furthest(outputs, self._theirs)
+        difference = _difference(outputs, self._theirs)
         most = max(_MOST, _MOST_UNITS * self._unit)
-        if apart.largest > most:
-            return apart._replace(allowed=most)
+        if difference.largest > most:
+            return difference._replace(allowed=most)
         random = np.random.default_rng(0)
         moved_leaves = {}
         for path, leaf in leaves.items():
             moved_leaves[path] = _moved(leaf, random)
         moved_inputs = [_moved(array, random) for array in self._inputs]
         moved = self._outputs(moved_leaves, moved_inputs)
-        control = _furthest(moved, _numbers(outputs)).largest
+        control = _difference(moved, _numbers(outputs)).largest
         least = _LEAST_UNITS * self._unit
-        if apart.largest > max(_CONTROLS * control, least):
+        if difference.largest > max(_CONTROLS * control, least):
             control = max(control, self._moved_by_batch(leaves, outputs))
         allowed = max(_CONTROLS * control, least)
-        return apart._replace(control=control, allowed=min(allowed, most))
+        return difference._replace(control=control, allowed=min(allowed, most))
 
     def _moved_by_batch(self, leaves: Mapping[Path, Any], outputs: Any) -> float:
         """Returns the largest difference between the same rows alone and in a larger batch.
@@ -191,7 +201,7 @@ class Evidence:
         try:
             repeated = self._outputs(leaves, inputs)
             rows = jax.tree.map(lambda output, more: more[: output.shape[0]], outputs, repeated)
-            share = _furthest(rows, _numbers(outputs)).largest
+            share = _difference(rows, _numbers(outputs)).largest
         except Exception:  # the user's code need not run with a larger batch
             return 0.0
         return share if share < _OTHER_AXIS else 0.0
@@ -203,33 +213,33 @@ class Evidence:
         with jax.default_matmul_precision("highest"):
             return self._run(params, *inputs)
 
-    def _running_layouts(self, apply: Apply, inputs: Sequence[np.ndarray]) -> list[Layout]:
-        """Returns the layouts of the inputs with which the model gives outputs of torch's shapes.
+    def _running_orders(self, apply: Apply, inputs: Sequence[np.ndarray]) -> list[InputOrder]:
+        """Returns the inputs in each order with which the model gives outputs of torch's shapes.
 
         Raises:
-          ValueError: The model runs with none of the layouts.
+          ValueError: The model runs with none of the orders.
         """
-        layouts = []
+        orders = []
         errors = {}  # text of an error -> shapes of the inputs
         params = self._tree.with_leaves(self._leaves)
-        for layout in itertools.product(*map(_in_layouts, inputs)):
+        for arrays in itertools.product(*map(_in_orders, inputs)):
             try:
-                program, outputs = jax.make_jaxpr(apply, return_shape=True)(params, *layout)
+                program, outputs = jax.make_jaxpr(apply, return_shape=True)(params, *arrays)
             except jax.errors.ConcretizationTypeError:
-                layouts.append(Layout(layout, None))
+                orders.append(InputOrder(arrays, None))
                 continue
             except Exception as raised:  # it is the user's code, so it may raise anything
                 text = str(raised).strip().partition("\n")[0]
                 error = f"{type(raised).__name__}: {text}"
             else:
                 if _matched(outputs, self._theirs):
-                    layouts.append(Layout(layout, program.jaxpr))
+                    orders.append(InputOrder(arrays, program.jaxpr))
                     continue
                 shown = _shapes(jax.tree.leaves(outputs)) or "nothing"
                 error = f"the Flax model gives outputs of {shown}"
-            errors.setdefault(error, []).append(_shapes(layout))
-        if layouts:
-            return layouts
+            errors.setdefault(error, []).append(_shapes(arrays))
+        if orders:
+            return orders
         tried = []
         for error, shapes in errors.items():
             tried.append(f"with inputs of {' or '.join(shapes)}: {error}")
@@ -239,18 +249,21 @@ class Evidence:
             f"return outputs of torch's shapes, here {_shapes(self._theirs)}."
         )
 
-    def use(self, layout: Layout) -> None:
-        """Chooses one of the layouts, and reads `order`, `upward` and `maps` from its program."""
-        self._inputs = layout.inputs
-        self.order = dict.fromkeys(self._leaves, math.inf)  # unused leaves come last
+    def use(self, order: InputOrder) -> None:
+        """Chooses one of the orders of the inputs, and reads what the traced program shows.
+
+        These are `positions`, `upward`, `maps` and `splits`.
+        """
+        self._inputs = order.inputs
+        self.positions = dict.fromkeys(self._leaves, math.inf)  # unused leaves come last
         self.upward = set()
         self.maps = []
         self.splits = set()
-        if layout.program is None:
+        if order.program is None:
             return
-        leaves = dict(zip(layout.program.invars, self._leaves, strict=False))
+        leaves = dict(zip(order.program.invars, self._leaves, strict=False))
         cuts = {}  # (array, axis) -> where the parts that the model takes start and end
-        for place, equation in enumerate(_operations(layout.program, leaves)):
+        for place, equation in enumerate(_operations(order.program, leaves)):
             name = equation.primitive.name
             options = equation.params
             result = equation.outvars[0]
@@ -260,7 +273,7 @@ class Evidence:
                 leaves[result] = used[0]
                 continue
             for path in used:
-                self.order[path] = min(self.order[path], place)
+                self.positions[path] = min(self.positions[path], place)
             if max(options.get("lhs_dilation", ()), default=1) > 1:
                 self.upward.update(used)
             if name == "reshape":
@@ -347,12 +360,12 @@ def _is_variable(value: Any) -> bool:
     return isinstance(value, core.Var)
 
 
-def _in_layouts(array: np.ndarray) -> list[np.ndarray]:
-    """Returns an input in the layouts that are tried, the likeliest first."""
+def _in_orders(array: np.ndarray) -> list[np.ndarray]:
+    """Returns an input in the orders of axes that are tried, the likeliest first."""
     if array.ndim < _MAP_AXES or array.dtype.kind in "iub":
         return [array]
     channels_last = np.ascontiguousarray(np.moveaxis(array, 1, -1))
-    # Flax has the channels of pictures last; sequences have the same layout in torch and Flax.
+    # Flax has the channels of pictures last; sequences have the same order in torch and Flax.
     if array.ndim > _MAP_AXES:
         return [channels_last, array]
     return [array, channels_last]
@@ -368,27 +381,27 @@ def _moved(value: Any, random: np.random.Generator) -> Any:
     return np.where(np.isfinite(array), np.nextafter(array, ends), array)
 
 
-def _furthest(ours: Any, theirs: Iterable[np.ndarray]) -> Apart:
+def _difference(ours: Any, theirs: Iterable[np.ndarray]) -> Difference:
     """Returns the difference between outputs and torch's, as they are or with channels last."""
     largest = 0.0
     means = []
     for mine, views in _matched(ours, theirs):
-        apart = [_apart(np.asarray(mine).astype(np.float64), view) for view in views]
-        nearest = min(apart, key=lambda one: one.mean)
+        differences = [_difference_of_one(np.asarray(mine), view) for view in views]
+        nearest = min(differences, key=lambda one: one.mean)
         largest = max(largest, nearest.largest)
         means.append(nearest.mean)
     # The mean is over all outputs, so that it falls when any output comes nearer.
-    return Apart(largest, float(np.sqrt(np.mean(np.square(means)))))
+    return Difference(largest, float(np.sqrt(np.mean(np.square(means)))))
 
 
-def _apart(mine: np.ndarray, other: np.ndarray) -> Apart:
+def _difference_of_one(mine: np.ndarray, other: np.ndarray) -> Difference:
     """Returns the difference between one output and torch's, which has as many values."""
-    error = np.abs(mine.reshape(other.shape) - other)
+    error = np.abs(mine.astype(np.float64).reshape(other.shape) - other)
     if not np.all(np.isfinite(error)):
-        return Apart(math.inf, math.inf)
+        return Difference(math.inf, math.inf)
     largest = error.max(initial=0.0) / (np.abs(other).max(initial=0.0) or 1.0)
     mean = np.linalg.norm(error) / (np.linalg.norm(other) or 1.0)
-    return Apart(float(largest), float(mean))
+    return Difference(float(largest), float(mean))
 
 
 def _read(example: Example) -> tuple[list[np.ndarray], list[np.ndarray]]:

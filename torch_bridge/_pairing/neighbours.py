@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._pairing.evidence import TRIES, Apart
+from torch_bridge._pairing.evidence import TRIES, Difference
 from torch_bridge._pairing.exchanges import exchanged
 from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import grouped
@@ -68,7 +68,7 @@ def refuse_doubtful(
         others = leaves_of(reading)
         if all(np.array_equal(leaves[path], others[path]) for path in leaves):
             continue  # the exchanged leaves have equal values
-        if problem.evidence.apart(others).is_rounding:
+        if problem.evidence.compare(others).is_rounding:
             doubtful.append(text)
     if doubtful:
         raise CheckpointMismatch(
@@ -81,19 +81,19 @@ def refuse_doubtful(
 
 
 def refusal(
-    problem: Problem, apart: Apart, reading: Reading, tensors: Collection[str]
+    problem: Problem, difference: Difference, reading: Reading, tensors: Collection[str]
 ) -> CheckpointMismatch:
     """Returns the error if no reading gives torch's outputs, with the layers in doubt.
 
     Args:
       problem: The two models and the example.
-      apart: The difference of the nearest outputs.
+      difference: The difference of the nearest outputs.
       reading: The reading that gives them.
       tensors: The names of the torch tensors.
     """
     doubtful = [text for text, _ in itertools.islice(_neighbours(problem, reading), _SHOWN)]
     hint = "No layer is in doubt, so the two models seem to compute different functions"
-    if apart.largest < _SLIGHT:
+    if difference.largest < _SLIGHT:
         hint = "So small a difference is rarely a wrong layer, and often another formula"
     elif doubtful:
         hint = (
@@ -102,8 +102,7 @@ def refusal(
         )
     return CheckpointMismatch(
         f"{reparametrized(tensors)}The Flax model does not give torch's outputs: after "
-        f"{problem.evidence.runs} tries the nearest are {apart.largest:.1e} of the largest output "
-        f"off, where {apart.allowed:.1e} is rounding. {hint}: {OTHER_FORMULA}",
+        f"{problem.evidence.runs} tries the nearest are {difference}. {hint}: {OTHER_FORMULA}",
         ambiguous=doubtful,
         parameters=("apply", "rules", "flatten", "conv1d", "conv_transpose"),
     )

@@ -177,16 +177,15 @@ def paired_for(
     evidence = Evidence.of(apply, example, tree, list(tensors.values()))
     if evidence is None:
         return Paired(selected)
-    apart = evidence.nearest(leaves_from_torch(selected, tensors))
-    if not apart.is_rounding:
+    difference = evidence.nearest(leaves_from_torch(selected, tensors))
+    if not difference.is_rounding:
         raise CheckpointMismatch(
             f"The Flax model does not give torch's outputs with these `pairs`: they are "
-            f"{apart.largest:.1e} of the largest output off, where {apart.allowed:.1e} is "
-            "rounding. Leave `pairs` out, so that runs find them. If they are right, the models "
-            f"compute different functions: {OTHER_FORMULA}",
+            f"{difference}. Leave `pairs` out, so that runs find them. If they are right, the two "
+            f"models compute different functions: {OTHER_FORMULA}",
             parameters=("pairs", "apply"),
         )
-    return Paired(selected, apart)
+    return Paired(selected, difference)
 
 
 def pairs_of(like: Any, pairs: Pairs) -> tuple[Pair, ...]:

@@ -54,7 +54,7 @@ class Problem(NamedTuple):
 
     def place(self, target: Layer) -> float:
         """Returns the position of a layer in the order in which the Flax model uses layers."""
-        return min(map(self.evidence.order.__getitem__, target.tensors()))
+        return min(map(self.evidence.positions.__getitem__, target.tensors()))
 
 
 def changed(reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_bridge._pairing.evidence import TRIES, Apart, Evidence
+from torch_bridge._pairing.evidence import TRIES, Difference, Evidence
 from torch_bridge._pairing.exchanges import exchanged, exchanges_of, in_alternation
 from torch_bridge._pairing.kinds import CONV_TRANSPOSE, Answer
 from torch_bridge._pairing.layers import Layer
@@ -101,7 +101,7 @@ class Search:
         self._seen = set()
         self._limit = 0  # no more runs if the example has had so many
 
-    def prove(self) -> tuple[Reading, Apart]:
+    def prove(self) -> tuple[Reading, Difference]:
         """Finds a reading that gives torch's outputs, and checks that similar readings do not.
 
         Returns:
@@ -110,22 +110,22 @@ class Search:
         Raises:
           CheckpointMismatch: No reading that was tried gives torch's outputs, or several give them.
         """
-        layouts = self._evidence.layouts
+        orders = self._evidence.input_orders
         before = self._evidence.runs
-        for place, layout in enumerate(layouts, start=1):
-            self._evidence.use(layout)
+        for place, order in enumerate(orders, start=1):
+            self._evidence.use(order)
             self._seen.clear()
-            self._limit = before + (TRIES - before) * place // len(layouts)
+            self._limit = before + (TRIES - before) * place // len(orders)
             self._search()
             if self._is_proved():
-                apart, reading = self._tried[-1]
+                difference, reading = self._tried[-1]
                 refuse_doubtful(self._problem, reading, self._leaves_of)
-                return reading, apart
-        apart, reading = min(self._tried, key=lambda one: one[0].mean)
-        raise refusal(self._problem, apart, reading, self._tensors)
+                return reading, difference
+        difference, reading = min(self._tried, key=lambda one: one[0].mean)
+        raise refusal(self._problem, difference, reading, self._tensors)
 
     def _search(self) -> None:
-        """Tries readings with the current layout of the inputs, until one gives torch's outputs."""
+        """Tries readings with the current order of the inputs, until one gives torch's outputs."""
         states = []
         for reading in self._first_readings():
             states += self._run(reading, 0)
@@ -159,9 +159,9 @@ class Search:
         if self._is_over() or reading.key() in self._seen:
             return []
         self._seen.add(reading.key())
-        apart = self._evidence.apart(self._leaves_of(reading))
-        self._tried.append((apart, reading))
-        return [_State(reading, apart.mean, self._changes(reading), depth)]
+        difference = self._evidence.compare(self._leaves_of(reading))
+        self._tried.append((difference, reading))
+        return [_State(reading, difference.mean, self._changes(reading), depth)]
 
     def _batch(self, state: _State, size: int) -> list[_State]:
         """Tries the next `size` changes of a reading, or fewer if one reduces the distance much.
