@@ -15,8 +15,8 @@ from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import grouped
 from torch_bridge._pairing.pairs import Path
 from torch_bridge._pairing.proposals import (
+    Case,
     Change,
-    Problem,
     changed,
     flattened_maps,
     forms,
@@ -46,14 +46,14 @@ _REPARAMETRIZED = {
 
 
 def refuse_doubtful(
-    problem: Problem, proved: Reading, leaves_of: Callable[[Reading], Mapping[Path, np.ndarray]]
+    case: Case, proved: Reading, leaves_of: Callable[[Reading], Mapping[Path, np.ndarray]]
 ) -> None:
     """Runs the neighbours of a reading, and refuses it if one gives torch's outputs, too.
 
     The runs that the search has left are for these checks.
 
     Args:
-      problem: The two models and the example.
+      case: The two models and the example.
       proved: The reading, which gives torch's outputs.
       leaves_of: Makes the leaves of a reading.
 
@@ -63,12 +63,12 @@ def refuse_doubtful(
     """
     leaves = leaves_of(proved)
     doubtful = []
-    checks = max(_LEAST_CHECKS, TRIES - problem.evidence.runs)
-    for text, reading in itertools.islice(_neighbours(problem, proved), checks):
+    checks = max(_LEAST_CHECKS, TRIES - case.evidence.runs)
+    for text, reading in itertools.islice(_neighbours(case, proved), checks):
         others = leaves_of(reading)
         if all(np.array_equal(leaves[path], others[path]) for path in leaves):
             continue  # the exchanged leaves have equal values
-        if problem.evidence.compare(others).is_rounding:
+        if case.evidence.compare(others).is_rounding:
             doubtful.append(text)
     if doubtful:
         raise CheckpointMismatch(
@@ -81,17 +81,17 @@ def refuse_doubtful(
 
 
 def refusal(
-    problem: Problem, difference: Difference, reading: Reading, tensors: Collection[str]
+    case: Case, difference: Difference, reading: Reading, tensors: Collection[str]
 ) -> CheckpointMismatch:
     """Returns the error if no reading gives torch's outputs, with the layers in doubt.
 
     Args:
-      problem: The two models and the example.
+      case: The two models and the example.
       difference: The difference of the nearest outputs.
       reading: The reading that gives them.
       tensors: The names of the torch tensors.
     """
-    doubtful = [text for text, _ in itertools.islice(_neighbours(problem, reading), _SHOWN)]
+    doubtful = [text for text, _ in itertools.islice(_neighbours(case, reading), _SHOWN)]
     hint = "No layer is in doubt, so the two models seem to compute different functions"
     if difference.largest < _SLIGHT:
         hint = "So small a difference is rarely a wrong layer, and often another formula"
@@ -102,7 +102,7 @@ def refusal(
         )
     return CheckpointMismatch(
         f"{reparametrized(tensors)}The Flax model does not give torch's outputs: after "
-        f"{problem.evidence.runs} tries the nearest are {difference}. {hint}: {OTHER_FORMULA}",
+        f"{case.evidence.runs} tries the nearest are {difference}. {hint}: {OTHER_FORMULA}",
         ambiguous=doubtful,
         parameters=("apply", "rules", "flatten", "conv1d", "conv_transpose"),
     )
@@ -117,13 +117,13 @@ def reparametrized(names: Collection[str]) -> str:
     return sentences
 
 
-def _neighbours(problem: Problem, reading: Reading) -> Iterator[Change]:
+def _neighbours(case: Case, reading: Reading) -> Iterator[Change]:
     """Yields one changed reading for each choice that names do not decide."""
-    choices = forms(problem, reading)
-    for choice in itertools.chain(*flattened_maps(problem, reading)):
+    choices = forms(case, reading)
+    for choice in itertools.chain(*flattened_maps(case, reading)):
         if choice.layers[0] in reading.answers:
             choices.append(choice)
-    for choice in packed_rows(problem, reading):
+    for choice in packed_rows(case, reading):
         packing = reading.answer(choice.layers[0]).packing
         if packing and packing.is_in_order:
             # Parts in torch's order need no proof that another order is wrong.
@@ -132,8 +132,8 @@ def _neighbours(problem: Problem, reading: Reading) -> Iterator[Change]:
         if packing:
             choices.append(choice)
     yield from changed(reading, choices)
-    named = problem.match.by_name.union(problem.match.ruled.partners)
+    named = case.match.by_name.union(case.match.ruled.partners)
     for alike in grouped(reading.partners, lambda layer: layer.signature).values():
         for one, other in itertools.pairwise(alike):
             if not {one, other} <= named:
-                yield from exchanged(problem.match, reading, [([one], [other])])
+                yield from exchanged(case.match, reading, [([one], [other])])

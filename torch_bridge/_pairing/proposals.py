@@ -39,7 +39,7 @@ class Choice(NamedTuple):
     values: Sequence[Any]  # the likeliest first
 
 
-class Problem(NamedTuple):
+class Case(NamedTuple):
     """Two models, of which a reading is searched.
 
     Attributes:
@@ -70,7 +70,7 @@ def changed(reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:
                 yield Change(text, reading.with_answers(layers, field, value))
 
 
-def forms(problem: Problem, reading: Reading) -> list[Choice]:
+def forms(case: Case, reading: Reading) -> list[Choice]:
     """Lists the weights with several forms, such as (in, out) or of a ConvTranspose.
 
     Layers whose names differ in numbers change together. Matrices come before kernels, which rarely
@@ -78,7 +78,7 @@ def forms(problem: Problem, reading: Reading) -> list[Choice]:
     """
     families = {}
     for layer, several in reading.forms().items():
-        if not problem.answered.answer(layer).form:
+        if not case.answered.answer(layer).form:
             families.setdefault((layer.words, tuple(several)), []).append(layer)
     choices = []
     for (_, several), alike in families.items():
@@ -99,7 +99,7 @@ def single(choices: Iterable[Choice]) -> Iterator[Choice]:
                 yield choice._replace(layers=[layer])
 
 
-def flattened_maps(problem: Problem, reading: Reading) -> tuple[list[Choice], list[Choice]]:
+def flattened_maps(case: Case, reading: Reading) -> tuple[list[Choice], list[Choice]]:
     """Lists the layers that may read or output flattened maps, in the widths that Flax flattens.
 
     Returns:
@@ -110,7 +110,7 @@ def flattened_maps(problem: Problem, reading: Reading) -> tuple[list[Choice], li
     beside = []
     norms = []
     flow = Flow(reading)
-    options = problem.match.options
+    options = case.match.options
     for option in VERBS:
         for alike, values in flow.movable(option):
             # The user's {} says that no layer has a map, except for norms.
@@ -120,13 +120,13 @@ def flattened_maps(problem: Problem, reading: Reading) -> tuple[list[Choice], li
             layers = []
             for layer in alike:
                 pattern, _ = options.map_of(option, layer)
-                if pattern is None and not getattr(problem.answered.answer(layer), option):
+                if pattern is None and not getattr(case.answered.answer(layer), option):
                     layers.append(layer)
             if not layers:
                 continue
             whole: list[Any] = [()]
             narrow: list[Any] = [()]
-            for size, channels in problem.evidence.maps:
+            for size, channels in case.evidence.maps:
                 places = size // channels
                 if size == values:
                     whole.append(((0, channels, places),))
@@ -140,13 +140,13 @@ def flattened_maps(problem: Problem, reading: Reading) -> tuple[list[Choice], li
                 continue
             if len(layers) > 1:  # only the first one reads a map, or the last one outputs a map
                 end = {"flatten": min, "unflatten": max}[option]
-                one = end(layers, key=lambda layer: problem.place(reading.partners[layer]))
+                one = end(layers, key=lambda layer: case.place(reading.partners[layer]))
                 likely.append(Choice([one], option, whole))
             likely.append(Choice(layers, option, whole))
     return likely, beside + norms
 
 
-def packed_rows(problem: Problem, reading: Reading) -> list[Choice]:
+def packed_rows(case: Case, reading: Reading) -> list[Choice]:
     """Lists the packed layers, with the orders that the rows of their parts may have in torch.
 
     A layer is packed if its rows go to several Flax layers, or if the Flax model divides its
@@ -159,20 +159,20 @@ def packed_rows(problem: Problem, reading: Reading) -> list[Choice]:
             packed.append(layer)
     choices = []
     for alike in grouped(packed, lambda layer: (layer.words, layer.signature)).values():
-        if problem.answered.answer(alike[0]).packing:
+        if case.answered.answer(alike[0]).packing:
             continue
-        orders = _orders(problem.evidence, alike[0])
+        orders = _orders(case.evidence, alike[0])
         if orders:
             choices.append(Choice(alike, "packing", [None, *orders]))
     return choices
 
 
-def likely_packings(problem: Problem, reading: Reading) -> Iterator[Reading]:
+def likely_packings(case: Case, reading: Reading) -> Iterator[Reading]:
     """Yields a reading with the likely orders of all packed layers, equal ones for like layers.
 
     A deep model is far off until all its layers are right, so these are not single changes.
     """
-    families = grouped(packed_rows(problem, reading), _rows_and_values)
+    families = grouped(packed_rows(case, reading), _rows_and_values)
     # The widest layers come last, whose orders change first: narrow ones are rarely packed.
     in_turn = sorted(families.items(), key=lambda item: item[0][0])
     likely = []

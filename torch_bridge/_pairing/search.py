@@ -24,8 +24,8 @@ from torch_bridge._pairing.match import Group, Match, grouped
 from torch_bridge._pairing.neighbours import refusal, refuse_doubtful
 from torch_bridge._pairing.pairs import Path, leaves_from_torch
 from torch_bridge._pairing.proposals import (
+    Case,
     Change,
-    Problem,
     changed,
     flattened_maps,
     forms,
@@ -93,7 +93,7 @@ class Search:
           evidence: The example.
           tensors: The torch tensors by name.
         """
-        self._problem = Problem(match, answered, evidence)
+        self._case = Case(match, answered, evidence)
         self._evidence = evidence
         self._tensors = tensors
         self._leaves = {}
@@ -119,10 +119,10 @@ class Search:
             self._search()
             if self._is_proved():
                 difference, reading = self._tried[-1]
-                refuse_doubtful(self._problem, reading, self._leaves_of)
+                refuse_doubtful(self._case, reading, self._leaves_of)
                 return reading, difference
         difference, reading = min(self._tried, key=lambda one: one[0].mean)
-        raise refusal(self._problem, difference, reading, self._tensors)
+        raise refusal(self._case, difference, reading, self._tensors)
 
     def _search(self) -> None:
         """Tries readings with the current order of the inputs, until one gives torch's outputs."""
@@ -218,9 +218,9 @@ class Search:
 
         Then it yields these readings with likely orders of packed rows.
         """
-        match = self._problem.match
+        match = self._case.match
         torch, flax = match.layers
-        by_use = sorted(flax, key=self._problem.place)
+        by_use = sorted(flax, key=self._case.place)
         orders = itertools.product(
             (match.partners, match.ruled.partners),
             (by_use, flax),
@@ -229,7 +229,7 @@ class Search:
         readings = []
         for decided, targets, layers in [*orders, (match.partners, by_use, _last_first(torch))]:
             partners = match.assign(decided, Group(layers, targets))
-            reading = Reading(partners, dict(self._problem.answered.answers))
+            reading = Reading(partners, dict(self._case.answered.answers))
             for layer, several in reading.forms().items():
                 is_upward = not self._evidence.upward.isdisjoint(partners[layer].tensors())
                 if is_upward and CONV_TRANSPOSE in several:
@@ -237,22 +237,22 @@ class Search:
             readings.append(reading)
             yield reading
         for reading in readings:
-            yield from likely_packings(self._problem, reading)
+            yield from likely_packings(self._case, reading)
 
     def _changes(self, reading: Reading) -> Iterator[Change]:
         """Yields the single changes of a reading, the likeliest first."""
-        problem = self._problem
-        weights = forms(problem, reading)
-        likely_maps, unlikely_maps = flattened_maps(problem, reading)
-        everywhere, within, across = exchanges_of(problem.match, reading)
+        case = self._case
+        weights = forms(case, reading)
+        likely_maps, unlikely_maps = flattened_maps(case, reading)
+        everywhere, within, across = exchanges_of(case.match, reading)
         choices = itertools.chain(filter(is_matrix, weights), likely_maps)
         yield from in_alternation(
-            changed(reading, choices), exchanged(problem.match, reading, everywhere)
+            changed(reading, choices), exchanged(case.match, reading, everywhere)
         )
-        yield from changed(reading, packed_rows(problem, reading))
-        yield from exchanged(problem.match, reading, within)
+        yield from changed(reading, packed_rows(case, reading))
+        yield from exchanged(case.match, reading, within)
         yield from in_alternation(
-            changed(reading, unlikely_maps), exchanged(problem.match, reading, across)
+            changed(reading, unlikely_maps), exchanged(case.match, reading, across)
         )
         yield from changed(reading, itertools.filterfalse(is_matrix, weights))
         yield from changed(reading, single(weights))
