@@ -28,7 +28,7 @@ from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 from torch_bridge._job.save import write_document
-from torch_bridge._pairing.leaves import COLLECTIONS, flatten, hollow, leaves_by_path
+from torch_bridge._pairing.leaves import COLLECTIONS, flatten_tree, hollow, leaves_by_path
 from torch_bridge._pairing.pair import paired_for
 from torch_bridge._pairing.pairs import Packing, Pair
 
@@ -73,7 +73,7 @@ def convert_to_flax(options: argparse.Namespace) -> None:
         config["layout"] = options.layout and options.layout.to_json()
         # As in a TrainState, the other collections of linen variables stand beside `params`.
         state = {"step": np.int32(run.step), "opt_state": run.opt_state}
-        of_variables = flatten(run.params).collections
+        of_variables = flatten_tree(run.params).collections
         state.update(run.params if of_variables else {"params": run.params})
         begin("writing")
         write_flax(options.out, state, config, force=options.force)

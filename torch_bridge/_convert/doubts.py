@@ -17,7 +17,7 @@ from torch_bridge._convert.optimizer import HELD, UNUSED, OptimizerPlan
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.load import MODEL_KEYS
-from torch_bridge._pairing.leaves import flatten
+from torch_bridge._pairing.leaves import flatten_tree
 
 # Names of clipping arguments in training scripts. A model called CLIP and a logged norm must not
 # match.
@@ -142,9 +142,9 @@ def doubts_of_file(
 
 def doubts_of_dtypes(params: Any, like: Any) -> Iterator[str]:
     """Yields a warning if parameters have 16 bits, and more in the user's Flax tree."""
-    of_like = flatten(like).leaves
+    of_like = flatten_tree(like).leaves
     narrow = []
-    for path, leaf in flatten(params).leaves.items():
+    for path, leaf in flatten_tree(params).leaves.items():
         if 0 < _bits(leaf) < 32 <= _bits(of_like[path]):
             narrow.append("/".join(path))
     if narrow:

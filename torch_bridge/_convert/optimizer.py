@@ -30,7 +30,7 @@ from torch_bridge._convert.optimizer_groups import (
 )
 from torch_bridge._convert.torch_updates import UnusedState, held, until_gradient
 from torch_bridge._hook.buckets import BucketLayout
-from torch_bridge._pairing.leaves import flatten, leaves_by_path, with_values
+from torch_bridge._pairing.leaves import flatten_tree, leaves_by_path, with_values
 from torch_bridge._pairing.pair import Model, Pairs, named, paired_for
 from torch_bridge._pairing.pairs import Pair, leaves_from_torch, names_in, tensors_from_flax
 
@@ -259,7 +259,7 @@ class OptimizerPlan:
 
     def transformation(self, params: Any) -> optax.GradientTransformation:
         """Makes the Optax transformation of a tree of parameters."""
-        tree = flatten(params)
+        tree = flatten_tree(params)
         labels = dict.fromkeys(tree.leaves, _FROZEN)
         inner = {}
         for path, part in sorted(self.parts.items()):

@@ -10,7 +10,7 @@ import numpy as np
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import is_tensor, tied, to_tensor
 from torch_bridge._pairing.evidence import Apply, Example
-from torch_bridge._pairing.leaves import flatten as flatten_tree
+from torch_bridge._pairing.leaves import flatten_tree
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Model, Pairs, named, paired_for
 from torch_bridge._pairing.pairs import leaves_from_torch, tensors_from_flax

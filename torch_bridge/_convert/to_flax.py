@@ -28,7 +28,7 @@ from torch_bridge._hook.checkpoint import Checkpoint, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._pairing.decide import Paired
 from torch_bridge._pairing.evidence import Apply, Example
-from torch_bridge._pairing.leaves import MatrixDimsFn, flatten, matrix_dims_of, trained
+from torch_bridge._pairing.leaves import MatrixDimsFn, flatten_tree, matrix_dims_of, trained
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
 from torch_bridge._pairing.pairs import Pair, leaves_from_torch
@@ -206,7 +206,7 @@ def to_flax(
         reviewed_layout(checkpoint, layout, missing_ranks, param_names, problems)
     problems.raise_all()
     # The parameters, and how the reducer cuts them into matrices.
-    params = flatten(like).with_leaves(leaves_from_torch(paired.pairs, checkpoint.model))
+    params = flatten_tree(like).with_leaves(leaves_from_torch(paired.pairs, checkpoint.model))
     trained_params = trained(params)
     trained_pairs = pairs_of(trained_params, paired.pairs)
     matrix_dims = matrix_dims or matrix_dims_of(trained_pairs)

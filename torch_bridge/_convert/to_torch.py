@@ -31,7 +31,7 @@ from torch_bridge._hook.infer import layout_of, named_layout
 from torch_bridge._job.example import run_example
 from torch_bridge._job.save import write_document
 from torch_bridge._pairing.evidence import Apply, Evidence, Example
-from torch_bridge._pairing.leaves import MatrixDimsFn, flatten, hollow, matrix_dims_of, trained
+from torch_bridge._pairing.leaves import MatrixDimsFn, flatten_tree, hollow, matrix_dims_of, trained
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
 
@@ -191,7 +191,7 @@ def _refuse_others(pairs: Pairs, params: Any, model: Mapping[str, Any]) -> None:
       CheckpointMismatch: A paired leaf is missing, and torch would keep its old value. Or tensors
         are missing or have other shapes. The error lists all.
     """
-    leaves = flatten(params).leaves
+    leaves = flatten_tree(params).leaves
     lacking = {}  # the keys count in all three, because several pairs may have one tensor
     missing = {}
     wrong = {}
@@ -240,7 +240,7 @@ def _refuse_other_outputs(
     loaded = copy.deepcopy(module)
     loaded.load_state_dict(model)
     outputs = run_example(loaded, list(map(to_tensor, example[0])))
-    tree = flatten(params)
+    tree = flatten_tree(params)
     evidence = Evidence(apply, outputs, tree, list(model.values()))
     nearest = evidence.nearest(tree.leaves)
     if not nearest.is_rounding:

@@ -114,12 +114,12 @@ def trained(tree: Any) -> Any:
 
         state = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
         return nnx.filter_state(state, nnx.Param)
-    if flatten(tree).collections:
+    if flatten_tree(tree).collections:
         return tree["params"]
     return tree
 
 
-def flatten(tree: Any) -> Tree:
+def flatten_tree(tree: Any) -> Tree:
     """Flattens a Flax tree.
 
     Args:
@@ -159,7 +159,7 @@ def flatten(tree: Any) -> Tree:
 
 def with_values(tree: Any, leaves: Mapping[Path, Any]) -> Any:
     """Returns a tree with these leaves replaced, cast to the dtypes of the old leaves."""
-    exchanged = flatten(tree).with_leaves(leaves)
+    exchanged = flatten_tree(tree).with_leaves(leaves)
     return jax.tree.map(lambda old, new: jnp.asarray(new, old.dtype), tree, exchanged)
 
 
