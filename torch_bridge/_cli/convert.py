@@ -29,7 +29,7 @@ from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 from torch_bridge._job.save import write_document
 from torch_bridge._pairing.leaves import COLLECTIONS, flatten_tree, hollow, leaves_by_path
-from torch_bridge._pairing.pair import paired_for
+from torch_bridge._pairing.pair import find_or_check_pairs
 from torch_bridge._pairing.pairs import Packing, Pair
 
 # orbax writes a NamedTuple as a dictionary; the set of its fields identifies the class.
@@ -108,8 +108,9 @@ def convert_to_torch(options: argparse.Namespace) -> None:
         answers = options.pairing
         if not apply and not any(answers.values()):  # as `to-flax` has paired them
             pairs = _pairs_in(file.config)
-            answers = None if pairs else answers
-        pairs = paired_for(like.model, variables, pairs, answers, apply, example).pairs
+        pairs = find_or_check_pairs(
+            like.model, variables, pairs, answers, apply, example, needs_statistics=True
+        ).pairs
         layout = options.layout
         if layout is None and file.config.get("layout") is not None:
             layout = BucketLayout.from_json(file.config["layout"])

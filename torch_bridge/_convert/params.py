@@ -12,7 +12,7 @@ from torch_bridge._base.tensors import is_tensor, tied, to_tensor
 from torch_bridge._pairing.evidence import Apply, Example
 from torch_bridge._pairing.leaves import flatten_tree
 from torch_bridge._pairing.options import PairOptions
-from torch_bridge._pairing.pair import Model, Pairs, named, paired_for
+from torch_bridge._pairing.pair import Model, Pairs, find_or_check_pairs, named
 from torch_bridge._pairing.pairs import leaves_from_torch, tensors_from_flax
 
 
@@ -64,8 +64,10 @@ def params_from_torch(
         (2, 3)
     """
     tensors = named(model)
-    paired = paired_for(model, like, pairs, options, apply, example)
-    return flatten_tree(like).with_leaves(leaves_from_torch(paired.pairs, tensors))
+    pairing = find_or_check_pairs(
+        model, like, pairs, options, apply, example, needs_statistics=True
+    )
+    return flatten_tree(like).with_leaves(leaves_from_torch(pairing.pairs, tensors))
 
 
 def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> dict[str, Any]:
@@ -94,8 +96,8 @@ def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> 
       (3, 2)
     """
     like = named(like)
-    paired = paired_for(like, params, pairs)
-    arrays = tensors_from_flax(paired.pairs, flatten_tree(params).leaves)
+    pairs = find_or_check_pairs(like, params, pairs).pairs
+    arrays = tensors_from_flax(pairs, flatten_tree(params).leaves)
     apart = []
     for name, first in tied(like).items():
         ours = arrays.get(name)

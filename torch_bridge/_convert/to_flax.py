@@ -26,11 +26,11 @@ from torch_bridge._convert.review import reducer_of, reviewed_layout
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
-from torch_bridge._pairing.decide import Paired
+from torch_bridge._pairing.decide import Pairing
 from torch_bridge._pairing.evidence import Apply, Example
 from torch_bridge._pairing.leaves import MatrixDimsFn, flatten_tree, matrix_dims_of, trained
 from torch_bridge._pairing.options import PairOptions
-from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
+from torch_bridge._pairing.pair import Pairs, find_or_check_pairs, pairs_in_tree
 from torch_bridge._pairing.pairs import Pair, leaves_from_torch
 
 
@@ -196,19 +196,21 @@ def to_flax(
         example = example or checkpoint.example
     # Which tensor is which leaf, and where in the hook's buffers it is.
     problems = Problems()
-    paired = Paired(())
+    pairing = Pairing(())
     if checkpoint.model:
         with problems.about("which tensor is which leaf"):
-            paired = paired_for(checkpoint.model, like, pairs, options, apply, example)
+            pairing = find_or_check_pairs(
+                checkpoint.model, like, pairs, options, apply, example, needs_statistics=True
+            )
             with problems.about("the bucket layout"):
-                layout = layout_of(checkpoint, layout, paired.pairs)
+                layout = layout_of(checkpoint, layout, pairing.pairs)
     if problems.errors or not checkpoint.model:
         reviewed_layout(checkpoint, layout, missing_ranks, param_names, problems)
     problems.raise_all()
     # The parameters, and how the reducer cuts them into matrices.
-    params = flatten_tree(like).with_leaves(leaves_from_torch(paired.pairs, checkpoint.model))
+    params = flatten_tree(like).with_leaves(leaves_from_torch(pairing.pairs, checkpoint.model))
     trained_params = trained(params)
-    trained_pairs = pairs_of(trained_params, paired.pairs)
+    trained_pairs = pairs_in_tree(trained_params, pairing.pairs)
     matrix_dims = matrix_dims or matrix_dims_of(trained_pairs)
     # The hook with its state, and the optimizer.
     reducer = optax.identity()
@@ -271,9 +273,9 @@ def to_flax(
         step = taken if calls is None else calls
     difference = None
     control = None
-    if paired.difference:
-        difference = paired.difference.largest
-        control = paired.difference.control
+    if pairing.difference:
+        difference = pairing.difference.largest
+        control = pairing.difference.control
     return FlaxRun(
         params,
         reducer,
@@ -282,7 +284,7 @@ def to_flax(
         optimizer_state,
         step,
         difference,
-        paired.pairs,
+        pairing.pairs,
         control,
         completed,
         matrix_dims,

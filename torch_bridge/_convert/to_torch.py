@@ -33,7 +33,7 @@ from torch_bridge._job.save import write_document
 from torch_bridge._pairing.evidence import Apply, Evidence, Example
 from torch_bridge._pairing.leaves import MatrixDimsFn, flatten_tree, hollow, matrix_dims_of, trained
 from torch_bridge._pairing.options import PairOptions
-from torch_bridge._pairing.pair import Pairs, paired_for, pairs_of
+from torch_bridge._pairing.pair import Pairs, find_or_check_pairs, pairs_in_tree
 
 
 def to_torch(
@@ -125,7 +125,9 @@ def to_torch(
         _refuse_others(pairs, params, like.model)
         if example is None:
             runner = None  # a check is not needed
-    pairs = paired_for(like.model, params, pairs, options, runner, example).pairs
+    pairs = find_or_check_pairs(
+        like.model, params, pairs, options, runner, example, needs_statistics=True
+    ).pairs
     if layout is None:
         layout = layout_of(like, None, pairs)
     else:  # any order will do, because the state is written anew
@@ -150,7 +152,7 @@ def to_torch(
     ranks = ()
     if reducers and (like.powersgd or layout):
         trained_params = trained(params)
-        trained_pairs = pairs_of(trained_params, pairs)
+        trained_pairs = pairs_in_tree(trained_params, pairs)
         matrix_dims = matrix_dims or matrix_dims_of(trained_pairs)
         record = record_of_state(
             reducers.pop(0), trained_params, layout, like, matrix_dims, trained_pairs

@@ -70,7 +70,7 @@ _PLAIN_ORDER = (
 )
 
 
-class Paired(NamedTuple):
+class Pairing(NamedTuple):
     """The pairs that a conversion uses.
 
     Attributes:
@@ -89,7 +89,7 @@ def decide(
     known: Mapping[str, str],
     apply: Apply | None,
     example: Example | None,
-) -> Paired:
+) -> Pairing:
     """Pairs two models, with tied torch tensors as one leaf or as several leaves.
 
     Args:
@@ -131,7 +131,7 @@ def decide(
             continue
         places = dict(zip(tree.shapes, itertools.count(), strict=False))
         pairs = sorted(reading.pairs(), key=lambda one: places[one.path])
-        return Paired(_with_aliases(pairs, kept, first), difference)
+        return Pairing(_with_aliases(pairs, kept, first), difference)
     for error in errors:
         if not (error.missing or error.unexpected or error.mis_shaped):
             raise error  # with these ties no tensor or leaf lacks a partner

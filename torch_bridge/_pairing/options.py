@@ -68,10 +68,10 @@ class Options:
     ignore: str | None = None
 
     def __post_init__(self) -> None:
-        self.rules = _pairs("rules", self.rules, str)
-        self.flatten = _pairs("flatten", self.flatten, _parts)
-        self.unflatten = _pairs("unflatten", self.unflatten, _parts)
-        self.turned = _pairs("turned", self.turned, _order)
+        self.rules = _read_mapping("rules", self.rules, str)
+        self.flatten = _read_mapping("flatten", self.flatten, _parts)
+        self.unflatten = _read_mapping("unflatten", self.unflatten, _parts)
+        self.turned = _read_mapping("turned", self.turned, _order)
         for name, pattern in self.patterns():
             try:
                 re.compile(pattern)
@@ -163,7 +163,9 @@ def size_of(parts: Flattened) -> int:
     return sum(map(math.prod, parts))
 
 
-def _pairs(name: str, value: Any, read: Callable[[Any], Any]) -> tuple[tuple[str, Any], ...] | None:
+def _read_mapping(
+    name: str, value: Any, read: Callable[[Any], Any]
+) -> tuple[tuple[str, Any], ...] | None:
     """Reads an option that maps regular expressions to values, each value with `read`."""
     if value is None:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._pairing.decide import Paired, decide, known_forms, refuse_lost_statistics
+from torch_bridge._pairing.decide import Pairing, decide, known_forms, refuse_lost_statistics
 from torch_bridge._pairing.evidence import Apply, Evidence, Example
 from torch_bridge._pairing.leaves import flatten_tree
 from torch_bridge._pairing.neighbours import OTHER_FORMULA
@@ -126,14 +126,16 @@ def pair(
     return decide(tensors, flatten_tree(like), options, known_forms(model), apply, example).pairs
 
 
-def paired_for(
+def find_or_check_pairs(
     model: Model,
     like: Any,
     pairs: Pairs | None,
     options: PairOptions | None = None,
     apply: Apply | None = None,
     example: Example | None = None,
-) -> Paired:
+    *,
+    needs_statistics: bool = False,
+) -> Pairing:
     """Returns the pairs of a conversion: the user's, or those that `pair` finds.
 
     With `apply` and `example` the user's pairs are checked by a run.
@@ -142,30 +144,33 @@ def paired_for(
       model: The torch model.
       like: The Flax tree.
       pairs: The pairs that the user passed, or None.
-      options: The options of `pair` for a whole model, whose running statistics must have a place;
-        None for a part of a model.
+      options: The options of `pair`.
       apply: As for `pair`.
       example: As for `pair`.
+      needs_statistics: Whether `like` is of a whole model, so that running statistics of the torch
+        model must have a place in it.
 
     Raises:
       ValueError: Both `pairs` and `options` are passed, or one of `apply` and `example`.
       TypeError: An option does not exist.
-      CheckpointMismatch: As for `pair` and `pairs_of`. Or the pairs do not give torch's outputs. Or
-        running statistics have no place: they would be lost in JAX, and old on the way back.
+      CheckpointMismatch: As for `pair` and `pairs_in_tree`. Or the pairs do not give torch's
+        outputs. Or running statistics have no place: they would be lost in JAX, and old on the way
+        back.
     """
-    unknown = sorted((options or {}).keys() - PairOptions.__optional_keys__)
+    options = options or {}
+    unknown = sorted(options.keys() - PairOptions.__optional_keys__)
     if unknown:
         names = ", ".join(sorted(PairOptions.__optional_keys__))
         raise TypeError(f"There is no argument {unknown[0]!r}; those of `pair` are {names}.")
     tensors = named(model)
     tree = flatten_tree(like)
     if pairs is None:
-        read = Options(**options or {})
-        if options is not None:
+        read = Options(**options)
+        if needs_statistics:
             refuse_lost_statistics(tensors, tree, read)
         return decide(tensors, tree, read, known_forms(model), apply, example)
     twice = []
-    for name, value in (options or {}).items():
+    for name, value in options.items():
         if value:
             twice.append(name)
     if twice:
@@ -173,10 +178,10 @@ def paired_for(
             f"`pairs` says already what belongs together. Leave out {', '.join(twice)}, or pass "
             "these arguments to torch_bridge.pair."
         )
-    selected = pairs_of(like, pairs)
+    selected = pairs_in_tree(like, pairs)
     evidence = Evidence.of(apply, example, tree, list(tensors.values()))
     if evidence is None:
-        return Paired(selected)
+        return Pairing(selected)
     difference = evidence.nearest(leaves_from_torch(selected, tensors))
     if not difference.is_rounding:
         raise CheckpointMismatch(
@@ -185,10 +190,10 @@ def paired_for(
             f"models compute different functions: {OTHER_FORMULA}",
             parameters=("pairs", "apply"),
         )
-    return Paired(selected, difference)
+    return Pairing(selected, difference)
 
 
-def pairs_of(like: Any, pairs: Pairs) -> tuple[Pair, ...]:
+def pairs_in_tree(like: Any, pairs: Pairs) -> tuple[Pair, ...]:
     """Returns the pairs whose leaves are in a tree.
 
     Args:
