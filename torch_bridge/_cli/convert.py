@@ -28,7 +28,7 @@ from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.load import load
 from torch_bridge._job.save import write_document
-from torch_bridge._pairing.leaves import COLLECTIONS, flatten_tree, hollow, leaves_by_path
+from torch_bridge._pairing.leaves import COLLECTIONS, flatten_tree, leaves_by_path, without_values
 from torch_bridge._pairing.pair import find_or_check_pairs
 from torch_bridge._pairing.pairs import Packing, Pair
 
@@ -116,8 +116,8 @@ def convert_to_torch(options: argparse.Namespace) -> None:
             layout = BucketLayout.from_json(file.config["layout"])
         layout = layout_of(like, layout, pairs)  # needs the values of the errors
         for record in like.powersgd:  # the rest needs only the shapes of the errors
-            record.error_dict.update(hollow(record.error_dict))
-        like = dataclasses.replace(like, layout=layout, optimizer=hollow(like.optimizer))
+            record.error_dict.update(without_values(record.error_dict))
+        like = dataclasses.replace(like, layout=layout, optimizer=without_values(like.optimizer))
         run = _parts(file.read())
         begin("converting")
         # `pop` leaves the only references to the call, which frees each part after its conversion.

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.files import no_file
 from torch_bridge._base.terminal import some
-from torch_bridge._pairing.leaves import hollow
+from torch_bridge._pairing.leaves import without_values
 
 # The names that examples/language_model/checkpoints.py uses.
 _STATE = "state"
@@ -113,7 +113,7 @@ class FlaxFile:
             if (folder / name).exists():
                 self._item = folder / name
                 break
-        self.shapes = self._ask(lambda orbax: hollow(orbax.metadata(self._item).tree))
+        self.shapes = self._ask(lambda orbax: without_values(orbax.metadata(self._item).tree))
         self.config = _config_of(path)
 
     def read(self) -> Any:

@@ -31,7 +31,13 @@ from torch_bridge._hook.infer import layout_of, named_layout
 from torch_bridge._job.example import run_example
 from torch_bridge._job.save import write_document
 from torch_bridge._pairing.evidence import Apply, Evidence, Example
-from torch_bridge._pairing.leaves import MatrixDimsFn, flatten_tree, hollow, matrix_dims_of, trained
+from torch_bridge._pairing.leaves import (
+    MatrixDimsFn,
+    flatten_tree,
+    matrix_dims_of,
+    trained,
+    without_values,
+)
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, find_or_check_pairs, pairs_in_tree
 
@@ -148,7 +154,7 @@ def to_torch(
     if module is not None:
         _refuse_other_outputs(module, model, params, apply, like.example)
     # Drops the parameters' values, which are not needed any more.
-    params = hollow(params)
+    params = without_values(params)
     ranks = ()
     if reducers and (like.powersgd or layout):
         trained_params = trained(params)

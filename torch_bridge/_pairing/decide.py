@@ -26,7 +26,7 @@ from torch_bridge._pairing.leaves import Tree
 from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import Group, Match, grouped
 from torch_bridge._pairing.neighbours import reparametrized
-from torch_bridge._pairing.options import Options, PairOptions, refuse_idle_patterns
+from torch_bridge._pairing.options import Options, PairOptions, refuse_unused_patterns
 from torch_bridge._pairing.pairs import Pair
 from torch_bridge._pairing.questions import Questions, answered, asked_orders, listed, names_of
 from torch_bridge._pairing.search import Search
@@ -119,7 +119,7 @@ def decide(
             if not (are_one and name in first):
                 shapes[name] = shape_of(value)
         match = Match(*layers_of(shapes, tree), options, known)
-        refuse_idle_patterns(options, names, [layer.name for layer in match.layers.torch])
+        refuse_unused_patterns(options, names, [layer.name for layer in match.layers.torch])
         match.match_names(misfits=not evidence)
         _leave_out_indices(match, kept)
         try:
@@ -220,11 +220,11 @@ def _complete_by_shapes(match: Match) -> Reading:
     match.take_apart(match.groups()[1])
     match.match_names()
     match.match_shapes()
-    groups, lonely = match.groups()
+    groups, unmatched = match.groups()
     orders, assumed = asked_orders(match, groups)
     reading, wrong = answered(match, match.partners)
     questions = Questions(match, reading)
-    problems = _problems(match, reading, lonely, wrong)
+    problems = _problems(match, reading, unmatched, wrong)
     for torch, flax in groups:
         surplus = len(torch) - len(flax)
         if surplus > 0:
@@ -244,7 +244,7 @@ def _complete_by_shapes(match: Match) -> Reading:
             (True, _FORMS_ARE_OPEN),
         )
         message = next(sentence for applies, sentence in cases if applies)
-        raise _mismatch(match, problems, lonely, message)
+        raise _mismatch(match, problems, unmatched, message)
     assumed += questions.assumed
     if match.ruled.consecutive:
         assumed.append(
@@ -261,23 +261,23 @@ def _complete_by_shapes(match: Match) -> Reading:
 
 
 def _problems(
-    match: Match, reading: Reading, lonely: Group, wrong: Iterable[str]
+    match: Match, reading: Reading, unmatched: Group, wrong: Iterable[str]
 ) -> dict[str, list[str]]:
     """Lists what does not fit, by the lists of `CheckpointMismatch`.
 
     Args:
       match: The layers of both models.
       reading: The pairs of layers.
-      lonely: The layers without a partner.
+      unmatched: The layers without a partner.
       wrong: A line of text for each answer that does not fit.
     """
     problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "mis_shaped": []}
     for layer, target in reading.partners.items():
         for name, lines in join(layer, target).problems.items():
             problems[name] += lines
-    for layer in lonely.torch:
+    for layer in unmatched.torch:
         problems["unexpected"] += map(layer.line, layer.parts)
-    for target in lonely.flax:
+    for target in unmatched.flax:
         problems["missing"] += map(target.line, target.parts)
     problems["mis_shaped"] += wrong
     problems["ambiguous"] = match.ruled.problems.copy()
@@ -285,10 +285,10 @@ def _problems(
 
 
 def _mismatch(
-    match: Match, problems: Mapping[str, list[str]], lonely: Group, message: str
+    match: Match, problems: Mapping[str, list[str]], unmatched: Group, message: str
 ) -> CheckpointMismatch:
     """Returns the error for some problems, with hints before its message."""
-    message = _hints(match, lonely) + reparametrized(problems["unexpected"]) + message
+    message = _hints(match, unmatched) + reparametrized(problems["unexpected"]) + message
     text = "\n".join(itertools.chain(*problems.values()))
     parameters = ["rules"]
     for name in sorted(PairOptions.__optional_keys__ - {"ignore", "rules"}):
@@ -298,10 +298,10 @@ def _mismatch(
     return CheckpointMismatch(message, parameters=parameters, **problems)
 
 
-def _hints(match: Match, lonely: Group) -> str:
+def _hints(match: Match, unmatched: Group) -> str:
     """Returns what the shapes of layers that fit no other layer show; "" if it is nothing."""
-    kernels = [target.shape("kernel") for target in lonely.flax]
-    for shape, alike in grouped(lonely.torch, lambda layer: layer.shape("weight")).items():
+    kernels = [target.shape("kernel") for target in unmatched.flax]
+    for shape, alike in grouped(unmatched.torch, lambda layer: layer.shape("weight")).items():
         count = len(alike)
         for kernel in kernels:
             if not shape or count == 1:
@@ -313,7 +313,7 @@ def _hints(match: Match, lonely: Group) -> str:
     of_torch, of_flax = map(_lengths, match.layers)
     only_torch = sorted(of_torch - of_flax)
     only_flax = sorted(of_flax - of_torch)
-    if not (all(lonely) and only_torch and only_flax):
+    if not (all(unmatched) and only_torch and only_flax):
         return ""
     return (
         f"It seems that a width differs: no leaf of Flax has an axis of {only_torch}, and no "

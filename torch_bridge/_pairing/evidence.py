@@ -257,7 +257,7 @@ class Evidence:
         self._inputs = order.inputs
         self.positions = dict.fromkeys(self._leaves, math.inf)  # unused leaves come last
         self.upward = set()
-        self.maps = []
+        self.feature_maps = []
         self.splits = set()
         if order.program is None:
             return
@@ -293,7 +293,7 @@ class Evidence:
                 contracted = options["dimension_numbers"][0][1]
                 for sizes in (np.take(kernel, contracted), np.delete(kernel, contracted)):
                     self._add_divided([math.prod(sizes.tolist())], sizes.tolist())
-        self.maps = list(dict.fromkeys(self.maps))
+        self.feature_maps = list(dict.fromkeys(self.feature_maps))
         for (whole, axis), places in cuts.items():
             length = whole.aval.shape[axis]
             sizes = np.diff(sorted({0, *places, length})).tolist()
@@ -308,7 +308,7 @@ class Evidence:
         last = (without_ones(narrow) or (0,))[-1]
         for cut in range(len(sizes) - 1):
             if math.prod(sizes[cut:]) == last:
-                self.maps.append((last, sizes[-1]))
+                self.feature_maps.append((last, sizes[-1]))
                 return sizes[cut:]
         return ()
 

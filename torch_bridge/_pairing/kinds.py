@@ -78,7 +78,7 @@ class Link(NamedTuple):
       tensor: The tensor's name in its layer, which may lack it.
       leaf: The leaf's name in its layer, which may lack it.
       share: The part of the rows that go to the leaf; None for all rows.
-      maps: For the leaf's first axes and its last axes, the field of `Answer` with the maps there,
+      map_fields: For the leaf's first axes and its last axes, the field of `Answer` with the maps there,
         or "" if there are none.
       forms: Form -> order of torch's axes; None for a vector, or a matrix (out, in).
       is_packed: Whether three row axes of the leaf may have any order in torch.
@@ -88,7 +88,7 @@ class Link(NamedTuple):
     tensor: str
     leaf: str
     share: Share | None = None
-    maps: tuple[str, str] = _NO_MAPS
+    map_fields: tuple[str, str] = _NO_MAPS
     forms: Mapping[Form, Shape] | None = None
     is_packed: bool = False
     terms: int = 1
@@ -152,18 +152,18 @@ def join(torch: Layer, flax: Layer) -> Joined:
     problems = {"missing": [], "unexpected": [], "mis_shaped": []}
     fitting = {}
     empty = dict.fromkeys(flax.parts)
-    homeless = dict.fromkeys(torch.parts)
+    unlinked = dict.fromkeys(torch.parts)
     for (tensor, leaf), views in links.items():
         empty.pop(leaf, None)
         if tensor not in lost:
-            homeless.pop(tensor, None)
+            unlinked.pop(tensor, None)
         if views:
             fitting[tensor, leaf] = views
         else:
             line = f"{torch.line(tensor)} <-> {flax.line(leaf)}"
             problems["mis_shaped"].append(line)
     problems["missing"] += map(flax.line, empty)
-    problems["unexpected"] += map(torch.line, homeless)
+    problems["unexpected"] += map(torch.line, unlinked)
     return Joined(fitting, problems)
 
 
@@ -203,7 +203,7 @@ def _weight(torch: Layer, flax: Layer) -> list[Link]:
 def _embedding(torch: Layer, _: Layer) -> list[Link]:
     """Links an embedding, whose rows may be flattened maps."""
     same = tuple(range(len(torch.shape("weight"))))
-    return [Link("weight", "embedding", maps=("", "unflatten"), forms={OUT_IN: same})]
+    return [Link("weight", "embedding", map_fields=("", "unflatten"), forms={OUT_IN: same})]
 
 
 def _norm(_: Layer, flax: Layer) -> list[Link]:
@@ -211,7 +211,7 @@ def _norm(_: Layer, flax: Layer) -> list[Link]:
     leaves = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "var"}
     if "negative_slope" in flax.parts:
         leaves["weight"] = "negative_slope"
-    return [Link(tensor, leaf, maps=("", "flatten")) for tensor, leaf in leaves.items()]
+    return [Link(tensor, leaf, map_fields=("", "flatten")) for tensor, leaf in leaves.items()]
 
 
 def _norm_of_map(torch: Layer, flax: Layer) -> list[Link]:
@@ -354,7 +354,7 @@ def _views(link: Link, torch: Layer, flax: Layer) -> Views:
             *(name, whole, path, target, split, axes, len(leaf_axes[0]), flip),
             *(rows, link.terms, link.must_be_zero),
         )
-        first, last = link.maps
+        first, last = link.map_fields
         views[form] = View(pair, first, last)
         if order[-1] == 0:  # torch's rows are the last axis in Flax
             views[form] = View(pair, last, first)

@@ -163,7 +163,7 @@ def with_values(tree: Any, leaves: Mapping[Path, Any]) -> Any:
     return jax.tree.map(lambda old, new: jnp.asarray(new, old.dtype), tree, exchanged)
 
 
-def hollow(tree: Any) -> Any:
+def without_values(tree: Any) -> Any:
     """Replaces shapes and large arrays of a tree by zeros of equal shape that take no memory."""
 
     def emptied(leaf: Any) -> Any:

@@ -92,7 +92,7 @@ class Flow:
       sizes: Layer -> ``flatten``: the number of input values; ``unflatten``: the number of output
         values. A norm has its width as ``flatten``. A convolution has neither.
       convs: Convolution -> number of spatial axes, in the same order.
-      facing: ``flatten`` -> the number of output values of each layer, or of output channels of a
+      channels: ``flatten`` -> the number of output values of each layer, or of output channels of a
         convolution, which a map behind it has; ``unflatten`` -> the same of inputs, which a map
         before it has. Vectors have none.
     """
@@ -101,7 +101,7 @@ class Flow:
         self.layers = list(reading.partners)
         self.sizes = {}
         self.convs = {}
-        self.facing = {"flatten": {}, "unflatten": {}}
+        self.channels = {"flatten": {}, "unflatten": {}}
         self._answers = reading.answers
         for layer, target in reading.partners.items():
             sizes = {}
@@ -121,8 +121,8 @@ class Flow:
                     reads = gives
                 self.convs[layer] = len(space)
             if not layer.is_vector:
-                self.facing["flatten"][layer] = gives
-                self.facing["unflatten"][layer] = reads
+                self.channels["flatten"][layer] = gives
+                self.channels["unflatten"][layer] = reads
 
     def movable(self, option: str) -> list[tuple[list[Layer], int]]:
         """Lists the layers whose inputs (or outputs) may be a map, and the number of values.
@@ -159,7 +159,7 @@ class Flow:
         if option == "unflatten":
             if following and self.sizes[following].get("flatten") == values:
                 return None
-            if values not in self.facing[option].values():
+            if values not in self.channels[option].values():
                 least = _LARGE_SIDE
             nearest = behind
         else:
@@ -167,13 +167,13 @@ class Flow:
                 rests.append(self.sizes[table]["unflatten"])
         channels = []
         for conv in filter(self.convs.__contains__, nearest):
-            channels.append(self.facing[option][conv])
+            channels.append(self.channels[option][conv])
             shape = _shape(channels[-1], values, self.convs[conv])
             if shape:
                 return (shape,)
         if option == "unflatten" and (self.convs or following):
             return None
-        if values in map(self.facing["flatten"].get, before):
+        if values in map(self.channels["flatten"].get, before):
             return None  # the values come from an earlier layer
         for rest, count in itertools.product(rests, channels or [_COLOURS]):
             picture = _shape(count, values - rest, 2)
@@ -203,7 +203,7 @@ class Flow:
         before, behind = self._beside(layer)
         for other in before if option == "flatten" else behind:
             if other in self.convs:
-                channels = self.facing[option][other]
+                channels = self.channels[option][other]
                 if channels > 1:
                     return values > channels and values % channels == 0
             elif other.is_vector:
@@ -223,7 +223,7 @@ class Flow:
 
         Then these are probably the same values, and not a flattened map.
         """
-        if values in self.facing[option].values():
+        if values in self.channels[option].values():
             return True
         return any(self._is_joined(layer, values) for layer in self.layers)
 
@@ -236,7 +236,7 @@ class Flow:
             return False
         before, _ = self._beside(layer)
         convs = filter(self.convs.__contains__, before)
-        return sum(map(self.facing["flatten"].__getitem__, convs)) >= values
+        return sum(map(self.channels["flatten"].__getitem__, convs)) >= values
 
     def _beside(self, layer: Layer) -> tuple[list[Layer], list[Layer]]:
         """Returns the layers before a layer and those behind it, the nearest first."""

@@ -207,14 +207,14 @@ class Match:
     def groups(self) -> tuple[list[Group], Group]:
         """Returns the open layers: groups that fit each other, and layers that fit no other."""
         groups = []
-        lonely = Group([], [])
+        unmatched = Group([], [])
         for torch, flax in self._candidates().groups():
             if torch and flax:
                 groups.append(Group(torch, flax))
             else:
-                lonely.torch.extend(torch)
-                lonely.flax.extend(flax)
-        return groups, lonely
+                unmatched.torch.extend(torch)
+                unmatched.flax.extend(flax)
+        return groups, unmatched
 
     def assign(self, decided: Mapping[Layer, Layer], layers: Group) -> Partners:
         """Pairs as many fitting layers as possible.

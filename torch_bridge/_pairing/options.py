@@ -116,7 +116,7 @@ class Options:
         return None
 
 
-def refuse_idle_patterns(
+def refuse_unused_patterns(
     options: Options, tensors: Collection[str], layers: Collection[str]
 ) -> None:
     """Refuses patterns that match nothing, because they are probably misspelled.
@@ -130,20 +130,20 @@ def refuse_idle_patterns(
       CheckpointMismatch: Patterns match nothing; the error lists all.
     """
     modules = {name.rpartition(".")[0] for name in tensors}.union(layers)
-    idle = []
+    unused = []
     for option, pattern in options.patterns():
         names = modules
         if option in ("rules", "turned"):
             names = modules.union(tensors)
-        may_be_idle = not pattern or option in ("ignore", "conv_transpose")
-        if not may_be_idle and not any(map(re.compile(pattern).fullmatch, names)):
-            idle.append(f"{option}: {pattern}")
-    if idle:
+        may_be_unused = not pattern or option in ("ignore", "conv_transpose")
+        if not may_be_unused and not any(map(re.compile(pattern).fullmatch, names)):
+            unused.append(f"{option}: {pattern}")
+    if unused:
         raise CheckpointMismatch(
             "Some patterns match no layer of the torch model; a pattern must match a whole name. "
             "Correct them or leave them out.",
-            unexpected=idle,
-            parameters=sorted({line.partition(":")[0] for line in idle}),
+            unexpected=unused,
+            parameters=sorted({line.partition(":")[0] for line in unused}),
         )
 
 

@@ -126,7 +126,7 @@ def flattened_maps(case: Case, reading: Reading) -> tuple[list[Choice], list[Cho
                 continue
             whole: list[Any] = [()]
             narrow: list[Any] = [()]
-            for size, channels in case.evidence.maps:
+            for size, channels in case.evidence.feature_maps:
                 places = size // channels
                 if size == values:
                     whole.append(((0, channels, places),))
@@ -201,7 +201,7 @@ def _orders(evidence: Evidence, layer: Layer) -> list[Packing]:
             orders.append(Packing(in_order, count, 1, sizes))
         return orders
     lengths = {rows}
-    for size, channels in evidence.maps:
+    for size, channels in evidence.feature_maps:
         if size == rows:
             lengths.add(channels)
     ratios = set()
@@ -220,7 +220,7 @@ def _heads(evidence: Evidence, rows: int, sizes: Shape) -> list[int]:
     """
     groups = set()
     blocks = sum(sizes)
-    for size, channels in evidence.maps:
+    for size, channels in evidence.feature_maps:
         heads = size // channels
         for several in {1, *sizes, blocks}:
             if size in (rows, rows // blocks * several):

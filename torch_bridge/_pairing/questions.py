@@ -260,10 +260,10 @@ class Questions:
         """
         kernels = []
         for layer, target in reading.partners.items():
-            if layer.sort == "weight" and target.sort == "kernel":
+            if layer.kind == "weight" and target.kind == "kernel":
                 kernels.append(layer)
-        gives = flow.facing["flatten"]
-        reads = flow.facing["unflatten"]
+        gives = flow.channels["flatten"]
+        reads = flow.channels["unflatten"]
         packed = []
         for layer, following in itertools.pairwise(kernels):
             is_known = layer.share or layer in match.ruled.partners or layer.is_packed_by_torch()
