@@ -136,8 +136,8 @@ def to_flax(
       like: The Flax tree to fill: linen parameters, linen variables, an ``nnx.State`` or an nnx
         module. Only its structure and shapes are used.
       apply: ``apply(params, *inputs) -> outputs``, the Flax model in evaluation mode; `params` is a
-        tree of the structure of `like`. The model is run on the example: pairs that names and
-        shapes leave open are tried, and parameters that do not give torch's outputs are refused.
+        tree of the structure of `like`. The model is run on the example with likely pairs, or with
+        `pairs`, and parameters that do not give torch's outputs are refused.
       example: Inputs of the torch module, a tuple of arrays, and its outputs in evaluation mode.
         None means the example in the file, which `save_checkpoint` stores.
       axis_name: The mapped axis (or axes) of the replicas.

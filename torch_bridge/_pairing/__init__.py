@@ -9,8 +9,9 @@ The way of a tensor, ``layers.0.fc.weight`` of shape (8, 4), to ``layers_0/Dense
    names, and where only one choice is left by shapes. The others stay open.
 4. Without an example, `questions` answers with the user's options and asks the rest: `decide`
    raises one error with all questions and problems.
-5. With an example, `search.Search` completes the pairs to a `Reading`, with the likeliest answers,
-   runs the Flax model on it (`evidence`), and changes the reading until the outputs are torch's.
+5. With an example, only rules and the user's other options are binding. `search.Search` completes
+   them to a `Reading`, first with equal names and the likeliest answers, then without, runs the
+   Flax model on it (`evidence`), and changes the reading until the outputs are torch's.
    `proposals` and `exchanges` list the changes; `neighbours` runs similar readings as a check.
 6. `Reading.pairs` returns the `Pair` of each tensor. `Pair.to_flax` and `Pair.to_torch` convert it.
 """

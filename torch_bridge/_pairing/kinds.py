@@ -1,7 +1,8 @@
 """The kinds of layers: the leaf of each tensor, and the forms that its weight may have.
 
-A kind is a function that lists links. A link has a tensor, a leaf, and a view for every form that
-the shapes allow, the usual form first. Among several forms the user or an example decides.
+For each kind a function lists links. A link has a tensor, a leaf, and a view for every form that
+the shapes allow. The first of these forms is called the usual one, here and in all other files.
+Among several forms the user or an example decides.
 
 References: ``torch.nn`` stores Linear as (out, in), Conv as (out, in / groups, *spatial) and
 ConvTranspose as (in, out, *spatial). Flax stores Dense as (in, out), Conv as (*spatial, in /
@@ -22,8 +23,8 @@ from typing import NamedTuple, TypeAlias
 from torch_bridge._pairing.layers import Layer, Share
 from torch_bridge._pairing.pairs import Maps, Packing, Pair, Shape
 
-# The form in which a weight is stored: `OUT_IN` (the usual one), the name of an option, or the
-# order of torch's axes in Flax.
+# The form in which a weight is stored: `OUT_IN`, the name of an option, or the order of torch's
+# axes in Flax.
 Form: TypeAlias = str | Shape
 OUT_IN = "(out, in)"
 CONV1D = "conv1d"
@@ -53,12 +54,15 @@ USUAL = Answer()
 class View(NamedTuple):
     """The conversion of a tensor, or some of its rows, to a leaf, in one form.
 
-    `rows` and `columns` name the fields of `Answer` with the maps there; "" if there are none.
+    Attributes:
+      pair: The pair, without the answer about maps.
+      row_field: The field of `Answer` with the maps in the rows; "" if no maps can be there.
+      column_field: The same for the columns.
     """
 
     pair: Pair
-    rows: str
-    columns: str
+    row_field: str
+    column_field: str
 
     def with_rows(self, order: Shape) -> View:
         """Returns the view for a tensor whose row axes have another order."""
@@ -78,8 +82,8 @@ class Link(NamedTuple):
       tensor: The tensor's name in its layer, which may lack it.
       leaf: The leaf's name in its layer, which may lack it.
       share: The part of the rows that go to the leaf; None for all rows.
-      map_fields: For the leaf's first axes and its last axes, the field of `Answer` with the maps there,
-        or "" if there are none.
+      map_fields: The fields of `Answer` with the maps in the leaf's first axes and in its last
+        axes; "" if no maps can be there.
       forms: Form -> order of torch's axes; None for a vector, or a matrix (out, in).
       is_packed: Whether three row axes of the leaf may have any order in torch.
       terms: As for `Pair`, like `must_be_zero`.
@@ -114,7 +118,7 @@ class Joined(NamedTuple):
 
     @property
     def forms(self) -> list[Form]:
-        """Returns the possible forms of the weight, the usual form first."""
+        """Returns the possible forms of the weight."""
         return list(next(iter(self.links.values()), ()))
 
     def views(self, form: Form) -> list[View]:
@@ -127,10 +131,10 @@ class Joined(NamedTuple):
     def pairs(self, answer: Answer) -> list[Pair]:
         """Makes the pairs of all links, with the answer for the layers."""
         pairs = []
-        for pair, rows, columns in self.views(answer.form):
+        for pair, row_field, column_field in self.views(answer.form):
             maps = {
-                "row_maps": getattr(answer, rows, ()),
-                "column_maps": getattr(answer, columns, ()),
+                "row_maps": getattr(answer, row_field, ()),
+                "column_maps": getattr(answer, column_field, ()),
             }
             pairs.append(dataclasses.replace(pair, packing=answer.packing, **maps))
         return pairs
@@ -217,8 +221,8 @@ def _norm(_: Layer, flax: Layer) -> list[Link]:
 def _norm_of_map(torch: Layer, flax: Layer) -> list[Link]:
     """Links a LayerNorm over several axes, in torch's order or with the channels last.
 
-    Both orders fit a cube, and neither is the usual one: (C, H, W) has its channels last in Flax,
-    and (positions, features) keeps its order.
+    Both orders fit a cube, and both are common: (C, H, W) has its channels last in Flax, and
+    (positions, features) keeps its order.
     """
     same = tuple(range(len(torch.shape("weight"))))
     last = (*same[1:], 0)
@@ -279,8 +283,8 @@ def _recurrent(torch: Layer, flax: Layer) -> list[Link]:
 def _bare(torch: Layer, flax: Layer) -> list[Link]:
     """Links the only tensor of a layer with the only leaf, in all orders of the axes that fit.
 
-    Axes of length 1 are ignored. The weight of a torch module is usually transposed, and any other
-    parameter keeps its order. The spatial axes are separated only if no other order fits.
+    Axes of length 1 are ignored. The usual form of a torch module's weight is transposed, and any
+    other parameter keeps its order. The spatial axes are separated only if no other order fits.
     """
     if len(torch.parts) != 1 or len(flax.parts) != 1:
         return []

@@ -1,7 +1,7 @@
 """The leaves of a Flax tree: of linen dicts, ``nnx.State`` and nnx modules.
 
-JAX's key paths name the leaves, so no Flax import is needed. For `jaxcomp.powersgd`, the functions
-of this file give every leaf the matrix of torch's ``view(shape[0], -1)``.
+JAX's key paths name the leaves, so Flax is imported only for trees of nnx. For `jaxcomp.powersgd`,
+the functions of this file give every leaf the matrix of torch's ``view(shape[0], -1)``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A reading of two models, and the layers in it that may read or output a flattened map.
+"""A reading of two models, and the layers in it that may read or output a flattened feature map.
 
-torch flattens a map as (C, H, W) and Flax as (H, W, C), and no shape shows the difference. H and W
+torch flattens a feature map (in all files here: a map) as (C, H, W) and Flax as (H, W, C), and no
+shape shows the difference. H and W
 keep their order, so only the number of channels and the number of places (H * W) matter.
 """
 
@@ -92,9 +93,9 @@ class Flow:
       sizes: Layer -> ``flatten``: the number of input values; ``unflatten``: the number of output
         values. A norm has its width as ``flatten``. A convolution has neither.
       convs: Convolution -> number of spatial axes, in the same order.
-      channels: ``flatten`` -> the number of output values of each layer, or of output channels of a
-        convolution, which a map behind it has; ``unflatten`` -> the same of inputs, which a map
-        before it has. Vectors have none.
+      channels: ``flatten`` -> layer -> the number of its outputs, which are the channels of a map
+        that it makes and a later layer reads; ``unflatten`` -> layer -> the number of its inputs,
+        which are the channels of a map that an earlier layer makes. Vectors have none.
     """
 
     def __init__(self, reading: Reading) -> None:
@@ -107,9 +108,9 @@ class Flow:
             sizes = {}
             self.sizes[layer] = sizes
             views = join(layer, target).views(reading.answer(layer).form)
-            for pair, rows, columns in views:
-                sizes.setdefault(rows, math.prod(pair.split[: pair.row_axes]))
-                sizes.setdefault(columns, math.prod(pair.split[pair.row_axes :]))
+            for pair, row_field, column_field in views:
+                sizes.setdefault(row_field, math.prod(pair.split[: pair.row_axes]))
+                sizes.setdefault(column_field, math.prod(pair.split[pair.row_axes :]))
             reads = sizes.get("flatten")
             gives = sizes.get("unflatten")
             shape = layer.shape("weight")
@@ -151,17 +152,17 @@ class Flow:
         values = self.sizes[layer][option]
         if self._has_patches(option, layer):
             return (layer.shape("weight")[1:],)
-        before, behind = self._beside(layer)
+        before, after = self._beside(layer)
         following = self.following(layer)
         least = _LEAST_SIDE
-        rests = [0]  # numbers of values that may stand behind a picture, such as a table's rows
-        nearest = [*before, *behind]
+        rests = [0]  # numbers of values that may follow a picture, such as a table's rows
+        nearest = [*before, *after]
         if option == "unflatten":
             if following and self.sizes[following].get("flatten") == values:
                 return None
             if values not in self.channels[option].values():
                 least = _LARGE_SIDE
-            nearest = behind
+            nearest = after
         else:
             for table in filter(self.is_table, self.layers):
                 rests.append(self.sizes[table]["unflatten"])
@@ -200,8 +201,8 @@ class Flow:
         values = self.sizes[layer][option]
         if self._has_patches(option, layer):
             return True
-        before, behind = self._beside(layer)
-        for other in before if option == "flatten" else behind:
+        before, after = self._beside(layer)
+        for other in before if option == "flatten" else after:
             if other in self.convs:
                 channels = self.channels[option][other]
                 if channels > 1:
@@ -239,20 +240,20 @@ class Flow:
         return sum(map(self.channels["flatten"].__getitem__, convs)) >= values
 
     def _beside(self, layer: Layer) -> tuple[list[Layer], list[Layer]]:
-        """Returns the layers before a layer and those behind it, the nearest first."""
+        """Returns the layers before a layer and those after it, the nearest first."""
         place = self.layers.index(layer)
         return self.layers[:place][::-1], self.layers[place + 1 :]
 
     def following(self, layer: Layer) -> Layer | None:
         """Returns the next layer that is not a vector, or None."""
-        _, behind = self._beside(layer)
-        return next(itertools.filterfalse(lambda other: other.is_vector, behind), None)
+        _, after = self._beside(layer)
+        return next(itertools.filterfalse(lambda other: other.is_vector, after), None)
 
     def with_norms(self) -> Answers:
         """Returns the answers, with those of norms beside a map added.
 
         A norm is reordered like the map if it stands directly before the layer that reads the map,
-        or directly behind the layer that outputs it. A norm that has an answer keeps it.
+        or directly after the layer that outputs it. A norm that has an answer keeps it.
         """
         following = dict(self._answers)
         for layer, answer in self._answers.items():

@@ -43,10 +43,10 @@ def pair(
 ) -> tuple[Pair, ...]:
     r"""Finds for every torch tensor its Flax leaf.
 
-    With `apply` and `example` the Flax model is run. Pairs that names and shapes leave open are
-    tried, the likeliest first, in at most 500 runs, and a model that never gives torch's outputs is
-    refused. The runs that are left, at least 64, check that similar pairs do not give them, too.
-    Then you need other arguments only for questions that the example does not answer.
+    With `apply` and `example` the Flax model is run with likely pairs, those of equal names first,
+    in at most 500 runs. A model that never gives torch's outputs is refused. The runs that are
+    left, at least 64, check that similar pairs do not give them, too. The other arguments decide
+    for what they name; you need them for questions that the example does not answer.
 
     Without an example, layers of equal names belong together (``layers.0.conv1.weight`` and
     ``layers_0/conv1/kernel``). Any other layer is paired if its shapes leave only one choice with
@@ -78,7 +78,7 @@ def pair(
         stand beside the map, list all in order: ``[(3, 32, 32), 10]``. A norm of the same width
         directly before the layer is reordered, too; name a norm at any other place.
       unflatten: The same for the outputs of a Linear that are reshaped to ``(C, H, W)``, as before
-        the convolutions of a decoder, with the norm directly behind the layer.
+        the convolutions of a decoder, with the norm directly after the layer.
       conv_transpose: Regular expression of the module names of the ConvTranspose layers with as
         many inputs as outputs, whose shapes do not differ from a Conv's; ``""`` for none.
       conv1d: Regular expression of the module names of square matrices that are stored ``(in,

@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Two models, of which a reading is searched.
+    """Two models with an example, of which a reading is searched.
 
     Attributes:
       match: The layers, with the pairs that rules and names decide.

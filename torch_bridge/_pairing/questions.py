@@ -1,7 +1,8 @@
-"""Collects the questions about two models that neither names nor shapes answer.
+"""Asks what neither names nor shapes tell about two models, and answers with the user's options.
 
-The options answer some of them. This file decides nothing itself: all other questions stay open,
-and each says which argument to write.
+`asked_orders` asks which layer is which, and `Questions` how weights are stored and what is a
+flattened map; each question says which argument to write. With ``plain=True`` both assume the usual
+case, and say what they assume. `answered` puts the user's other options into a reading.
 """
 
 from __future__ import annotations

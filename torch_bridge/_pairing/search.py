@@ -38,7 +38,7 @@ from torch_bridge._pairing.proposals import (
 _BATCH = 60  # changes of the nearest reading to try before the best changes are combined
 _GLANCE = 20  # the same for the other readings
 _SURE = 0.5  # a change that reduces the distance to less than this share is kept at once
-# After this number of tried changes, the nearest reading comes behind one that is twice as far off.
+# After this number of tried changes, the nearest reading comes after one that is twice as far off.
 _PATIENCE = 100
 _HASTE = 20  # the same for the other readings
 _FAR = 0.3  # relative to the outputs' norm; larger distances of the other readings count as equal
@@ -102,7 +102,9 @@ class Search:
         self._limit = 0  # no more runs if the example has had so many
 
     def prove(self) -> tuple[Reading, Difference]:
-        """Finds a reading that gives torch's outputs, and checks that similar readings do not.
+        """Finds a reading that gives torch's outputs, and checks that similar ones do not.
+
+        In a model with many alike layers not all similar readings are run.
 
         Returns:
           The reading, and the difference of its outputs from torch's.
