@@ -28,6 +28,7 @@ from torch_bridge._pairing.match import Group, Match, grouped
 from torch_bridge._pairing.neighbours import reparametrized
 from torch_bridge._pairing.options import Options, PairOptions, refuse_unused_patterns
 from torch_bridge._pairing.pairs import Pair
+from torch_bridge._pairing.proposals import Case
 from torch_bridge._pairing.questions import Questions, answered, asked_orders, listed, names_of
 from torch_bridge._pairing.search import Search
 
@@ -196,7 +197,7 @@ def _complete(
     rest = match.layers.without(match.assign({}, match.layers))
     if wrong or rest.flax:
         raise _mismatch(match, _problems(match, reading, rest, wrong), rest, _DIFFERENT)
-    reading, difference = Search(match, reading, evidence, tensors).prove()
+    reading, difference = Search(Case(match, reading, evidence), tensors).prove()
     unused = []
     for layer in match.layers.torch:
         if layer not in reading.partners:

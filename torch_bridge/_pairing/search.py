@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from torch_bridge._pairing.evidence import TRIES, Difference, Evidence
+from torch_bridge._pairing.evidence import TRIES, Difference
 from torch_bridge._pairing.exchanges import exchanged, exchanges_of, in_alternation
 from torch_bridge._pairing.kinds import CONV_TRANSPOSE, Answer
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.maps import Reading
-from torch_bridge._pairing.match import Group, Match, grouped
+from torch_bridge._pairing.match import Group, grouped
 from torch_bridge._pairing.neighbours import refusal, refuse_doubtful
 from torch_bridge._pairing.pairs import Path, leaves_from_torch
 from torch_bridge._pairing.proposals import (
@@ -78,23 +78,15 @@ class _State:
 class Search:
     """The search for the reading of two models that gives torch's outputs."""
 
-    def __init__(
-        self,
-        match: Match,
-        answered: Reading,
-        evidence: Evidence,
-        tensors: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, case: Case, tensors: Mapping[str, Any]) -> None:
         """Prepares a search, which has the runs that are left of `TRIES`, at least one.
 
         Args:
-          match: The layers, with the pairs that rules and names decide.
-          answered: A reading with the user's answers, which the search does not change.
-          evidence: The example.
+          case: The two models, the user's answers and the example.
           tensors: The torch tensors by name.
         """
-        self._case = Case(match, answered, evidence)
-        self._evidence = evidence
+        self._case = case
+        self._evidence = case.evidence
         self._tensors = tensors
         self._leaves = {}
         self._tried = []
