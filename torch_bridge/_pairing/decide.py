@@ -198,10 +198,7 @@ def _complete(
     if wrong or rest.flax:
         raise _mismatch(match, _problems(match, reading, rest, wrong), rest, _DIFFERENT)
     reading, difference = Search(Case(match, reading, evidence), tensors).prove()
-    unused = []
-    for layer in match.layers.torch:
-        if layer not in reading.partners:
-            unused += map(layer.line, layer.parts)
+    unused = _lines(match.layers.without(reading.partners).torch)
     if unused:
         warn(
             f"{reparametrized(unused)}Left out, because the Flax model has no place for it and "
@@ -276,13 +273,19 @@ def _problems(
     for layer, target in reading.partners.items():
         for name, lines in join(layer, target).problems.items():
             problems[name] += lines
-    for layer in unmatched.torch:
-        problems["unexpected"] += map(layer.line, layer.parts)
-    for target in unmatched.flax:
-        problems["missing"] += map(target.line, target.parts)
+    problems["unexpected"] += _lines(unmatched.torch)
+    problems["missing"] += _lines(unmatched.flax)
     problems["mis_shaped"] += wrong
     problems["ambiguous"] = match.ruled.problems.copy()
     return problems
+
+
+def _lines(layers: Iterable[Layer]) -> list[str]:
+    """Returns the name and shape of every part of some layers."""
+    lines = []
+    for layer in layers:
+        lines += map(layer.line, layer.parts)
+    return lines
 
 
 def _mismatch(

@@ -169,10 +169,7 @@ def find_or_check_pairs(
         if needs_statistics:
             refuse_lost_statistics(tensors, tree, read)
         return decide(tensors, tree, read, known_forms(model), apply, example)
-    twice = []
-    for name, value in options.items():
-        if value:
-            twice.append(name)
+    twice = list(filter(options.get, options))
     if twice:
         raise ValueError(
             f"`pairs` says already what belongs together. Leave out {', '.join(twice)}, or pass "
