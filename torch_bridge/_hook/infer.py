@@ -31,7 +31,6 @@ from torch_bridge._hook.ready_orders import reversed_modules, used_orders
 from torch_bridge._pairing.pairs import Pair, unpaired
 
 _COLUMNS = 128  # the most columns of P that are tested
-_USUAL = 4  # the usual orders in `_orders`
 _HOW_TO = (
     "Record it in the torch run with torch_bridge.record_layout(ddp_model, state), or pass "
     "layout=BucketLayout.from_order(...)."
@@ -74,10 +73,10 @@ def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> Buc
     test = _Test(checkpoint, BucketLayout.from_order([every], model).entries)
     fitting: dict[Any, tuple[str, BucketLayout]] = {}
     reasons = []
-    candidates = [_orders(names, test) for names in filter(test.fits, trained)]
-    for most in (_USUAL, None):  # the usual orders decide, if one of them fits
-        for orders in candidates:
-            for label, order in itertools.islice(orders, most):
+    candidates = list(filter(test.fits, trained))
+    for orders in (_usual_orders, _further_orders):  # the usual ones decide, if one of them fits
+        for names in candidates:
+            for label, order in orders(names, test):
                 buckets = test.filled(order, test.lengths)
                 layout = BucketLayout.from_order(list(map(list, buckets)), model)
                 flaws = [*layout.misfits(test.record), test.flaw(buckets)]
@@ -341,10 +340,8 @@ def named_layout(layout: BucketLayout, model: Mapping[str, Any]) -> BucketLayout
     return layout
 
 
-def _orders(names: Sequence[str], test: _Test) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yields orders of a model's parameters, with labels: first the usual orders.
-
-    Then come the orders that fit if modules use their parts in any order.
+def _usual_orders(names: Sequence[str], test: _Test) -> Iterator[tuple[str, Iterable[str]]]:
+    """Yields the usual orders of a model's parameters, with labels.
 
     Args:
       names: The names of the trained parameters, in the order of definition.
@@ -357,6 +354,11 @@ def _orders(names: Sequence[str], test: _Test) -> Iterator[tuple[str, Iterable[s
     # In the order of definition DDP makes the last bucket first.
     buckets = test.filled(names, test.lengths[::-1])
     yield "definition order", itertools.chain(*buckets[::-1])
+
+
+def _further_orders(names: Sequence[str], test: _Test) -> Iterator[tuple[str, Iterable[str]]]:
+    """Yields the orders that fit if modules use their parts in any order, as `_usual_orders`."""
+    ready, whole = reversed_modules(names, test.entries)
 
     def can_begin(order: Sequence[str]) -> bool:
         rest = dict.fromkeys(names)
