@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,7 +15,7 @@ import optax
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.tensors import tied, to_tensor
-from torch_bridge._base.terminal import some
+from torch_bridge._base.terminal import some, warn
 from torch_bridge._convert.optimizer_groups import (
     MOMENTS,
     Document,
@@ -121,7 +120,7 @@ def optimizer_from_torch(
     pairs = find_or_check_pairs(model, params, pairs).pairs
     plan = OptimizerPlan.of(optimizer, model, pairs, param_names, None, learning_rate)
     for doubt in plan.doubts():
-        warnings.warn(doubt, stacklevel=2)
+        warn(doubt)
     tx = plan.transformation(params)
     return tx, plan.state(tx.init(params), plan.taken(step))
 

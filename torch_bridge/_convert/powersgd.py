@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +16,7 @@ from jaxcomp.extend import plan_leaves
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import BUFFERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy
-from torch_bridge._base.terminal import printable, some
+from torch_bridge._base.terminal import printable, some, warn
 from torch_bridge._hook.arguments import powersgd_kwargs_from_torch
 from torch_bridge._hook.buckets import BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of, mean_of_ranks
@@ -143,30 +142,26 @@ def filled_state(
             if pair.rows and pair.torch_name not in packed:
                 packed.append(pair.torch_name)
     if afresh:
-        warnings.warn(
+        warn(
             f"The state of {some(afresh)} in the file is not finite: the layer was never used, or "
-            "the run diverged. It starts afresh, with a new Q and no residual.",
-            stacklevel=3,
+            "the run diverged. It starts afresh, with a new Q and no residual."
         )
     if record.buckets and not record.warm_start:
-        warnings.warn(
+        warn(
             "The hook has warm_start=False: each step draws a new Q, and JAX draws others than "
-            "torch, so the next steps are equivalent in kind, not equal.",
-            stacklevel=3,
+            "torch, so the next steps are equivalent in kind, not equal."
         )
     if packed:
-        warnings.warn(
+        warn(
             f"{some(packed)}: torch has one Q for all parts of a packed matrix. Each Flax kernel "
             "gets this Q and its part of the error, so the next steps are equivalent in kind, not "
-            "equal. A Flax model with one packed kernel continues exactly.",
-            stacklevel=3,
+            "equal. A Flax model with one packed kernel continues exactly."
         )
     if exact:
-        warnings.warn(
+        warn(
             f"{some(exact)}: torch compresses these parts as one packed matrix. Each alone is too "
             "small for min_compression_rate, so jaxcomp averages them exactly. Their error, the "
-            "gradients that were not sent yet, is lost, once.",
-            stacklevel=3,
+            "gradients that were not sent yet, is lost, once."
         )
     # Leaves whose compression has not begun, or that are frozen in torch, can start with any Q that
     # is equal on all replicas.
@@ -483,11 +478,10 @@ def _common_q(part: BucketPart, qs: list[np.ndarray]) -> np.ndarray:
         return draw((columns, part.rank), np.float32)
     if all(np.array_equal(q, qs[0]) for q in qs[1:]):
         return qs[0]
-    warnings.warn(
+    warn(
         f"The parts of {printable(part.entry.name)} have different Q factors; torch has one for "
         f"all and gets their leading common subspace, so its next steps are equivalent in kind, "
-        f"not equal.",
-        stacklevel=5,
+        f"not equal."
     )
     left, values, _ = np.linalg.svd(np.concatenate(qs, axis=1), full_matrices=False)
     return (left * values)[:, : part.rank].astype(np.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterator
 from typing import Any, Unpack
 
@@ -12,6 +11,7 @@ import numpy as np
 import optax
 
 from torch_bridge._base.errors import Problems
+from torch_bridge._base.terminal import warn
 from torch_bridge._convert.doubts import (
     doubts_of_absence,
     doubts_of_dtypes,
@@ -252,7 +252,7 @@ def to_flax(
         doubts += plan.doubts()
     mean = None  # frees the errors' memory before the optimizer state is allocated
     for doubt in doubts:
-        warnings.warn(doubt, stacklevel=2)
+        warn(doubt)
     if consume:
         for record in checkpoint.powersgd:
             record.error_dict.clear()

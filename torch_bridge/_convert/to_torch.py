@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import os
 import pathlib
-import warnings
 from collections.abc import Mapping
 from typing import Any, Unpack
 
@@ -18,7 +17,7 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.framework import import_torch
 from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.tensors import shape_of, to_tensor
-from torch_bridge._base.terminal import some
+from torch_bridge._base.terminal import some, warn
 from torch_bridge._convert.optimizer import kept_moments, optimizer_to_torch
 from torch_bridge._convert.optimizer_groups import ParamNames
 from torch_bridge._convert.params import as_tensors, params_to_torch
@@ -144,10 +143,9 @@ def to_torch(
     if like.optimizer is None and kept_moments(opt_state):
         lost.append("the optimizer")
     if lost:
-        warnings.warn(
+        warn(
             f"`like` has no place for the state of {' and '.join(lost)}, which is left out. Is it "
-            "the checkpoint that the run came from?",
-            stacklevel=2,
+            "the checkpoint that the run came from?"
         )
     model = params_to_torch(params, like.model, pairs=pairs)
     model = as_tensors(model, set(map(id, like.model.values())))
@@ -172,10 +170,9 @@ def to_torch(
         optimizer = optimizer_to_torch(opt_state, params, optimizer, like.model, **names)
     extra, lacking = plain_copy(like.extra)
     if lacking:
-        warnings.warn(
+        warn(
             f"Entries of `like` that torch.load(weights_only=True) does not read are left out: "
-            f"{some(lacking)}. Add them in torch.",
-            stacklevel=2,
+            f"{some(lacking)}. Add them in torch."
         )
     converted = dataclasses.replace(
         like,

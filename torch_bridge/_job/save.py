@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from torch_bridge._base.framework import import_torch
 from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.schema import BUFFERS, PowerSGDRecord, record_from_slots
 from torch_bridge._base.tensors import to_numpy
-from torch_bridge._base.terminal import printable, some
+from torch_bridge._base.terminal import printable, some, warn
 from torch_bridge._hook.arguments import hook_name
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
@@ -76,11 +75,10 @@ def record_layout(
         )
     frozen = sorted(set(layout.names) - set(_trained(ddp_model)))
     if frozen:
-        warnings.warn(
+        warn(
             f"{some(frozen)}: frozen after DDP had made its buckets, which still have them. A "
             "layout does not show that, so freeze them in JAX, too: with optax.set_to_zero in an "
-            "optax.multi_transform.",
-            stacklevel=2,
+            "optax.multi_transform."
         )
     if state is None:
         return layout
