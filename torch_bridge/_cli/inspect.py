@@ -103,8 +103,8 @@ def _summary(checkpoint: Checkpoint, layout: BucketLayout | None) -> dict[str, A
                 row[key] = None  # JSON has no NaN
         parameters.append(row)
     if wild:
-        afresh = "(never used, or the run diverged); it starts afresh"
-        missing.append(f"a finite state of {some(list(wild))} {afresh}")
+        reason = "(never used, or the run diverged); it starts with a new Q and no residual"
+        missing.append(f"a finite state of {some(list(wild))} {reason}")
     notes = list(doubts_of_file(checkpoint, unread, False))
     readable = "the optimizer" not in dict(problems.errors)
     if checkpoint.optimizer is not None and checkpoint.model and readable:

@@ -318,14 +318,14 @@ def _numbered(optimizer: Document, problems: Problems) -> list[Entry]:
     entries of `state` that no group lists.
     """
     entries = []
-    nobodys = set(optimizer["state"])
+    unlisted = set(optimizer["state"])
     for number, group in enumerate(optimizer["param_groups"]):
         states = {}
         for index in group["params"]:
             key = index
             if index not in optimizer["state"]:
                 key = str(index)  # dcp_to_torch and JSON make text of the indices
-            nobodys.discard(key)
+            unlisted.discard(key)
             state = optimizer["state"].get(key, {})
             states[index] = {name: value for name, value in state.items() if value is not None}
         with problems.about(f"group {number}"):
@@ -335,14 +335,14 @@ def _numbered(optimizer: Document, problems: Problems) -> list[Entry]:
                 if not 0 <= step < _MAX_STEPS:
                     raise CheckpointMismatch(f"The optimizer's `step` must be a count, got {step}.")
                 entries.append(Entry(index, number, hyper, state, int(step)))
-    if nobodys:
-        nobody = CheckpointMismatch(
+    if unlisted:
+        error = CheckpointMismatch(
             "The optimizer's `state` has entries that no param group lists in its `params`: their "
             "moments belong to nobody. Tools that write indices as text make such entries. Give "
             "`state` the same keys as `params`: integers, as in torch's state_dict().",
-            unexpected=sorted(map(printable, map(repr, nobodys))),
+            unexpected=sorted(map(printable, map(repr, unlisted))),
         )
-        problems.errors.append(("the state", nobody))
+        problems.errors.append(("the state", error))
     return entries
 
 

@@ -80,7 +80,8 @@ def powersgd_from_torch(
     Warns:
       UserWarning: A packed tensor (attention's ``in_proj``) has one Q for several leaves. Each leaf
         gets this Q, and the next steps are equivalent in kind, not equal. Or a leaf's state is not
-        finite, because the layer was never used or the run diverged; it starts afresh.
+        finite, because the layer was never used or the run diverged; it starts with a new
+        Q and no residual.
 
     Example:
       >>> record = PowerSGDRecord(1, 20, {0: np.ones(96, "f4")}, {0: np.ones(8)}, {0: np.ones(12)})
@@ -93,7 +94,7 @@ def powersgd_from_torch(
     if not checkpoint.powersgd:
         raise CheckpointMismatch(
             "The checkpoint has no PowerSGD state. Pass a file with `comm_hook_state`, or start "
-            "afresh with jaxcomp.powersgd(...).init(params)."
+            "with the state of jaxcomp.powersgd(...).init(params)."
         )
     layout = layout_of(checkpoint, layout, pairs)
     if not checkpoint.model and layout is None:
@@ -126,14 +127,14 @@ def filled_state(
     """
     residuals = {}
     factors = {}
-    afresh = []
+    renewed = []
     packed = []
     if not record.buckets:  # compression has not begun, so nothing has to fit
         layout = None
     matrices, exact = _common_matrices(params, pairs, record, layout, matrix_dims)
     for pair, part, q_rows in matrices:
         if not (_is_finite(part.error) and _is_finite(part.q)):
-            afresh.append("/".join(pair.path))
+            renewed.append("/".join(pair.path))
             continue
         if part.error is not None:
             residuals[pair.path] = pair.to_flax(part.error)
@@ -141,10 +142,10 @@ def filled_state(
             factors[pair.path] = part.q[q_rows]
             if pair.rows and pair.torch_name not in packed:
                 packed.append(pair.torch_name)
-    if afresh:
+    if renewed:
         warn(
-            f"The state of {some(afresh)} in the file is not finite: the layer was never used, or "
-            "the run diverged. It starts afresh, with a new Q and no residual."
+            f"The state of {some(renewed)} in the file is not finite: the layer was never used, or "
+            "the run diverged. It starts with a new Q and no residual."
         )
     if record.buckets and not record.warm_start:
         warn(
