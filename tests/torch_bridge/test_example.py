@@ -72,6 +72,23 @@ class Wrong(nn.Module):
         return nn.relu(nn.Dense(6, name="b")(nn.relu(nn.Dense(6, name="a")(x))))
 
 
+@pytest.mark.parametrize(
+    ("rules", "line"),
+    [
+        ({"0": "nowhere"}, "the rule '0' sends 0 to nowhere"),
+        ({"0|2": "params/Dense_0"}, "sends 2 to Dense_0, where an earlier rule sends another"),
+        ({r"0\.weight": "params/Dense_0/bias"}, "0.weight (6, 6) <-> Dense_0/bias (6,)"),
+    ],
+)
+def test_rules_that_cannot_be_followed_are_refused_beside_an_example(rules, line):
+    state, example = proof(mlp(), ROWS)
+    with pytest.raises(CheckpointMismatch, match="do not correspond") as error:
+        params_from_torch(
+            state, abstract(Nested(), ROWS), apply=Nested().apply, example=example, rules=rules
+        )
+    assert line in str(error.value)
+
+
 def test_pairs_that_do_not_give_the_outputs_are_refused():
     state, example = proof(mlp(), ROWS)
     checkpoint = Checkpoint({name: value.numpy() for name, value in state.items()})

@@ -195,8 +195,10 @@ def _complete(
     match.match_names(misfits=False)
     reading, wrong = answered(match, match.assign(match.partners, match.layers))
     rest = match.layers.without(match.assign({}, match.layers))
-    if wrong or rest.flax:
-        raise _mismatch(match, _problems(match, reading, rest, wrong), rest, _DIFFERENT)
+    problems = _problems(match, reading, rest._replace(torch=[]), wrong)
+    if any(problems.values()):
+        problems["unexpected"] += _lines(rest.torch)
+        raise _mismatch(match, problems, rest, _DIFFERENT)
     reading, difference = Search(Case(match, reading, evidence), tensors).prove()
     unused = _lines(match.layers.without(reading.partners).torch)
     if unused:
