@@ -331,8 +331,8 @@ def named_layout(layout: BucketLayout, model: Mapping[str, Any]) -> BucketLayout
             wrong.append(f"{entry.name} {entry.shape}, in the model {shape_of(model[entry.name])}")
     if model and (unknown or wrong):
         raise CheckpointMismatch(
-            "The layout is of another model. Record it from this model with "
-            "torch_bridge.record_layout.",
+            "The layout names parameters that the model does not have, or has with other shapes. "
+            "Record it from this model with torch_bridge.record_layout.",
             unexpected=sorted(unknown),
             mis_shaped=wrong,
             parameters=("layout",),
