@@ -999,6 +999,10 @@ def test_values_beside_a_map_are_not_without_a_word():
     assert_array_equal(kernel, model["fc.weight"].T[order])
     pooled = twins(conv=(4, 2, 3, 3), fc=(8, 9))  # pooled maps, and 5 other values
     there_and_back(*pooled)
+    cubes = twins(conv=(4, 2, 3, 3, 3), fc=(8, 4 * 64))
+    beside = twins(conv=(4, 2, 3, 3, 3), fc=(8, 4 * 64 + 2))
+    assert "{'fc': (4, 4, 4, 4)}" in refused(*cubes).ambiguous[0]
+    assert "{'fc': [(4, 4, 4, 4), (2,)]}" in refused(*beside).ambiguous[0]
 
 
 def test_parameters_of_several_layers_in_one():

@@ -183,7 +183,7 @@ class Flow:
         conv = next(itertools.filterfalse(lambda other: other.is_vector, before), None)
         if conv in self.convs and channels[0] > 1 and not self.has_other_end(option, values):
             space = self.convs[conv]
-            side = int((values // channels[0]) ** (1 / space))
+            side = int((values / channels[0]) ** (1 / space) + 1e-9)  # 64 has the cube root 4
             if side > 1:  # a map of this side, and other values beside it
                 shape = (channels[0], *(side,) * space)
                 return (shape, (values - math.prod(shape),))
