@@ -272,7 +272,7 @@ unusable | to-flax checkpoint.pt PARAMS --out x --param-names names.json | --par
 unusable | to-flax checkpoint.pt PARAMS --out x --param-names big.json | --max-bytes
 unusable | to-flax rank0.pt PARAMS --out x | --missing-ranks
 unusable | to-flax mixed.pt PARAMS --out x | Only torch.optim.SGD
-unusable | to-flax names.pt PARAMS --out x | The layout is of another model
+unusable | to-flax names.pt PARAMS --out x | The layout names parameters
 unusable | to-torch none --like checkpoint.pt --out x | does not exist
 unusable | to-torch empty --like checkpoint.pt --out x | no orbax checkpoint
 unusable | to-torch other --like checkpoint.pt --out x | have the entries params and opt_state
