@@ -426,9 +426,10 @@ def _names_by_order(
     if layout:
         bucketed = list(filter(layout.entries.__contains__, model))
     names = every
-    for choice in (paired, every, bucketed):  # the last choice with `count` names is used
+    for choice in (bucketed, every, paired):  # the surest first
         if len(choice) == count:
             names = choice
+            break
     for first, second in _alike(names, model):
         if names == sorted(names) and not _counts_up(first, second):
             raise ValueError(

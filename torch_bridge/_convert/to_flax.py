@@ -54,8 +54,8 @@ class FlaxRun:
         of linen variables, or an ``nnx.State`` with statistics, of the parameters alone.
       step: Steps taken so far: the calls of the hook or, without a hook, Adam's count.
       difference: The largest difference between the outputs of the Flax model and torch's on the
-        example, relative to the largest output; None if no example was run. At most 1e-5, and at
-        most 10 times `control`.
+        example, relative to the largest output; None if no example was run. At most 1e-5 (with 16
+        bits, 16 units of rounding), and at most 10 times `control` or 8 units of rounding.
       control: The same for two runs of the Flax model, the second one with parameters and inputs
         changed by one rounding.
       pairs: The pairs of torch tensors and Flax leaves, which `to_torch` takes.
@@ -149,11 +149,12 @@ def to_flax(
       learning_rate: As for `optimizer_from_torch`. A schedule is not in the file, so pass it here.
       param_names: As for `optimizer_from_torch`. Not needed if the optimizer was given only the
         trainable parameters, because the layout has their names.
-      consume: Whether to empty `checkpoint` part by part, so that no array is in memory twice.
+      consume: Whether to empty `checkpoint`: the errors of the ranks before the optimizer's state
+        is made, and the rest at the end.
       step: The number of updates so far, from which a schedule continues. None means Adam's count
         or, with SGD, which does not count, the hook's count. The hook counts every reduction since
         its state was made, and gradient accumulation makes that number larger than the updates.
-        ``run.step`` is `step` or, if that is None, the hook's count.
+        ``run.step`` is `step` or, if that is None, the hook's count or, without a hook, Adam's.
       pairs: The pairs that `pair` returned, instead of `options`.
       **options: ``rules``, ``flatten`` and the other arguments of `pair`.
 
@@ -205,6 +206,7 @@ def to_flax(
             with problems.about("the bucket layout"):
                 layout = layout_of(checkpoint, layout, pairing.pairs)
     if problems.errors or not checkpoint.model:
+        # Without pairs the later stages cannot run, and one error shall list all problems.
         reviewed_layout(checkpoint, layout, missing_ranks, param_names, problems)
     problems.raise_all()
     # The parameters, and how the reducer cuts them into matrices.
@@ -277,17 +279,17 @@ def to_flax(
         difference = pairing.difference.largest
         control = pairing.difference.control
     return FlaxRun(
-        params,
-        reducer,
-        reducer_state,
-        optimizer,
-        optimizer_state,
-        step,
-        difference,
-        pairing.pairs,
-        control,
-        completed,
-        matrix_dims,
+        params=params,
+        reducer=reducer,
+        reducer_state=reducer_state,
+        optimizer=optimizer,
+        optimizer_state=optimizer_state,
+        step=step,
+        difference=difference,
+        control=control,
+        pairs=pairing.pairs,
+        checkpoint=completed,
+        matrix_dims=matrix_dims,
     )
 
 

@@ -166,8 +166,15 @@ def to_torch(
         ranks = (record,) * (like.world_size or 1)  # every rank goes on from the mean error
     optimizer = like.optimizer
     if optimizer is not None:
-        names = {"pairs": pairs, "param_names": param_names, "layout": layout}
-        optimizer = optimizer_to_torch(opt_state, params, optimizer, like.model, **names)
+        optimizer = optimizer_to_torch(
+            opt_state,
+            params,
+            optimizer,
+            like.model,
+            pairs=pairs,
+            param_names=param_names,
+            layout=layout,
+        )
     extra, lacking = plain_copy(like.extra)
     if lacking:
         warn(
@@ -244,9 +251,9 @@ def _refuse_other_outputs(
         )
     loaded = copy.deepcopy(module)
     loaded.load_state_dict(model)
-    outputs = run_example(loaded, list(map(to_tensor, example[0])))
+    of_torch = run_example(loaded, list(map(to_tensor, example[0])))
     tree = flatten_tree(params)
-    evidence = Evidence(apply, outputs, tree, list(model.values()))
+    evidence = Evidence(apply, of_torch, tree, list(model.values()))
     nearest = evidence.nearest(tree.leaves)
     if not nearest.is_rounding:
         raise CheckpointMismatch(

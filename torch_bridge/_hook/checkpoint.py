@@ -159,8 +159,8 @@ def refuse_missing_ranks(checkpoint: Checkpoint, missing_ranks: str) -> bool:
     if missing and missing_ranks == "error":
         size = f" of {checkpoint.world_size}" if checkpoint.world_size else ""
         raise CheckpointMismatch(
-            f"The errors of {len(checkpoint.powersgd)} rank(s){size} are here, and the mean over "
-            f"all ranks is needed. Load one file per rank, or save with "
+            f"The error feedback (error_dict) of {len(checkpoint.powersgd)} rank(s){size} is here, "
+            "and the mean over all ranks is needed. Load one file per rank, or save with "
             f'torch_bridge.save_checkpoint. Otherwise choose: missing_ranks="zero" drops the '
             f'gradients that were not sent yet, missing_ranks="replicate" uses the mean of these '
             f"ranks, whose deviation from the true mean enters the weights once, as a spurious "
