@@ -40,9 +40,8 @@ def exchanges_of(match: Match, reading: Reading) -> Exchanges:
     """Lists the exchanges of equal layers and modules, by the names of either model."""
     torch_of = {target: layer for layer, target in reading.partners.items()}
     in_flax = _exchanges_among(filter(torch_of.__contains__, match.layers.flax))
-    torch_of.update(
-        zip(reading.partners, reading.partners, strict=True)
-    )  # torch's stay as they are
+    # All exchanges are told by torch's layers, so those stay as they are.
+    torch_of.update(zip(reading.partners, reading.partners, strict=True))
     in_torch = _exchanges_among(reading.partners)
     kinds = []
     named = []
