@@ -92,7 +92,8 @@ class Evidence:
         likeliest first.
       positions: Path of a leaf -> its position in the order in which the Flax model uses leaves.
       upward: Paths of the kernels that the model uses in a ConvTranspose with a stride.
-      maps: The maps that the model flattens or unflattens: (number of values, number of channels).
+      feature_maps: (number of values, number of channels) of each map that the model flattens or
+        unflattens.
       splits: The axes that the model divides into a few parts: (length, ratio of the parts).
       runs: The number of runs so far, not counting controls.
     """
@@ -252,7 +253,7 @@ class Evidence:
     def use(self, order: InputOrder) -> None:
         """Chooses one of the orders of the inputs, and reads what the traced program shows.
 
-        These are `positions`, `upward`, `maps` and `splits`.
+        These are `positions`, `upward`, `feature_maps` and `splits`.
         """
         self._inputs = order.inputs
         self.positions = dict.fromkeys(self._leaves, math.inf)  # unused leaves come last
