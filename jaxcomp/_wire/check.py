@@ -8,7 +8,6 @@ collectives. Users call it once, before a long run.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ import optax
 from jaxcomp._base.checks import answers_other_names, check_int
 from jaxcomp._base.leaves import is_floating
 from jaxcomp._base.stats import dense_stats
-from jaxcomp._base.typing import Array, PyTree
+from jaxcomp._base.typing import Array, Axes, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
 from jaxcomp._mesh.explicit import replicas_on
 from jaxcomp._reducers.allreduce import allreduce
@@ -217,7 +216,8 @@ def _sent_alone(
 
     Beside an axis of the mesh that the step maps too, as for an exact average before the reducer,
     each device sends whole factors. Beside another axis it may send its share of them. The program
-    does not say which axes it maps, so this tries them until it finds the reducer's largest array.
+    does not say which axes it maps, but such an average is one of its collectives. So this tries
+    the axes of each, until it finds the reducer's largest array.
     """
     axes = axis_tuple(reducer.axis_name)
     sharded = set(axes)
@@ -234,7 +234,7 @@ def _sent_alone(
         scale = x.mean()
         return scale, jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), params)
 
-    def compiled_behind(mapped: tuple[str, ...]) -> Any:
+    def compiled_behind(mapped: Axes) -> Any:
         """Compiles the reducer behind an exact average over the axes `mapped`."""
         chain: Any = reducer
         if mapped:
@@ -247,16 +247,19 @@ def _sent_alone(
         lowered = jax.jit(run).lower(state, params, examples)
         return lowered.compile()
 
+    averaged: dict[Axes, None] = {(): None}  # first without an average before the reducer
+    for collective in listed:
+        if set(collective.axes) <= set(beside):
+            averaged[collective.axes] = None
     tried = []
-    for number in range(len(beside) + 1):
-        for mapped in itertools.combinations(beside, number):
-            alone = _crossing(collectives(compiled_behind(mapped), mesh=mesh), axes)
-            tried.append(alone)
-            if not alone:  # one replica sends nothing
+    for mapped in averaged:
+        alone = _crossing(collectives(compiled_behind(mapped), mesh=mesh), axes)
+        tried.append(alone)
+        if not alone:  # one replica sends nothing
+            return alone
+        for collective in _crossing(listed, axes):
+            if set(_largest(alone).arrays) <= set(collective.arrays):
                 return alone
-            for collective in _crossing(listed, axes):
-                if set(_largest(alone).arrays) <= set(collective.arrays):
-                    return alone
     return tried[0]  # none fits; the usual case makes the clearest error
 
 

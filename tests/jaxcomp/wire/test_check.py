@@ -448,3 +448,15 @@ def test_lists_that_do_not_belong_together_are_refused():
     for steps in (0, 2.0, [2.0]):
         with pytest.raises(ValueError, match="`steps` must be a positive integer"):
             jaxcomp.check(program, NOW, new_params(), steps=steps)
+
+
+def test_axes_that_the_program_does_not_average_over_are_not_tried(caplog):
+    shape = {"devices": jax.devices()[:8], "axis_types": (AxisType.Auto,) * 3}
+    mesh = jax.make_mesh((2, 2, 2), ("data", "rows", "columns"), **shape)
+    params = jax.device_get(PARAMS)
+    exact = jaxcomp.value_and_grad(loss, jaxcomp.allreduce(axis_name="data"), mesh=mesh)
+    program = compiled(exact, (), params, X)
+    caplog.clear()
+    with jax.log_compiles(), pytest.raises(ValueError, match=TOO_MUCH):
+        jaxcomp.check(program, NOW, params, mesh=mesh)
+    assert caplog.text.count("Finished XLA compilation") == 1
