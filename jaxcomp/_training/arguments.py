@@ -113,6 +113,11 @@ def split_specs(
 
     def spec_of(path: Any, leaf: Any, specified: PartitionSpec | None) -> PartitionSpec | None:
         name = f"{leaf_name(path[1:])} of argument {path[0].idx}"
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm":
+            raise ValueError(
+                f"The leaf {name} has dtype {leaf.dtype}, and JAX computes with numbers only. "
+                "Leave it out of the batch."
+            )
         spec = specified
         if spec is None:
             spec = PartitionSpec()

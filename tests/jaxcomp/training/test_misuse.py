@@ -194,6 +194,15 @@ def test_names_of_other_libraries_are_answered_with_ours(function, name, message
         getattr(jaxcomp, function)(**{name: 1})
 
 
+def test_a_batch_with_texts_is_refused_outside_of_jit():
+    run = jaxcomp.value_and_grad(loss, reducer("allreduce"), mesh=grid(2))
+    batch = {"x": normal(4, 32), "name": np.array(["a", "b", "c", "d"])}
+    with pytest.raises(
+        ValueError, match=r"\['name'\] of argument 1 has dtype <U1, .* Leave it out"
+    ):
+        run((), new_params(), batch)
+
+
 def test_every_public_function_answers_an_unknown_argument():
     functions = {"bytes": jaxcomp.allreduce(axis_name="data").bytes}
     for name in jaxcomp.__all__:
