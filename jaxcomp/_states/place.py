@@ -28,6 +28,7 @@ from jaxcomp._mesh.per_replica import (
     leaves_marked,
     map_per_replica,
     marks,
+    reducer_states,
 )
 from jaxcomp._reducers.reducer import check_state
 from jaxcomp._states.consolidate import Layout, consolidate, layout_of
@@ -154,7 +155,7 @@ def shard_state(
     Raises:
       ValueError: If the mesh lacks an axis, the state is that of one replica only, a leaf is
         sharded over the axis of the replicas, or the state does not fit `like` (the message lists
-        the leaves).
+        the leaves). Also if it is one of `optax.MultiSteps` without a reducer's state.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -167,6 +168,12 @@ def shard_state(
     check_axis_name(axis_name)
     axes = axis_tuple(axis_name)
     replicas = replicas_on(mesh, axes)
+    if has_foreign(state) and not reducer_states(state):
+        raise ValueError(
+            "Nothing shows whether optax.MultiSteps accumulates averaged gradients. If so, put "
+            "jaxcomp.hold_state(reducer) before it: optax.chain(hold_state(reducer), "
+            "optax.MultiSteps(...)). To accumulate local gradients use jaxcomp.accumulate(tx, k)."
+        )
     if like is not None:
         _check_structure(state, like)
     state, has_axis = _for_replicas(state, replicas, like)

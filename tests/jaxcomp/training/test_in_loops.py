@@ -395,3 +395,10 @@ def test_accumulated_gradients_beside_a_reducers_state_have_no_axis_of_replicas(
     beside = {"reducer": reducer(name).init(PARAMS), "opt": opt_state}
     found = jaxcomp.shard_state(beside, grid(2), "data")
     assert found["opt"].acc_grads["up"].shape == PARAMS["up"].shape
+
+
+def test_accumulated_gradients_without_a_reducers_state_are_refused():
+    """Each of them would get an axis of replicas, and so would the parameters in the next step."""
+    state = ACCUMULATORS["MultiSteps"].init(PARAMS)
+    with pytest.raises(ValueError, match=r"^Nothing shows whether .* put jaxcomp.hold_state"):
+        jaxcomp.shard_state({"params": PARAMS, "opt": state}, grid(2), "data")
