@@ -12,16 +12,19 @@ from numpy.testing import assert_array_equal
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.helpers.bridge import linears
 from tests.helpers.hook_states import compressed_step
 from torch_bridge import (
     BucketLayout,
     CheckpointMismatch,
     PowerSGDRecord,
     infer_layout,
+    load,
     record_layout,
     resume_powersgd,
     save_checkpoint,
     state_from_record,
+    to_flax,
 )
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._hook.ready_orders import MOST_ORDERS, used_orders
@@ -120,6 +123,18 @@ def test_save_checkpoint_wants_the_wrapped_model_and_the_optimizer_itself(alone,
     extra = {"best": np.float64(0.5), "mean": np.ones(2, np.float32)}
     save_checkpoint(path, ddp, None, optimizer=optimizer, extra=extra)
     assert torch.load(path, weights_only=True)["extra"]["best"] == 0.5
+
+
+def test_a_model_that_saves_only_some_parameters_needs_no_layout(alone, tmp_path):
+    module = torch.nn.ModuleDict({"kept": torch.nn.Linear(4, 3), "left": torch.nn.Linear(5, 2)})
+
+    def drop(_module, state, _prefix, _metadata):
+        del state["left.weight"], state["left.bias"]
+
+    module.register_state_dict_post_hook(drop)
+    save_checkpoint(tmp_path / "x.pt", DistributedDataParallel(module), None)
+    run = to_flax(load(tmp_path / "x.pt"), linears(kept=(4, 3)))
+    assert_array_equal(run.params["kept"]["kernel"], module["kept"].weight.detach().numpy().T)
 
 
 def test_a_saved_file_is_plain_in_every_part(alone, tmp_path, monkeypatch):

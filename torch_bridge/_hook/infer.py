@@ -282,9 +282,16 @@ def layout_of(
     """
     of_user = layout is not None
     layout = layout or checkpoint.layout
+    begun = bool(checkpoint.powersgd and checkpoint.powersgd[0].buckets)
     if layout is not None:
-        layout = named_layout(layout, checkpoint.model)
-    if not checkpoint.powersgd or not checkpoint.powersgd[0].buckets:
+        try:
+            layout = named_layout(layout, checkpoint.model)
+        except CheckpointMismatch:
+            if of_user or begun:
+                raise
+            # A hook of state_dict() renames or drops parameters, and no state needs the layout.
+            layout = None
+    if not begun:
         return layout
     if layout is None:
         frozen = []
