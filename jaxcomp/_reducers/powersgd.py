@@ -130,8 +130,8 @@ def powersgd(
       rank: Number of columns of the factors, or a function of (key path, leaf) that returns it. If
         the function returns None, the leaf is not compressed.
       axis_name: The mapped axis (or axes) along which the replicas lie.
-      start_step: Number of finite updates that are plain all-reduces first. 0 compresses from the
-        first step on, which sends the fewest bytes; the default is torch's.
+      start_step: Number of finite updates that are first averaged exactly, in an all-reduce. 0
+        compresses from the first step on, which sends the fewest bytes; the default is torch's.
       min_compression_rate: A leaf is compressed iff
         ``(rows + cols) * r * min_compression_rate < rows * cols``, ``r = min(rows, cols, rank)``.
       error_feedback: Keep a residual, the part that was not sent, and add it to the next gradient.

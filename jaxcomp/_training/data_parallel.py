@@ -63,8 +63,8 @@ from jaxcomp._training.outputs import (
     as_array,
     by_kind,
     check_aux,
+    combined,
     put_together,
-    reduced,
     taken_apart,
 )
 from jaxcomp._training.stacked_layers import note_stacked_layers
@@ -338,7 +338,7 @@ class DataParallel:
             means, state = chain.update(weighted, state, params)
             means = in_dtypes_of(gradients, means)
         check_averaged(means, self.axis_name)
-        whole, rows = reduced(outputs, weight, self.axis_name)
+        whole, rows = combined(outputs, weight, self.axis_name)
         return whole, rows, means, state
 
     def _gradients(self, inputs: Inputs, arrays: PyTree) -> tuple[dict[str, PyTree], PyTree]:

@@ -1,9 +1,10 @@
 """Helpers of functions that map themselves over the replicas of a mesh, inside `jax.jit`.
 
 `data_parallel` and the rounds of local SGD use them, so both find a mesh, refuse arguments and
-explain JAX's errors in the same way. `call_on_replicas` is the `jax.shard_map`; the rest is around
-it. What a user wrote is a function of global arrays in `jax.jit`, and an error inside the
-`shard_map` speaks of things that the user never wrote, so known ones get a note.
+explain JAX's errors in the same way. `call_on_replicas` makes the `jax.shard_map` (`jax.vmap` for a
+single replica); the rest is around it. What a user wrote is a function of global arrays in
+`jax.jit`, and an error inside the `shard_map` speaks of things that the user never wrote, so known
+ones get a note.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ def call_on_replicas(
 ) -> Any:
     """Calls a function of one replica in a `jax.shard_map` over all replicas.
 
-    Outside of `jax.jit` it is compiled, as one program.
+    A single replica beside other axes takes `jax.vmap` instead. Explicit axes are Auto for the
+    function. Outside of `jax.jit` the call is compiled, as one program.
 
     Args:
       function: A function of one replica's state, arrays and weight. It returns values that are

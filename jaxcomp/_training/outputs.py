@@ -3,7 +3,7 @@
 Each replica's function returns a loss, and perhaps accuracies, counts, logits. A type does not tell
 whether a number is a mean, a sum or something else, so the user specifies a word for each output,
 and what is not specified is refused; `jaxcomp._training.examine` finds the words. The work is in
-three parts: `by_kind` decides on each replica how a leaf is combined, `reduced` does what needs
+three parts: `by_kind` decides on each replica how a leaf is combined, `combined` does what needs
 collectives there, and `put_together` joins the rows outside of the mapped function, where they are
 global arrays. Between them the outputs are one tree for each kind, with None in place of leaves of
 other kinds: a mapped function can return these, and the keys tell the kinds outside.
@@ -208,7 +208,7 @@ def has_mean(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def reduced(
+def combined(
     parts: dict[str, PyTree], weight: Array | None, axis_name: AxisName
 ) -> tuple[list[PyTree], dict[str, PyTree]]:
     """Averages and sums the outputs of a replica, each by its kind.

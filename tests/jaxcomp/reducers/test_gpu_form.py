@@ -62,22 +62,23 @@ def on_gpus(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rank", "dtype", "wire", "atol"),
+    ("rank", "eps", "dtype", "wire", "atol"),
     [
-        (1, jnp.float32, None, 2e-5),
-        (4, jnp.float32, None, 2e-5),
-        (128, jnp.float32, None, 2e-5),
-        (32, jnp.bfloat16, jnp.bfloat16, 6e-2),
-        (32, jnp.float32, jnp.int8, 0.3),
+        (1, 0.0, jnp.float32, None, 2e-5),
+        (2, 9.0, jnp.float32, None, 2e-5),  # an eps beside which norms are not large
+        (4, 0.0, jnp.float32, None, 2e-5),
+        (128, 0.0, jnp.float32, None, 2e-5),
+        (32, 0.0, jnp.bfloat16, jnp.bfloat16, 6e-2),
+        (32, 0.0, jnp.float32, jnp.int8, 0.3),
     ],
 )
-def test_an_update_is_that_of_the_cpu(rank, dtype, wire, atol, on_gpus):
+def test_an_update_is_that_of_the_cpu(rank, eps, dtype, wire, atol, on_gpus):
     """Outputs and residuals over two steps; bases of one space may differ, and do not show."""
     grads = {name: x.astype(dtype) for name, x in random_grads(SHAPES, 2, 2).items()}
 
     def run():
         options = {"start_step": 0, "min_compression_rate": 0.5, "matrix_dims": by_layer}
-        tx = jaxcomp.powersgd(rank, axis_name=AXIS, comm_dtype=wire, **options)
+        tx = jaxcomp.powersgd(rank, axis_name=AXIS, comm_dtype=wire, eps=eps, **options)
         outputs, state = simulate("shard_map", tx, grads)
         return outputs, state.residual
 
