@@ -707,7 +707,7 @@ def test_alike_branches_of_alike_blocks_are_told_apart():
 
 
 def test_readings_of_untied_tensors_get_only_the_runs_that_are_left():
-    """The readings with tied tensors use up most runs, on inputs in both layouts."""
+    """Tries readings with tied tensors first, which use up most runs, in both orders of inputs."""
     first, second, third, fourth = values(4, 3, 2)
     shapes = {"fifth": (4, 4), "sixth": (5, 5)}
     state = {"a.weight": first, "b.weight": second, "c.weight": third, "d.weight": fourth}
@@ -725,7 +725,7 @@ def test_readings_of_untied_tensors_get_only_the_runs_that_are_left():
 
 
 def test_with_an_example_no_error_advises_to_pass_one():
-    """A leaf without a tensor, and a map of another size, are errors that no run mends."""
+    """Names a leaf without a tensor, and a map of another size: errors that no run mends."""
     inputs = values(2, 3)
     weight = values(4, 3)
     proofs = {

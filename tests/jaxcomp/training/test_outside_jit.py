@@ -55,7 +55,7 @@ def test_a_third_round_compiles_nothing(kind, caplog):
 
 
 def test_other_arguments_are_not_taken_for_those_of_the_first_call():
-    """The same shapes, with other flags, options that change, and a batch of other rows."""
+    """Passes equal shapes with other flags, options that change, and a batch of other rows."""
 
     def loss(w, x, options):
         value = jnp.mean((x @ w) ** 2, axis=1).max()
