@@ -205,9 +205,9 @@ def by_columns(factor: Array) -> Array:
     Neighbouring threads read one column of the factor along the last axis of a leaf. Where its
     values are `r` apart in memory, the kernel is up to three times slower at rank 8. XLA cannot
     choose another layout for an array of one axis. Such an array would lose its sharding over
-    unmapped axes.
+    unmapped axes. Above `_FUSED_RANK` no kernel reads a factor so.
     """
-    if unmapped_axes():
+    if factor.shape[-1] > _FUSED_RANK or unmapped_axes():
         return _held(factor)
     columns = factor.mT
     return _held(columns.reshape(-1)).reshape(columns.shape).mT
