@@ -91,7 +91,7 @@ class Advice:
 
     @property
     def compress(self) -> bool | None:
-        """Tells whether compression is recommended; None if this is not known."""
+        """Returns whether compression is recommended; None if this is not known."""
         if not self.recommended.compressed:
             return False
         if self.recommended.doubt:

@@ -100,12 +100,12 @@ def check_axis_name(axis_name: Any) -> Any:
 
 
 def is_traced(value: Any) -> bool:
-    """Tells whether a value is a tracer, whose type but not value is known."""
+    """Returns whether a value is a tracer, whose type but not value is known."""
     return isinstance(value, jax.core.Tracer)
 
 
 def is_integer(value: Any) -> bool:
-    """Tells whether a value is an integer of Python or NumPy, and not a bool or a tracer."""
+    """Returns whether a value is an integer of Python or NumPy, and not a bool or a tracer."""
     # A bool is an int in Python, and rank=True would compress at rank 1.
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 

@@ -119,7 +119,7 @@ def in_compute_dtype(tree: PyTree) -> PyTree:
 
 
 def is_narrow(dtype: Any) -> bool:
-    """Tells whether a floating dtype has fewer bits for the exponent than float32: float16."""
+    """Returns whether a floating dtype has fewer bits for the exponent than float32: float16."""
     return jnp.finfo(dtype).nexp < jnp.finfo(jnp.float32).nexp
 
 
@@ -207,7 +207,7 @@ def with_leaves(tree: PyTree, arrays: Sequence[Array]) -> PyTree:
 
 
 def is_array(leaf: Any) -> bool:
-    """Tells whether a leaf is an array of JAX or NumPy, or the shape of one."""
+    """Returns whether a leaf is an array of JAX or NumPy, or the shape of one."""
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct))
 
 
@@ -238,17 +238,17 @@ def replaced(tree: PyTree, old: Any, new: Any) -> PyTree:
 
 
 def is_masked(node: Any) -> bool:
-    """Tells whether a node is `optax.MaskedNode`, which stands for no leaf."""
+    """Returns whether a node is `optax.MaskedNode`, which stands for no leaf."""
     return isinstance(node, optax.MaskedNode)
 
 
 def is_floating(leaf: Any) -> bool:
-    """Tells whether a leaf is floating, so that a reducer averages it."""
+    """Returns whether a leaf is floating, so that a reducer averages it."""
     return jnp.issubdtype(leaf_dtype(leaf), jnp.floating)
 
 
 def is_key(leaf: Any) -> bool:
-    """Tells whether a leaf is a typed random key, as `jax.random.key` makes it."""
+    """Returns whether a leaf is a typed random key, as `jax.random.key` makes it."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -288,7 +288,7 @@ def boxed_as(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def _is_box(node: Any) -> bool:
-    """Tells whether a node is a box: an array with metadata.
+    """Returns whether a node is a box: an array with metadata.
 
     Boxes are linen's `Partitioned` and `LogicallyPartitioned`, and nnx's `Variable`. They are
     recognised by their methods, so that flax is not imported. A state must not have them: its

@@ -40,7 +40,7 @@ class LeafStats:
 
     @property
     def compressed(self) -> bool:
-        """Tells whether the leaf is sent as two factors."""
+        """Returns whether the leaf is sent as two factors."""
         return self.rank > 0
 
     @property

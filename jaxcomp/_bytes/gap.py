@@ -342,7 +342,7 @@ class Law:
         return 8 * math.ceil(least / 8)
 
     def covers(self, width: float, tokens: float) -> bool:
-        """Tells whether the width and the tokens lie within the range of the fitted runs."""
+        """Returns whether the width and the tokens lie within the range of the fitted runs."""
         least, most = self.widths
         few, many = self.tokens
         return least <= width <= most and few <= tokens <= many

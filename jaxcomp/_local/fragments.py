@@ -42,7 +42,7 @@ class Streaming(NamedTuple):
 
     @property
     def keeps_local(self) -> bool:
-        """Tells whether parameters differ between replicas after a round."""
+        """Returns whether parameters differ between replicas after a round."""
         return len(self.ends) > 1 or self.alpha > 0
 
     def mix(self, shared: PyTree, local: PyTree) -> PyTree:

@@ -281,7 +281,7 @@ def local_sgd(
 def _sends_something(
     inner: Any, axis_name: AxisName, treedef: Any, shapes: tuple[Any, ...]
 ) -> bool:
-    """Tells whether an inner optimizer has collectives over these axes, such as those of a reducer.
+    """Returns whether an inner optimizer has collectives over these axes, as a reducer has.
 
     Raises:
       ValueError: If the optimizer does not run on gradients, state and parameters alone.

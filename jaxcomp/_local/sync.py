@@ -57,7 +57,7 @@ class LocalSGDState(NamedTuple):
 
     @property
     def synced(self) -> Array:
-        """Tells whether the last step averaged parameters (or gradients, before `start_step`)."""
+        """Returns whether the last step averaged parameters (or gradients, before `start_step`)."""
         return (self.count == self.last_sync) & (self.count > 0)
 
     @classmethod

@@ -85,7 +85,7 @@ class MatrixView:
 
     @property
     def cols_first(self) -> bool:
-        """Tells whether `matricize` puts columns before rows."""
+        """Returns whether `matricize` puts columns before rows."""
         # If neither order is a plain reshape, one is as good as the other.
         batch, rows, cols = self.dims
         return batch + rows + cols != tuple(range(len(self.shape)))
@@ -99,7 +99,7 @@ class MatrixView:
 
     @property
     def is_reshape(self) -> bool:
-        """Tells whether `matricize` is a plain reshape, as with the default rule."""
+        """Returns whether `matricize` is a plain reshape, as with the default rule."""
         return self.order == tuple(range(len(self.shape)))
 
     def in_order(self, of_rows: T, of_cols: T) -> tuple[T, T]:
@@ -145,7 +145,7 @@ def exact_einsum(subscripts: str, first: Array, second: Array) -> Array:
 
 
 def _multiplies_parts() -> bool:
-    """Tells whether every NVIDIA GPU that JAX sees has tensor cores for bfloat16.
+    """Returns whether every NVIDIA GPU that JAX sees has tensor cores for bfloat16.
 
     XLA refuses the algorithm for GPUs older than Ampere, such as T4 and V100.
     """
@@ -380,7 +380,7 @@ def plan_leaves(
 
 
 def is_compressed(rows: int, cols: int, rank: int, min_compression_rate: float) -> bool:
-    """Tells whether a ``(rows, cols)`` matrix shrinks enough at this rank, by torch's rule.
+    """Returns whether a ``(rows, cols)`` matrix shrinks enough at this rank, by torch's rule.
 
     Example:
       >>> from jaxcomp import extend

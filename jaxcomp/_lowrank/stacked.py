@@ -130,7 +130,7 @@ def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def _too_thin(layer: tuple[int, ...]) -> bool:
-    """Tells whether the matrix of one layer is too small to be compressed, even at rank 1."""
+    """Returns whether the matrix of one layer is too small to be compressed, even at rank 1."""
     # By the default rule, because the rank and the rate of the reducer are not known here.
     (plan,) = plan_leaves(jax.ShapeDtypeStruct(layer, np.float32), 1, _LEAST_RATE)
     return len(layer) > 1 and plan.view is None

@@ -70,7 +70,7 @@ def unmapped_axes(*kinds: AxisType) -> Axes:
 
 
 def known_equal(x: Any, axis_name: AxisName) -> bool:
-    """Tells whether JAX knows that `x` is equal on all replicas (only under `check_vma=True`)."""
+    """Returns whether JAX knows that `x` is equal on all replicas (only under `check_vma=True`)."""
     return axes_known_equal(x, axis_name) == axis_tuple(axis_name)
 
 
@@ -114,7 +114,7 @@ def unbound_axis(error: BaseException) -> str | None:
 
 
 def is_bound(axis_name: AxisName) -> bool:
-    """Tells whether this is called inside a function that is mapped over `axis_name`."""
+    """Returns whether this is called inside a function that is mapped over `axis_name`."""
     try:
         axis_size(axis_name)
     except ValueError:

@@ -79,12 +79,12 @@ def marks(tree: PyTree) -> PyTree:
 
 
 def is_accumulator(node: Any) -> bool:
-    """Tells whether a node is a state of `optax.MultiSteps` or `jaxcomp.accumulate`."""
+    """Returns whether a node is a state of `optax.MultiSteps` or `jaxcomp.accumulate`."""
     return hasattr(node, "acc_grads") and hasattr(node, "inner_opt_state")
 
 
 def _has_averaged_before(tree: PyTree) -> bool:
-    """Tells whether accumulators hold gradients that a reducer has already averaged.
+    """Returns whether accumulators hold gradients that a reducer has already averaged.
 
     In ``optax.chain(hold_state(reducer), optax.MultiSteps(...))`` the accumulated gradients are
     equal on all replicas. If the reducer is inside of the accumulator, it gets local gradients. For
@@ -101,7 +101,7 @@ def _has_averaged_before(tree: PyTree) -> bool:
 
 
 def _is_chain_behind(node: Any) -> bool:
-    """Tells whether a node is a chain's state with a reducer and, behind it, an accumulator."""
+    """Returns whether a node is a chain's state with a reducer and, behind it, an accumulator."""
     if type(node) is not tuple:  # the state of optax.chain; named tuples are states of one link
         return False
     averaged = False
@@ -113,7 +113,7 @@ def _is_chain_behind(node: Any) -> bool:
 
 
 def is_reducer_state(node: Any) -> bool:
-    """Tells whether a node's class declares its per-replica fields, as state classes do."""
+    """Returns whether a node's class declares its per-replica fields, as state classes do."""
     return isinstance(getattr(type(node), "per_replica", None), tuple)
 
 
@@ -127,12 +127,12 @@ def _is_state(node: Any) -> bool:
 
 
 def _is_bare(node: Any) -> bool:
-    """Tells whether a node is a reducer's state that became a mapping, as nnx.state makes it."""
+    """Returns whether a node is a reducer's state that became a mapping, as nnx.state makes it."""
     return isinstance(node, Mapping) and "residual" in node and ("q" in node or "inner" in node)
 
 
 def has_foreign(tree: PyTree) -> bool:
-    """Tells whether the tree has per-replica leaves in a state of another library.
+    """Returns whether the tree has per-replica leaves in a state of another library.
 
     Such a state does not support rows. A state inside of a per-replica field, such as the optimizer
     of local steps, is not counted, because its row is removed together with that of the field.
@@ -168,7 +168,7 @@ def no_owner(axis_name: AxisName) -> Array:
 
 
 def has_replica_axis(state: PyTree, fresh: Callable[[], PyTree] | None = None) -> bool:
-    """Tells whether per-replica leaves have a leading axis (of length 1 in a mapped function).
+    """Returns whether per-replica leaves have a leading axis (of length 1 in a mapped function).
 
     Args:
       state: Any tree that holds states.

@@ -45,7 +45,7 @@ def refuse_misspelt_weight(names: Iterable[str]) -> None:
 
 
 def is_real(dtype: Any) -> bool:
-    """Tells whether a dtype can hold weights: real numbers and bools."""
+    """Returns whether a dtype can hold weights: real numbers and bools."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return False
     return jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_

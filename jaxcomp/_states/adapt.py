@@ -86,7 +86,7 @@ def _has_residual(node: Any) -> bool:
 
 
 def _is_one_array(state: Any) -> bool:
-    """Tells whether the residual is a single array, as in `batched_powersgd`, and not a tree."""
+    """Returns whether the residual is a single array, as in `batched_powersgd`, and not a tree."""
     return jax.tree.structure(state.residual, is_leaf=is_masked).num_nodes == 1
 
 

@@ -166,7 +166,7 @@ def _measured(nodes: dict[str, Any]) -> Diagnostics:
 
 
 def _is_low_rank(node: Any) -> bool:
-    """Tells whether a state has a residual, and a factor or the state of a reducer with one."""
+    """Returns whether a state has a residual, and a factor or the state of a reducer with one."""
     if not (is_reducer_state(node) and hasattr(node, "residual")):
         return False
     return hasattr(getattr(node, "inner", node), "q")

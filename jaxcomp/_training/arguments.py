@@ -213,12 +213,12 @@ def split_spec(
 
 
 def _is_shared(leaf: Any) -> bool:
-    """Tells whether a leaf is by default equal on all replicas: a scalar, a key, no array."""
+    """Returns whether a leaf is by default equal on all replicas: a scalar, a key, no array."""
     return not is_array(leaf) or not leaf.ndim or _is_raw_key(leaf)
 
 
 def _is_raw_key(leaf: Any) -> bool:
-    """Tells whether a leaf looks like a key of `jax.random.PRNGKey`, which has no examples."""
+    """Returns whether a leaf looks like a key of `jax.random.PRNGKey`, which has no examples."""
     # Asked of JAX, because the shape depends on jax_default_prng_impl.
     key = jax.eval_shape(jax.random.PRNGKey, 0)
     return is_array(leaf) and (leaf.shape, leaf.dtype) == (key.shape, key.dtype)

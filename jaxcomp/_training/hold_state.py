@@ -98,7 +98,7 @@ def hold_state(reducer: Reducer) -> optax.GradientTransformation:
 
 
 def is_state_itself(tree: PyTree, reducer: Any) -> bool:
-    """Tells whether a tree is the reducer's state, and not a larger tree that holds it."""
+    """Returns whether a tree is the reducer's state, and not a larger tree that holds it."""
     if not isinstance(reducer, Reducer):
         return True  # the state of a chain is not searched for
     return is_reducer_state(tree) and not nodes_of(tree, is_accumulator)

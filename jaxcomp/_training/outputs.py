@@ -204,7 +204,7 @@ def _possible(x: Array, axis_name: AxisName) -> str:
 
 
 def has_mean(x: Any) -> bool:
-    """Tells whether values of this dtype have a mean of the same dtype: floating and complex."""
+    """Returns whether values of this dtype have a mean of the same dtype: floating and complex."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 

@@ -82,5 +82,5 @@ def _subtrees(params: PyTree) -> dict[KeyPath, list[tuple[str, Shape, str]]]:
 
 
 def _has_names(node: Any) -> bool:
-    """Tells whether a node is one of flax's boxes with names of axes."""
+    """Returns whether a node is one of flax's boxes with names of axes."""
     return isinstance(getattr(node, "names", None), tuple)

@@ -109,7 +109,7 @@ def count_steps(program: Program, listed: Sequence[Collective], sent: Collective
 
 
 def _is_differentiated(instruction: Instruction) -> bool:
-    """Tells whether an instruction belongs to a loss's forward pass, or to its rematerialisation.
+    """Returns whether an instruction belongs to a loss's forward pass, or to its rematerialisation.
 
     The rest of a backward pass does not count, because XLA may have fused a residual into it.
     """

@@ -215,7 +215,7 @@ def convergence():
 
 
 def within_a_quarter(gap, predicted):
-    """Tells whether a gap lies within a quarter of its prediction; both are in per cent."""
+    """Returns whether a gap lies within a quarter of its prediction; both are in per cent."""
     return abs(gap - predicted) <= 0.25 * predicted
 
 

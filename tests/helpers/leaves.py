@@ -60,18 +60,18 @@ def as_matrix(name, x):
 
 
 def all_finite(tree):
-    """Returns True if every value of a tree is finite."""
+    """Returns whether every value of a tree is finite."""
     leaves = jax.tree.leaves(jax.device_get(tree))
     return all(np.isfinite(np.asarray(x, np.float32)).all() for x in leaves)
 
 
 def all_zero(tree):
-    """Returns True if every value of a tree is zero."""
+    """Returns whether every value of a tree is zero."""
     return not any(np.any(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def all_nan(tree):
-    """Returns True if every value of a tree is NaN."""
+    """Returns whether every value of a tree is NaN."""
     leaves = jax.tree.leaves(jax.device_get(tree))
     return all(np.isnan(np.asarray(x, np.float32)).all() for x in leaves)
 

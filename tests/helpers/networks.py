@@ -5,7 +5,7 @@ from benchmarks.cluster.plan import parse_rate
 
 
 def work_here():
-    """Returns True if networks with a limited rate can be made, for which root is not enough."""
+    """Returns whether networks with a limited rate can be made, for which root is not enough."""
     try:
         check_available()
         with Network(1) as network:

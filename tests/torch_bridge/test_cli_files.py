@@ -26,7 +26,7 @@ BACK = ("--like", "checkpoint.pt", "--out", "back.pt")
 
 @pytest.fixture
 def fails(call):
-    """Tells whether a command fails, where checkpoint.pt lies, with such a message."""
+    """Returns whether a command fails, where checkpoint.pt lies, with such a message."""
 
     def run(*arguments, said):
         code, _, err = call(*arguments)

@@ -145,7 +145,7 @@ KINDS = tuple(_MARKS)
 
 
 def is_state(value: object, kind: str) -> bool:
-    """Returns True if a value is a dictionary with the keys of a state of this kind.
+    """Returns whether a value is a dictionary with the keys of a state of this kind.
 
     Example:
       >>> is_state({"last_epoch": 3, "_last_lr": [0.1]}, "scheduler")
@@ -157,7 +157,7 @@ def is_state(value: object, kind: str) -> bool:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Returns True if the entries are those of ``torch.optim.Optimizer.state_dict()``."""
+    """Returns whether the entries are those of ``torch.optim.Optimizer.state_dict()``."""
     if not isinstance(value, Mapping) or not _is_list(value.get("param_groups"), Mapping):
         return False
     for group in value["param_groups"]:

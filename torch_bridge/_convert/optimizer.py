@@ -230,7 +230,7 @@ class OptimizerPlan:
 
     @property
     def has_schedule(self) -> bool:
-        """Returns True if a learning rate is a schedule, which needs a step to continue from."""
+        """Returns whether a learning rate is a schedule, which needs a step to continue from."""
         return any(map(callable, self.rates))
 
     def taken(self, step: int | None, calls: int | None = None) -> int:

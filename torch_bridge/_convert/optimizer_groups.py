@@ -452,7 +452,7 @@ def _alike(names: Sequence[str], model: Document) -> Iterator[tuple[str, str]]:
 
 
 def _counts_up(first: str, second: str) -> bool:
-    """Returns True if the names differ only in numbers, and the second has the larger number."""
+    """Returns whether the names differ only in numbers, and the second has the larger number."""
     if _NUMBER.sub("0", first) != _NUMBER.sub("0", second):
         return False
     return list(map(int, _NUMBER.findall(first))) < list(map(int, _NUMBER.findall(second)))

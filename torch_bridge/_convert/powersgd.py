@@ -179,7 +179,7 @@ def filled_state(
 
 
 def _is_finite(array: np.ndarray | None) -> bool:
-    """Returns True if all values are finite, or if there is no array."""
+    """Returns whether all values are finite, or there is no array."""
     return array is None or bool(np.isfinite(array).all())
 
 

@@ -381,7 +381,7 @@ def dense_strides(array: Any) -> tuple[int, ...]:
 
 
 def _are_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Returns True if the elements fill their memory without gaps or overlaps.
+    """Returns whether the elements fill their memory without gaps or overlaps.
 
     The stride of an axis of length 1 does not matter.
     """

@@ -65,7 +65,7 @@ class Checkpoint:
 
     @property
     def missing_ranks(self) -> bool:
-        """Returns True if errors of some ranks are missing, or if the world size is unknown."""
+        """Returns whether errors of some ranks are missing, or the world size is unknown."""
         return self.world_size is None or len(self.powersgd) < self.world_size
 
     def unread(self) -> dict[str, dict[str, Any]]:
@@ -143,7 +143,7 @@ def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
 
 
 def refuse_missing_ranks(checkpoint: Checkpoint, missing_ranks: str) -> bool:
-    """Returns True if errors of some ranks are missing, and refuses them unless the user chose.
+    """Returns whether errors of some ranks are missing, and refuses them unless the user chose.
 
     Args:
       checkpoint: A checkpoint with hook state.

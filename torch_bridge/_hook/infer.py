@@ -181,7 +181,7 @@ class _Test:
         return sum(self.entries[name].size for name in names)
 
     def fits(self, names: Sequence[str]) -> bool:
-        """Returns True if the parameters have as many values as the errors, or there are none."""
+        """Returns whether the parameters have as many values as the errors, or there are none."""
         return not self.lengths or self.size(names) == sum(self.lengths)
 
     def filled(self, order: Iterable[str], lengths: Sequence[int]) -> list[dict[str, int]]:

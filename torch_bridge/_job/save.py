@@ -163,7 +163,7 @@ def require(**arguments: Any) -> None:
 
 
 def awaits_rebuild(ddp_model: DistributedDataParallel) -> bool:
-    """Returns True if DDP will still rebuild its buckets."""
+    """Returns whether DDP will still rebuild its buckets."""
     rebuilds = ddp_model.static_graph or not ddp_model.find_unused_parameters
     return rebuilds and not _logged(ddp_model).get("has_rebuilt_buckets")
 
@@ -176,7 +176,7 @@ def _logged(ddp_model: DistributedDataParallel) -> Mapping[str, Any]:
 
 
 def holds_buffers(state: PowerSGDState) -> bool:
-    """Returns True if the state holds errors or factors, so that compression has begun."""
+    """Returns whether the state holds errors or factors, so that compression has begun."""
     return bool(state.error_dict or state.q_memory_dict)
 
 

@@ -64,7 +64,7 @@ class Difference(NamedTuple):
 
     @property
     def is_rounding(self) -> bool:
-        """Returns True if rounding explains the difference."""
+        """Returns whether rounding explains the difference."""
         return self.largest <= self.allowed
 
     def __str__(self) -> str:

@@ -113,7 +113,7 @@ class Joined(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Returns True if every leaf and every tensor is in a link."""
+        """Returns whether every leaf and every tensor is in a link."""
         return not any(self.problems.values())
 
     @property

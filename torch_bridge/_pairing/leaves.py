@@ -96,7 +96,7 @@ class Tree:
 
     @property
     def has_statistics(self) -> bool:
-        """Returns True if the tree has a place for running statistics."""
+        """Returns whether the tree has a place for running statistics."""
         return any(path[-1:] in (("mean",), ("var",)) for path in self.shapes)
 
     def with_leaves(self, leaves: Mapping[Path, Any]) -> Any:
@@ -235,7 +235,7 @@ def torch_matrix_dims(path: Any, leaf: Any) -> MatrixDims | None:
 
 
 def names_transposed(names: Path) -> bool:
-    """Returns True if a name is that of a ConvTranspose: ``ConvTranspose_0``, ``deconv1``, ..."""
+    """Returns whether a name is that of a ConvTranspose: ``ConvTranspose_0``, ``deconv1``, ..."""
     words, _ = words_of(tuple(map(str.lower, names)))
     return not _TRANSPOSED_WORDS.isdisjoint(words)
 

@@ -190,7 +190,7 @@ class Flow:
         return None
 
     def is_beside_convolution(self, option: str, layer: Layer) -> bool:
-        """Returns True if a layer has several values for each channel of the convolution beside it.
+        """Returns whether a layer has several values for each channel of the convolution beside it.
 
         So has a convolution over patches that is a Dense in Flax.
 
@@ -220,7 +220,7 @@ class Flow:
         return len(patch) > 1 and math.prod(patch) == self.sizes[layer][option] > patch[0]
 
     def has_other_end(self, option: str, values: int) -> bool:
-        """Returns True if a layer gives (or reads) as many values as another one reads (or gives).
+        """Returns whether a layer gives (or reads) as many values as another one reads (or gives).
 
         Then these are probably the same values, and not a flattened map.
         """

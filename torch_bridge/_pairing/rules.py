@@ -223,7 +223,7 @@ def width_of(target: Layer, inputs: int) -> int:
 
 
 def _meet(layer: Layer, part: str, target: Layer, leaf: str, rule: Rule) -> bool:
-    """Returns True if a rule for a tensor and a leaf should pair their whole layers.
+    """Returns whether a rule for a tensor and a leaf should pair their whole layers.
 
     That is so if joining the layers links the tensor with the leaf. It is also so if the rule's
     pattern matches the module's name, too, and joining the layers gives any link.

@@ -137,11 +137,11 @@ class Search:
                 states.remove(state)
 
     def _is_proved(self) -> bool:
-        """Returns True if the last reading gives torch's outputs."""
+        """Returns whether the last reading gives torch's outputs."""
         return bool(self._tried) and self._tried[-1][0].is_rounding
 
     def _is_over(self) -> bool:
-        """Returns True if a reading gives torch's outputs, or all runs are used up."""
+        """Returns whether a reading gives torch's outputs, or all runs are used up."""
         return self._is_proved() or self._evidence.runs >= self._limit
 
     def _run(self, reading: Reading, depth: int) -> list[_State]:

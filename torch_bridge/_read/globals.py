@@ -58,7 +58,7 @@ _OTHERWISE = (
 
 
 def is_value(name: str) -> bool:
-    """Returns True if a checkpoint may mention this global as a value, though never call it."""
+    """Returns whether a checkpoint may mention this global as a value, though never call it."""
     return name in _VALUES or _KINDS_OF_VALUES.fullmatch(name) is not None
 
 
