@@ -177,9 +177,9 @@ class LocalSGDRound(Counted):
     def _on_replica(
         self, params: PyTree, state: LocalSGDState, batches: Any, weight: Any
     ) -> tuple[PyTree, LocalSGDState, Any]:
-        """Runs the round of one replica; its state may have the rows that shard_map leaves."""
-        rows = has_replica_axis(state)
-        if rows:
+        """Runs the round of one replica; its state may have the axis that shard_map leaves."""
+        has_axis = has_replica_axis(state)
+        if has_axis:
             state = without_replica_axis(state)
         streaming = self.streaming
         numbers = numbered(params, streaming.split)
@@ -246,7 +246,7 @@ class LocalSGDRound(Counted):
             owner=owner_id(self.axis_name),
         )
         auxiliary = jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *auxiliary)
-        if rows:
+        if has_axis:
             state = with_replica_axis(state)
         return shared, state, auxiliary
 

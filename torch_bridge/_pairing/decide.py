@@ -309,9 +309,9 @@ def _hints(match: Match, unmatched: Group) -> str:
     kernels = [target.shape("kernel") for target in unmatched.flax]
     for shape, alike in grouped(unmatched.torch, lambda layer: layer.shape("weight")).items():
         count = len(alike)
+        if not shape or count == 1:
+            continue
         for kernel in kernels:
-            if not shape or count == 1:
-                continue
             if sorted(kernel[1:]) == sorted(shape) and math.gcd(count, kernel[0]) == kernel[0]:
                 return _STACKED_IN_FLAX
             if math.prod(kernel) == count * math.prod(shape):

@@ -19,9 +19,8 @@ from torch_bridge._pairing.pairs import Path, Shape
 Kind: TypeAlias = Literal["weight", "kernel", "embedding", "norm", "attention", "recurrent", "bare"]
 # (k, sizes): the k-th part of the rows, which are divided in the ratio of `sizes`.
 Share: TypeAlias = tuple[int, Shape]
-NamedShape: TypeAlias = tuple[
-    Any, Shape
-]  # the name of a tensor or the path of a leaf, and its shape
+# The name of a tensor or the path of a leaf, and its shape.
+NamedShape: TypeAlias = tuple[Any, Shape]
 Parts: TypeAlias = dict[str, NamedShape]
 Kinds: TypeAlias = Mapping[Kind, tuple[str, str]]
 

@@ -1,8 +1,8 @@
 """A reading of two models, and the layers in it that may read or output a flattened feature map.
 
 torch flattens a feature map (in all files here: a map) as (C, H, W) and Flax as (H, W, C), and no
-shape shows the difference. H and W
-keep their order, so only the number of channels and the number of places (H * W) matter.
+shape shows the difference. H and W keep their order, so only the number of channels and the number
+of places (H * W) matter.
 """
 
 from __future__ import annotations
