@@ -108,9 +108,7 @@ def convert_to_torch(options: argparse.Namespace) -> None:
         answers = options.pairing
         if not apply and not any(answers.values()):  # as `to-flax` has paired them
             pairs = _pairs_in(file.config)
-        pairs = find_or_check_pairs(
-            like.model, variables, pairs, answers, apply, example, needs_statistics=True
-        ).pairs
+        pairs = find_or_check_pairs(like.model, variables, pairs, answers, apply, example).pairs
         layout = options.layout
         if layout is None and file.config.get("layout") is not None:
             layout = BucketLayout.from_json(file.config["layout"])

@@ -30,7 +30,7 @@ from torch_bridge._convert.optimizer_groups import (
 from torch_bridge._convert.torch_updates import UnusedState, held, until_gradient
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._pairing.leaves import flatten_tree, leaves_by_path, with_values
-from torch_bridge._pairing.pair import Model, Pairs, find_or_check_pairs, named
+from torch_bridge._pairing.pair import Model, Pairs, named, pairs_of
 from torch_bridge._pairing.pairs import Pair, leaves_from_torch, names_in, tensors_from_flax
 
 Path: TypeAlias = tuple[str, ...]
@@ -117,7 +117,7 @@ def optimizer_from_torch(
       (2, 3)
     """
     model = named(model)
-    pairs = find_or_check_pairs(model, params, pairs).pairs
+    pairs = pairs_of(model, params, pairs)
     plan = OptimizerPlan.of(optimizer, model, pairs, param_names, None, learning_rate)
     for doubt in plan.doubts():
         warn(doubt)
@@ -412,7 +412,7 @@ def optimizer_to_torch(
       torch.Size([3, 2])
     """
     model = named(model)
-    pairs = find_or_check_pairs(model, params, pairs).pairs
+    pairs = pairs_of(model, params, pairs)
     entries = read_entries(like, model, param_names, pairs, layout)
     pairs = _of_optimizer(pairs, entries)
     moments = {}  # torch's name of a moment -> parameter name -> array

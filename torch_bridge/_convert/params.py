@@ -12,7 +12,7 @@ from torch_bridge._base.tensors import is_tensor, tied, to_tensor
 from torch_bridge._pairing.evidence import Apply, Example
 from torch_bridge._pairing.leaves import flatten_tree
 from torch_bridge._pairing.options import PairOptions
-from torch_bridge._pairing.pair import Model, Pairs, find_or_check_pairs, named
+from torch_bridge._pairing.pair import Model, Pairs, find_or_check_pairs, named, pairs_of
 from torch_bridge._pairing.pairs import leaves_from_torch, tensors_from_flax
 
 
@@ -64,9 +64,7 @@ def params_from_torch(
         (2, 3)
     """
     tensors = named(model)
-    pairing = find_or_check_pairs(
-        model, like, pairs, options, apply, example, needs_statistics=True
-    )
+    pairing = find_or_check_pairs(model, like, pairs, options, apply, example)
     return flatten_tree(like).with_leaves(leaves_from_torch(pairing.pairs, tensors))
 
 
@@ -96,7 +94,7 @@ def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> 
       (3, 2)
     """
     like = named(like)
-    pairs = find_or_check_pairs(like, params, pairs).pairs
+    pairs = pairs_of(like, params, pairs)
     arrays = tensors_from_flax(pairs, flatten_tree(params).leaves)
     apart = []
     for name, first in tied(like).items():

@@ -23,7 +23,7 @@ from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of, mean_of_ran
 from torch_bridge._hook.infer import layout_of, named_layout
 from torch_bridge._job.resume import state_from_record
 from torch_bridge._pairing.leaves import MatrixDimsFn, leaves_by_path, trained, with_values
-from torch_bridge._pairing.pair import Pairs, find_or_check_pairs
+from torch_bridge._pairing.pair import Pairs, pairs_of
 from torch_bridge._pairing.pairs import Pair, names_in
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def powersgd_from_torch(
             parameters=("layout",),
         )
     model = checkpoint.model or (layout.entries if layout else {})
-    pairs = find_or_check_pairs(model, params, pairs).pairs
+    pairs = pairs_of(model, params, pairs)
     record = mean_of_ranks(checkpoint, missing_ranks)
     return filled_state(record, params, pairs, layout, matrix_dims)
 
@@ -317,7 +317,7 @@ def powersgd_to_torch(
     like = like or Checkpoint({})
     params = trained(params)
     layout = named_layout(layout, like.model)
-    pairs = find_or_check_pairs(like.model or layout.entries, params, pairs).pairs
+    pairs = pairs_of(like.model or layout.entries, params, pairs)
     record = record_of_state(state, params, layout, like, matrix_dims, pairs)
     return state_from_record(record, process_group)
 

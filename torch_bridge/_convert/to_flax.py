@@ -200,9 +200,7 @@ def to_flax(
     pairing = Pairing(())
     if checkpoint.model:
         with problems.about("which tensor is which leaf"):
-            pairing = find_or_check_pairs(
-                checkpoint.model, like, pairs, options, apply, example, needs_statistics=True
-            )
+            pairing = find_or_check_pairs(checkpoint.model, like, pairs, options, apply, example)
             with problems.about("the bucket layout"):
                 layout = layout_of(checkpoint, layout, pairing.pairs)
     if problems.errors or not checkpoint.model:

@@ -130,9 +130,7 @@ def to_torch(
         _refuse_others(pairs, params, like.model)
         if example is None:
             runner = None  # a check is not needed
-    pairs = find_or_check_pairs(
-        like.model, params, pairs, options, runner, example, needs_statistics=True
-    ).pairs
+    pairs = find_or_check_pairs(like.model, params, pairs, options, runner, example).pairs
     if layout is None:
         layout = layout_of(like, None, pairs)
     else:  # any order will do, because the state is written anew

@@ -126,29 +126,32 @@ def pair(
     return decide(tensors, flatten_tree(like), options, known_forms(model), apply, example).pairs
 
 
+def pairs_of(model: Model, like: Any, pairs: Pairs | None) -> tuple[Pair, ...]:
+    """Returns the user's pairs of a tree or, without any, those that `pair` finds."""
+    if pairs is None:
+        return pair(model, like)
+    return pairs_in_tree(like, pairs)
+
+
 def find_or_check_pairs(
     model: Model,
     like: Any,
     pairs: Pairs | None,
-    options: PairOptions | None = None,
-    apply: Apply | None = None,
-    example: Example | None = None,
-    *,
-    needs_statistics: bool = False,
+    options: PairOptions,
+    apply: Apply | None,
+    example: Example | None,
 ) -> Pairing:
-    """Returns the pairs of a conversion: the user's, or those that `pair` finds.
+    """Returns the pairs of a whole model: the user's, or those that `pair` finds.
 
     With `apply` and `example` the user's pairs are checked by a run.
 
     Args:
       model: The torch model.
-      like: The Flax tree.
+      like: The Flax tree, with a place for running statistics if the torch model has any.
       pairs: The pairs that the user passed, or None.
       options: The options of `pair`.
       apply: As for `pair`.
       example: As for `pair`.
-      needs_statistics: Whether `like` is of a whole model, so that running statistics of the torch
-        model must have a place in it.
 
     Raises:
       ValueError: Both `pairs` and `options` are passed, or one of `apply` and `example`.
@@ -157,7 +160,6 @@ def find_or_check_pairs(
         outputs. Or running statistics have no place: they would be lost in JAX, and old on the way
         back.
     """
-    options = options or {}
     unknown = sorted(options.keys() - PairOptions.__optional_keys__)
     if unknown:
         names = ", ".join(sorted(PairOptions.__optional_keys__))
@@ -166,8 +168,7 @@ def find_or_check_pairs(
     tree = flatten_tree(like)
     if pairs is None:
         read = Options(**options)
-        if needs_statistics:
-            refuse_lost_statistics(tensors, tree, read)
+        refuse_lost_statistics(tensors, tree, read)
         return decide(tensors, tree, read, known_forms(model), apply, example)
     twice = list(filter(options.get, options))
     if twice:
