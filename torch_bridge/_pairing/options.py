@@ -13,7 +13,6 @@ from typing import Any, TypeAlias, TypedDict
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import clean_names
 from torch_bridge._pairing.kinds import Form
-from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.pairs import Maps, Shape
 
 # The parts of a flattened array: (C, H, W) of a map, and (n,) of n values that are not a map.
@@ -52,7 +51,7 @@ class PairOptions(TypedDict, total=False):
 
 @dataclasses.dataclass
 class Options:
-    """The options of `pair`; mappings become tuples of (pattern, value).
+    """The options of `pair`; all but `plain` become tuples of (pattern, value), or stay None.
 
     Raises:
       ValueError: An option has another form, or is not a regular expression.
@@ -61,17 +60,22 @@ class Options:
     rules: Any = ()
     flatten: Any = None  # the value is a `Flattened`, empty for the user's None
     unflatten: Any = None
-    conv_transpose: str | None = None
-    conv1d: str | None = None
+    conv_transpose: Any = None  # the value of these two is the name, which is the form
+    conv1d: Any = None
     turned: Any = None
     plain: bool = False
-    ignore: str | None = None
+    ignore: Any = None
 
     def __post_init__(self) -> None:
         self.rules = _read_mapping("rules", self.rules, str)
         self.flatten = _read_mapping("flatten", self.flatten, _parts)
         self.unflatten = _read_mapping("unflatten", self.unflatten, _parts)
         self.turned = _read_mapping("turned", self.turned, _order)
+        for name in ("conv_transpose", "conv1d", "ignore"):
+            pattern = getattr(self, name)
+            if pattern is not None:
+                # "" means no layer, though it would match the root.
+                setattr(self, name, ((pattern, name),) if pattern else ())
         for name, pattern in self.patterns():
             try:
                 re.compile(pattern)
@@ -86,34 +90,22 @@ class Options:
             if isinstance(value, tuple):
                 for pattern, _ in value:
                     yield name, pattern
-            elif value and name != "plain":
-                yield name, value
 
     def kept(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the tensors that `ignore` does not leave out."""
         kept = dict(tensors)
         for name, clean in clean_names(list(tensors)).items():
-            if self.ignore and re.fullmatch(self.ignore, clean):
+            if self.answer("ignore", clean):
                 del kept[name]
         return kept
 
-    def map_of(self, option: str, layer: Layer) -> tuple[str | None, Flattened]:
-        """Returns the last pattern of `option` that matches a layer (or None), and its map."""
-        answer: tuple[str | None, Flattened] = (None, ())
-        for pattern, parts in getattr(self, option) or ():
-            if re.fullmatch(pattern, layer.name):
-                answer = (pattern, parts)
+    def answer(self, option: str, name: str) -> tuple[str, Any] | None:
+        """Returns the last pattern of `option` that matches a whole name, with its value."""
+        answer = None
+        for pattern, value in getattr(self, option) or ():
+            if re.fullmatch(pattern, name):
+                answer = (pattern, value)
         return answer
-
-    def form_of(self, option: str, layer: Layer) -> Form | None:
-        """Returns the form of a weight that `option` names; None if it does not name the layer."""
-        patterns = getattr(self, option) or ()  # "" means no layer, though it would match the root
-        if isinstance(patterns, str):
-            patterns = ((patterns, option),)
-        for pattern, form in patterns:
-            if re.fullmatch(pattern, layer.name):
-                return form
-        return None
 
 
 def refuse_unused_patterns(

@@ -119,8 +119,8 @@ def flattened_maps(case: Case, reading: Reading) -> tuple[list[Choice], list[Cho
                 continue
             layers = []
             for layer in alike:
-                pattern, _ = options.map_of(option, layer)
-                if pattern is None and not getattr(case.answered.answer(layer), option):
+                answered = getattr(case.answered.answer(layer), option)
+                if not (answered or options.answer(option, layer.name)):
                     layers.append(layer)
             if not layers:
                 continue

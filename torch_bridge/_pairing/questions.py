@@ -140,15 +140,18 @@ def answered(match: Match, partners: Partners) -> tuple[Reading, list[str]]:
             reading.answers[layer] = Answer(known)
             continue
         for option in _options_of(forms):
-            form = match.options.form_of(option, layer)
+            answer = match.options.answer(option, layer.name)
+            if answer is None:
+                continue
+            _, form = answer
             if form in forms:
                 reading.answers[layer] = Answer(form)
-            elif form:
+            else:
                 wrong.append(f"{layer} <-> {reading.partners[layer]}, with {option}: {form}")
     for layer, packing in match.ruled.packings.items():
         if layer not in reading.partners:
             continue
-        reading.answers[layer] = reading.answer(layer)._replace(packing=packing)
+        reading = reading.with_answers([layer], "packing", packing)
         usual = join(layer, reading.partners[layer]).forms[:1]
         if not {reading.answer(layer).form, *usual}.isdisjoint((CONV1D, CONV_TRANSPOSE)):
             wrong.append(
@@ -159,9 +162,10 @@ def answered(match: Match, partners: Partners) -> tuple[Reading, list[str]]:
     for option in VERBS:
         moving = {}  # answers with a shape -> whether they name a layer that has values to move
         for layer in flow.layers:
-            pattern, parts = match.options.map_of(option, layer)
-            if pattern is None:
+            answer = match.options.answer(option, layer.name)
+            if answer is None:
                 continue
+            pattern, parts = answer
             shown = f"{option}={{{pattern!r}: {_written(parts)}}}"
             field = "flatten" if layer.is_vector else option
             values = flow.sizes[layer].get(field)
@@ -175,8 +179,7 @@ def answered(match: Match, partners: Partners) -> tuple[Reading, list[str]]:
                 continue
             if parts and not layer.is_vector:
                 _warn_of_channels_last(reads, parts, option, flow.proposal(option, layer))
-            answer = reading.answer(layer)._replace(**{field: maps_of(parts)})
-            reading.answers[layer] = answer
+            reading = reading.with_answers([layer], field, maps_of(parts))
         for shown in itertools.filterfalse(moving.__getitem__, moving):
             wrong.append(f"{shown}: none of these {VERBS[option]} values in a row")
     return reading, wrong
