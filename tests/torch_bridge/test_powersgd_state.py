@@ -72,6 +72,23 @@ def test_packed_attention_shares_q_and_says_so():
         back_of(state, params, checkpoint)
 
 
+def test_different_factors_of_all_packed_tensors_are_one_warning():
+    model = torch.nn.ModuleDict({name: torch.nn.MultiheadAttention(32, 4) for name in "ab"})
+    tensors = model.state_dict()
+    checkpoint, _, _ = random_run(tensors, [list(tensors)[::-1]])
+    attention = nn.MultiHeadDotProductAttention(num_heads=4)
+    params = attention.init(jax.random.key(0), jnp.zeros((1, 3, 32)))["params"]
+    with pytest.warns(UserWarning, match="equivalent in kind"):
+        state = powersgd_from_torch(checkpoint, {"a": params, "b": params})
+    for name in "ab":
+        state.q[name]["key"]["kernel"] += 1
+    with pytest.warns(UserWarning, match="different Q factors") as warned:
+        back_of(state, {"a": params, "b": params}, checkpoint)
+    (line,) = map(str, [one.message for one in warned])
+    assert "a.in_proj_weight" in line
+    assert "b.in_proj_weight" in line
+
+
 def packed_by_head(*names):
     """Pairs a Linear that packs query, key and value of 4 heads, (4, 3, 8) rows, with kernels."""
     pairs = []

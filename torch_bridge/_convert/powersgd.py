@@ -16,7 +16,7 @@ from jaxcomp.extend import plan_leaves
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.schema import BUFFERS, PowerSGDRecord
 from torch_bridge._base.tensors import to_numpy
-from torch_bridge._base.terminal import printable, some, warn
+from torch_bridge._base.terminal import some, warn
 from torch_bridge._hook.arguments import powersgd_kwargs_from_torch
 from torch_bridge._hook.buckets import BucketLayout, BucketPart
 from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of, mean_of_ranks
@@ -389,9 +389,20 @@ def _fill(
             torch_q = np.empty_like(part.q)
             torch_q[q_rows] = to_numpy(factors[pair.path]).reshape(torch_q.shape)
             seen.setdefault(part.entry.name, []).append(torch_q)
+    apart = []
     for name, part in layout.parts(record).items():
-        if part.q is not None:
-            part.q[...] = _common_q(part, seen.get(name, []))
+        if part.q is None:
+            continue
+        qs = seen.get(name, [])
+        part.q[...] = _common_q(part, qs)
+        if not all(np.array_equal(q, qs[0]) for q in qs[1:]):
+            apart.append(name)
+    if apart:
+        warn(
+            f"The parts of {some(apart)} have different Q factors, and torch has one Q for all "
+            "parts of a tensor. It gets their leading common subspace, so its next steps are "
+            "equivalent in kind, not equal."
+        )
 
 
 def _as_before(record: PowerSGDRecord, old: PowerSGDRecord, scale: float) -> None:
@@ -479,10 +490,5 @@ def _common_q(part: BucketPart, qs: list[np.ndarray]) -> np.ndarray:
         return draw((columns, part.rank), np.float32)
     if all(np.array_equal(q, qs[0]) for q in qs[1:]):
         return qs[0]
-    warn(
-        f"The parts of {printable(part.entry.name)} have different Q factors; torch has one for "
-        f"all and gets their leading common subspace, so its next steps are equivalent in kind, "
-        f"not equal."
-    )
     left, values, _ = np.linalg.svd(np.concatenate(qs, axis=1), full_matrices=False)
     return (left * values)[:, : part.rank].astype(np.float32)
