@@ -673,7 +673,7 @@ ASSUMED = {
 @pytest.mark.parametrize("case", ASSUMED)
 def test_plain_names_what_it_assumes(case):
     model, like, line = ASSUMED[case]
-    with pytest.warns(UserWarning, match="which alone proves it") as caught:
+    with pytest.warns(UserWarning, match="Only a run on an example proves it") as caught:
         params_from_torch(model, like, plain=True)
     (warning,) = caught
     assert line in str(warning.message)

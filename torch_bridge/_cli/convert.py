@@ -193,8 +193,8 @@ def _imported_apply(options: argparse.Namespace) -> Callable[..., Any] | None:
 def _apply_to_variables(apply: Callable[..., Any], variables: Any, *inputs: Any) -> Any:
     """Calls `apply` with the variables or, if that fails, with their parameters alone.
 
-    A file always holds variables, ``{"params": ...}``. The user's `apply` may take the parameters
-    alone, if ``--params`` named such a tree in ``to-flax``.
+    A file always holds variables, ``{"params": ...}``. But the user's `apply` takes parameters, if
+    ``--params`` of ``to-flax`` was a tree of parameters.
     """
     try:
         return apply(variables, *inputs)

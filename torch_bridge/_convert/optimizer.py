@@ -101,8 +101,8 @@ def optimizer_from_torch(
 
     Warns:
       UserWarning: In torch a scheduler drove the learning rate or the momentum. Or the optimizer
-        does not name its parameters, and some have one shape. Or moments have another dtype than
-        their parameters, and are cast.
+        does not name its parameters, and several have the same shape. Or moments have another dtype
+        than their parameters, and are cast.
 
     Example:
       >>> import numpy as np

@@ -73,7 +73,7 @@ def powersgd_from_torch(
       A state with the tree structure of ``jaxcomp.powersgd(...).init(params)``.
 
     Raises:
-      ValueError: `missing_ranks` is none of the three words.
+      ValueError: `missing_ranks` is not ``"error"``, ``"zero"`` or ``"replicate"``.
       CheckpointMismatch: Ranks are missing. Or the layout is unknown or does not fit. Or leaves are
         compressed on one side only, or as another matrix; the error lists all.
 

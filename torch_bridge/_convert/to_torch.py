@@ -67,13 +67,14 @@ def to_torch(
       opt_state: The Optax state, consolidated (`jaxcomp.consolidate`), of all parameters, of the
         trained parameters or of whole variables. Parts that torch does not keep are ignored.
       like: The run that `to_flax` returned, which has all that you passed to `to_flax`. Or the
-        torch checkpoint that the run came from; then pass `pairs` or `options`, and `layout`,
-        `matrix_dims` and `param_names`, as to `to_flax`. Names, hyperparameters, the random number
-        generator and everything else that Flax does not keep come from `like` unchanged. So a
-        learning rate scheduler does not know the steps that JAX took.
-      apply: ``apply(params, *inputs) -> outputs`` of the Flax model, as for `to_flax`. It is run on
-        the example in `like` with the parameters in `like`, to pair tensors and leaves, or to check
-        `pairs`. Not needed with `pairs`, and then not run if `like` has no example.
+        torch checkpoint that the run came from; then pass `pairs` or `options`, `layout`,
+        `matrix_dims` and `param_names` as you passed them to `to_flax`. Names, hyperparameters,
+        the random number generator and everything else that Flax does not keep come from `like`
+        unchanged. So a learning rate scheduler does not know the steps that JAX took.
+      apply: ``apply(params, *inputs) -> outputs`` of the Flax model, as for `to_flax`. It runs on
+        the example in `like` with the parameters in `like`, to pair tensors and leaves or to check
+        `pairs`. With `pairs` you can leave it out; without an example in `like` it then does not
+        run.
       module: The torch module that will load the document. A copy of it loads the converted
         parameters and is run on the inputs of the example in `like`. Its outputs must be those of
         `apply` with `params`. `module` itself does not change.

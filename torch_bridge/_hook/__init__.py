@@ -1,5 +1,5 @@
 """torch's hook state as NumPy arrays: buckets, layouts and checkpoints.
 
-`load` makes a `Checkpoint` of one file or of one per rank. The hook's buffers have no names in
-them, so a bucket layout says which part belongs to which parameter.
+`load` makes a `Checkpoint` of one file or of one per rank. The hook's buffers do not
+name their parameters. A bucket layout says which part of a buffer belongs to which parameter.
 """

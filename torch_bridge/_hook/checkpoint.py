@@ -1,9 +1,8 @@
 """`Checkpoint`: a PyTorch checkpoint as NumPy arrays, which `load` returns.
 
-All conversions begin with it, whatever kind of file it came from. Each rank of a torch run has
-errors of its own, and jaxcomp needs only their mean, so the functions here answer whether all ranks
-are present, what the mean is, and in which units. A GradScaler multiplies the errors, so the loss
-scale belongs to the state.
+Every conversion starts from a `Checkpoint`. Each rank of a torch run has its own errors, and
+jaxcomp needs only their mean. So the functions here check that all ranks are present, and compute
+the mean. Under a GradScaler the errors are multiplied by the loss scale, so they divide by it.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ def mean_of_ranks(checkpoint: Checkpoint, missing_ranks: str) -> PowerSGDRecord:
       missing_ranks: What to do if ranks are missing, as for `powersgd_from_torch`.
 
     Raises:
-      ValueError: `missing_ranks` is none of the three words.
+      ValueError: `missing_ranks` is not ``"error"``, ``"zero"`` or ``"replicate"``.
       CheckpointMismatch: Ranks are missing and `missing_ranks` is ``"error"``. Or the file has
         several scalers with different scales.
     """
@@ -150,7 +149,7 @@ def refuse_missing_ranks(checkpoint: Checkpoint, missing_ranks: str) -> bool:
       missing_ranks: As for `powersgd_from_torch`.
 
     Raises:
-      ValueError: `missing_ranks` is none of the three words.
+      ValueError: `missing_ranks` is not ``"error"``, ``"zero"`` or ``"replicate"``.
       CheckpointMismatch: Ranks are missing and `missing_ranks` is ``"error"``.
     """
     if missing_ranks not in _MISSING_RANKS:

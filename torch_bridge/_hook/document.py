@@ -1,8 +1,7 @@
 """Writes and reads the documents of `save_checkpoint`: dictionaries of tensors, plain values.
 
-The format has no class of this package in it, so that ``torch.load(weights_only=True)`` reads it
-too. It is written in a torch job and read without torch, so the two functions for it stand beside
-each other. A reader checks every entry, as for any other file.
+A document has no class of this package in it, so ``torch.load(weights_only=True)`` reads it, too. A
+torch job writes it, and the bridge reads it without torch. Every entry is checked when it is read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Lists the orders in which the gradients of a model's parameters may become ready.
 
 Gradients become ready in the reverse order of use, and the names in a file have the order of
-definition. The two differ where a module uses its submodules in another order, or uses parameters
-that it has itself behind its submodules: a class token behind the patches, a position bias between
-two projections, the scale of a whole block at its end.
+definition. The two differ if a module uses its submodules in another order. They also differ if a
+module has parameters of its own and uses them after a submodule: a class token after the patches, a
+position bias between two projections, the scale of a whole block at its end.
 """
 
 from __future__ import annotations

@@ -254,8 +254,9 @@ def _complete_by_shapes(match: Match) -> Reading:
         )
     if assumed:
         warn(
-            "Assumed, because neither names nor shapes show it, and no example was run (apply= and "
-            f"example=), which alone proves it: {printable('; '.join(assumed))}."
+            "Assumed, because neither names nor shapes show it: "
+            f"{printable('; '.join(assumed))}. Only a run on an example proves it (apply= and "
+            "example=)."
         )
     return reading
 
@@ -305,7 +306,7 @@ def _mismatch(
 
 
 def _hints(match: Match, unmatched: Group) -> str:
-    """Returns what the shapes of layers that fit no other layer show; "" if it is nothing."""
+    """Returns a hint from the shapes of layers that fit no other layer; "" if there is none."""
     kernels = [target.shape("kernel") for target in unmatched.flax]
     for shape, alike in grouped(unmatched.torch, lambda layer: layer.shape("weight")).items():
         count = len(alike)

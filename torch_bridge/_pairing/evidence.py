@@ -215,7 +215,7 @@ class Evidence:
             return self._run(params, *inputs)
 
     def _running_orders(self, apply: Apply, inputs: Sequence[np.ndarray]) -> list[InputOrder]:
-        """Returns the inputs in each order with which the model gives outputs of torch's shapes.
+        """Returns the inputs in each order of axes for which the outputs have torch's shapes.
 
         Raises:
           ValueError: The model runs with none of the orders.

@@ -104,8 +104,8 @@ class Joined(NamedTuple):
 
     Attributes:
       links: The names of each tensor and its leaf -> the views, for those that fit.
-      problems: A line of text for each ``missing`` leaf, which has no tensor, each ``unexpected``
-        tensor, which has no leaf, and each ``mis_shaped`` tensor with its leaf.
+      problems: Lines of text: ``missing`` for leaves without a tensor, ``unexpected`` for tensors
+        without a leaf, ``mis_shaped`` for tensors and leaves whose shapes do not fit.
     """
 
     links: dict[tuple[str, str], Views]

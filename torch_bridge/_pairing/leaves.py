@@ -197,9 +197,9 @@ def torch_matrix_dims(path: Any, leaf: Any) -> MatrixDims | None:
     input axis of a ConvTranspose), the heads of an attention projection, the vocabulary of an
     embedding. jaxcomp's default rule gives the same matrix except for unusual shapes. For a
     ``(3, 3, 4, 64)`` kernel both give ``(64, 36)``. For a ``(7, 7, 512, 3)`` kernel the default
-    gives ``(1536, 49)`` and torch ``(3, 25088)``. The columns stay in the leaf's order, which only
-    changes the order of the rows of Q. So a state of one rule fits the other rule if both give the
-    same matrices.
+    gives ``(1536, 49)`` and torch ``(3, 25088)``. The columns keep the leaf's order, which changes
+    only the order of the rows of Q. So if both rules give the same matrices, a state of one fits
+    the other.
 
     This function recognises a ConvTranspose (a module named ``ConvTranspose_0``, ``deconv1``, ...)
     and the projections of attention (``query``, ``key``, ``value``, ``qkv``) by their names. For

@@ -298,13 +298,13 @@ def _anywhere(_: Layer) -> None:
 def _shared(layers: Group, named: set[Any] | None = None) -> Callable[[Path], Any]:
     """Returns a function that finds the longest beginning of a name that both sides have.
 
-    A series of names is equal only if one side has all numbers of the other side. ``fc1``, ``fc2``
-    and ``fc0``, ``fc1`` are not equal, and neither are the layers in such modules.
+    Names with numbers form a series. A series counts only if one side has all numbers of the other.
+    So ``fc1``, ``fc2`` on one side and ``fc0``, ``fc1`` on the other share no name.
 
     Args:
       layers: The layers of both models.
-      named: If it is a set, only names of modules are compared, and those with numbers count only
-        if the set has them. If it is None, names of modules and layers are compared, and all count.
+      named: None compares the names of modules and layers, and counts all. A set compares only the
+        names of modules, and counts those with numbers only if they are in the set.
     """
     ours, theirs = (_beginnings(members, whole=named is None) for members in layers)
     counts = collections.Counter(words for words, _ in ours | theirs)

@@ -155,8 +155,8 @@ def answered(match: Match, partners: Partners) -> tuple[Reading, list[str]]:
         usual = join(layer, reading.partners[layer]).forms[:1]
         if not {reading.answer(layer).form, *usual}.isdisjoint((CONV1D, CONV_TRANSPOSE)):
             wrong.append(
-                f"{layer} is stored (in, out), and a rule can order rows alone: convert the model "
-                "with its transposed weight"
+                f"{layer} is stored (in, out), and a rule can only order rows of (out, in): "
+                "transpose the weight in torch first"
             )
     flow = Flow(reading)
     for option in VERBS:

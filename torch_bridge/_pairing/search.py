@@ -253,7 +253,7 @@ class Search:
 
 
 def _in_turn(layers: Sequence[Layer]) -> list[Layer]:
-    """Returns layers in the order of a loop that calls several lists of modules in turn.
+    """Orders layers as a loop uses them that calls one module of each list in every turn.
 
     A list of filters and a list of gates become first filter, first gate, second filter, ...
     """

@@ -71,7 +71,7 @@ def way_out(name: str) -> str:
 
 
 class Attributes(dict):
-    """An object's attributes by name; the reader reads nothing else from such an object."""
+    """The attributes of an object, by name. The reader takes nothing else from the object."""
 
     __slots__ = ()
 

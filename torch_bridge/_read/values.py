@@ -112,7 +112,7 @@ def expect(value: Any, kind: type | tuple[type, ...], where: str) -> Any:
 
 
 def brief(value: Any) -> str:
-    """Returns a value as short text for a message; of a container only its type is written."""
+    """Returns a value as short text for a message; a container becomes the name of its type."""
     if isinstance(value, str):
         return f"{value:.40}"
     small = isinstance(value, int) and value.bit_length() <= 64
