@@ -174,12 +174,9 @@ class Evidence:
         if difference.largest > most:
             return difference._replace(allowed=most)
         random = np.random.default_rng(0)
-        moved_leaves = {}
-        for path, leaf in leaves.items():
-            moved_leaves[path] = _moved(leaf, random)
-        moved_inputs = [_moved(array, random) for array in self._inputs]
-        moved = self._outputs(moved_leaves, moved_inputs)
-        control = _difference(moved, _numbers(outputs)).largest
+        arguments = (dict(leaves), self._inputs)
+        moved = jax.tree.map(lambda value: _moved(value, random), arguments)
+        control = _difference(self._outputs(*moved), _numbers(outputs)).largest
         least = _LEAST_UNITS * self._unit
         if difference.largest > max(_CONTROLS * control, least):
             control = max(control, self._moved_by_batch(leaves, outputs))

@@ -143,7 +143,7 @@ class Match:
             replace_layers(side, parts)
 
     def take_shares(self, layers: Group) -> None:
-        """Divides packed Linears into shares, if enough Flax layers fit the shares.
+        """Divides packed Linears into shares, if all shares find a Flax layer.
 
         A convolution over single places counts as a Linear.
         """
@@ -155,14 +155,7 @@ class Match:
                 continue
             for sizes in _divisions(layer, targets):
                 shares = layer.shares(sizes)
-                lacking = False
-                for share, size in zip(shares, sizes, strict=True):
-                    places = 0
-                    for alike in targets:
-                        if self.fits(share, alike[0]):
-                            places += len(alike)
-                    lacking = lacking or places < sizes.count(size)
-                if not lacking:
+                if len(self.assign({}, Group(shares, layers.flax))) == len(shares):
                     packed[layer] = shares
                     break
         replace_layers(self.layers.torch, packed)
@@ -239,7 +232,7 @@ class Match:
             for row, column in zip(*linear_sum_assignment(costs), strict=True):
                 if strengths[row, column]:
                     partners[torch[row]] = flax[column]
-        return self.in_order(partners)
+        return partners
 
     def in_order(self, partners: Partners) -> Partners:
         """Returns the partners in the order of torch's layers."""

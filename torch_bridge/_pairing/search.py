@@ -222,7 +222,7 @@ class Search:
         )
         readings = []
         for decided, targets, layers in [*orders, (match.partners, by_use, _last_first(torch))]:
-            partners = match.assign(decided, Group(layers, targets))
+            partners = match.in_order(match.assign(decided, Group(layers, targets)))
             reading = Reading(partners, dict(self._case.answered.answers))
             for layer, several in reading.forms().items():
                 is_upward = not self._evidence.upward.isdisjoint(partners[layer].tensors())
