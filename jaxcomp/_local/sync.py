@@ -156,7 +156,9 @@ class Sync:
             before = params
             if not narrow and jax.tree.leaves(anchor):
                 before = anchor
-            new, outer = optax.tree.where(counted, (new, outer), (before, state.outer))
+            new = optax.tree.where(counted, new, before)
+            if not plain:  # else nothing has changed it, and it is equal on all replicas
+                outer = optax.tree.where(counted, outer, state.outer)
         if anew is not None:
             fresh = as_local(_begun_anew(inner, begin(put_back(new, whole))), self.axis_name)
             inner = optax.tree.where(anew, fresh, inner)

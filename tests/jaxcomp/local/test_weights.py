@@ -10,7 +10,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import jaxcomp
 from tests.helpers.leaves import all_finite, equal, with_value
 from tests.helpers.local_runs import rounds, step_of
-from tests.helpers.runners import AXIS, mesh_of, updated
+from tests.helpers.runners import AXIS, WHOLE, mesh_of, sharded, updated
 
 WEIGHTS = np.array([3, 1, 0, 2], np.float32)
 TARGETS = np.array([0.0, 6.0, np.nan, 3.0], np.float32)[:, None] * np.ones(8, np.float32)
@@ -132,6 +132,32 @@ def test_a_group_in_which_nobody_counts_keeps_what_it_has(weights):
     assert np.isfinite(together).all()
     if weights.any():
         assert_allclose(together - together[0, 0], 0, atol=1e-6)
+
+
+def test_a_weighted_hierarchy_keeps_what_all_share_replicated():
+    """Pairs synchronise; then all take one step of the outer optimizer."""
+    axes = ("slow", "fast")
+    targets = FINITE[:, 0].reshape(2, 2)
+    weights = np.array([[3, 1], [1, 2]], np.float32)
+    levels = {"fast": 1, axes: 2}
+    outer = optax.sgd(1.0, momentum=0.5)
+    tx = jaxcomp.local_sgd(optax.sgd(0.5), sync_every=levels, axis_name=axes, outer=outer)
+
+    def run(target, weight):
+        params = jnp.zeros(())
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = tx.update(params - target[0, 0], state, params, weight=weight[0, 0])
+            params = params + updates
+        return params[None, None], state.outer
+
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), axes, axis_types=kinds, devices=jax.devices()[:4])
+    rows = jax.P(*axes)
+    params, _ = sharded(mesh, run, (rows, rows), (rows, WHOLE))(targets, weights)
+    paired = np.average(targets / 2, axis=1, weights=weights)[:, None]
+    together = np.average((paired + targets) / 2, weights=weights)
+    assert_allclose(params, np.full((2, 2), together), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
