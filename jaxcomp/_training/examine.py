@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxcomp._base.leaves import in_words, is_key, leaf_name
 from jaxcomp._base.stats import aligned
@@ -132,9 +133,10 @@ def _swapped(x: Any, spec: Any) -> Any:
 
 
 def _on_host(x: Any) -> Any:
-    # NumPy has no keys, and cannot read what other processes hold.
-    if is_key(x) or not getattr(x, "is_fully_addressable", True):
+    if is_key(x):  # NumPy has none
         return x
+    if not getattr(x, "is_fully_addressable", True):  # other processes hold parts of it
+        return multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
 
 
