@@ -133,6 +133,11 @@ _NOTES = {
         "NamedSharding(mesh, P('data', 'model')), and remove the axis from the rules for logical "
         "names."
     ),
+    "Received incompatible devices": (
+        "An argument of jaxcomp.data_parallel is on other devices than the mesh, as after "
+        "jax.device_put(x, device). Put all arguments on the mesh: jax.device_put(x, "
+        "jax.NamedSharding(mesh, jax.P())), or jax.P({axes}) for a batch."
+    ),
     "only valid for values of rank at least": (
         "flax's DenseGeneral with nn.with_partitioning fails like this if a mesh is set, as inside "
         "jaxcomp.data_parallel: it makes a kernel of two axes with a specification of three. Name "
@@ -270,8 +275,9 @@ def call_on_replicas(
             arrays = jax.device_put(arrays, shardings)
     inputs = (state, arrays, weight)
     with context, _explained(axes):
-        # In `jax.jit` a new array is traced even if the arguments are not.
-        if any(map(is_traced, jax.tree.leaves((inputs, jnp.zeros([]))))):
+        # In `jax.jit` a new array is traced; under `jax.grad` and `jax.vmap` outside of it, only
+        # arguments are.
+        if is_traced(jnp.zeros([])):
             return mapped(*inputs)
         if key is None:
             return jax.jit(mapped)(*inputs)

@@ -54,6 +54,38 @@ def test_a_third_round_compiles_nothing(kind, caplog):
     close(found, jax.jit(run)(w, state, x))
 
 
+def test_a_call_that_is_differentiated_or_mapped_is_compiled_too():
+    traces = []
+
+    def loss(w, x):
+        traces.append(w)
+        return mean_square(w, x)
+
+    run = jaxcomp.value_and_grad(loss, reducer("allreduce"), mesh=grid(2))
+    w = normal(16, 16)
+    x = normal(8, 16, seed=1)
+
+    def norm(gradient_of, w):
+        return jnp.sum(gradient_of(w) ** 2)
+
+    def averaged(w):
+        return run((), w, x)[0][1]
+
+    for transform in (jax.grad, lambda norm: jax.vmap(norm, in_axes=1)):
+        found = [transform(lambda w: norm(averaged, w))(w) for _ in range(2)]
+        expected = transform(lambda w: norm(lambda w: jax.grad(mean_square)(w, x), w))(w)
+        assert_allclose(found, [expected] * 2, rtol=1e-4, atol=1e-6)
+    assert len(traces) == 2  # one for each shape of the parameters
+
+
+def test_an_argument_on_another_device_is_explained():
+    run = jaxcomp.value_and_grad(mean_square, reducer("powersgd"), mesh=grid(2))
+    w = jax.device_put(normal(16, 16), jax.devices()[0])
+    with pytest.raises(ValueError, match="incompatible devices") as caught:
+        run(run.init(w), w, normal(8, 16))
+    assert "jax.device_put(x, jax.NamedSharding(mesh, jax.P()))" in caught.value.__notes__[-1]
+
+
 def test_other_arguments_are_not_taken_for_those_of_the_first_call():
     """Passes equal shapes with other flags, options that change, and a batch of other rows."""
 
