@@ -89,7 +89,8 @@ def local_sgd_round(
         states may be reset; `LocalSGDRound.init` uses it as a default.
       mesh: The mesh of the replicas, for a loop in `jax.jit` over sharded arrays. The round then
         maps itself over `axis_name`, with Auto or Explicit axes, and per-replica leaves are global
-        arrays with a leading axis of replicas.
+        arrays with a leading axis of replicas. None takes the mesh of `jax.set_mesh`, else that of
+        the state's arrays; place the state with `shard_state` then.
 
     Returns:
       A `LocalSGDRound`: ``init(params, inner_state)`` returns a `LocalSGDState`, and a call

@@ -30,8 +30,8 @@ from jaxcomp._mesh.explicit import explicit_inside, replicas_on, typed_specs
 from jaxcomp._mesh.per_replica import has_replica_axis, with_replica_axis, without_replica_axis
 from jaxcomp._reducers.transformation import Counted
 from jaxcomp._states.place import shard_state
-from jaxcomp._training.arguments import split_spec
-from jaxcomp._training.on_mesh import call_on_replicas, check_params, jit_of_keyed
+from jaxcomp._training.arguments import check_keys, is_raw_key, is_shared, split_spec
+from jaxcomp._training.on_mesh import call_on_replicas, check_params, jit_of_keyed, the_mesh
 from jaxcomp._training.outputs import one_level
 
 # (params, inner state, batch) -> (params, inner state, auxiliary)
@@ -89,7 +89,7 @@ class LocalSGDRound(Counted):
     def __call__(
         self, params: PyTree, state: LocalSGDState, batches: Any, *, weight: Any = None
     ) -> tuple[PyTree, LocalSGDState, Any]:
-        """Runs one round; call it inside the mapped function, or with a `mesh` inside `jax.jit`.
+        """Runs one round; call it inside the mapped function, or on a mesh inside `jax.jit`.
 
         Args:
           params: The parameters, equal on every replica.
@@ -118,15 +118,11 @@ class LocalSGDRound(Counted):
                 )
         if is_bound(self.axis_name):
             return self._on_replica(params, state, batches, weight)
-        if self.mesh is None:
-            raise ValueError(
-                "There is no mesh. Pass mesh= to jaxcomp.local_sgd_round, or call the round in a "
-                f"function that is mapped over {self.axis_name!r}."
-            )
-        return self._on_mesh(self.mesh, params, state, batches, weight)
+        mesh = the_mesh(self.mesh, self.axis_name, state)
+        return self._on_mesh(mesh, params, state, batches, weight)
 
     def _on_mesh(
-        self, mesh: Mesh, params: PyTree, state: LocalSGDState, batches: Any, weight: Any
+        self, mesh: Any, params: PyTree, state: LocalSGDState, batches: Any, weight: Any
     ) -> tuple[PyTree, LocalSGDState, Any]:
         """Runs the round on every replica of a mesh."""
         axis_name = self.axis_name
@@ -138,12 +134,21 @@ class LocalSGDRound(Counted):
         of_a_step = jax.tree.map(lambda spec: P(*spec[1:]), rows)
         step_specs = (typed_specs(params), *of_a_step)
 
+        keys: dict[str, Any] = {}
+        lengths: set[int] = set()  # numbers of examples in a step
+
         def batch_spec(path: KeyPath, leaf: Any) -> P:
-            spec = P()
-            if leaf.ndim > 1:  # else one value for each step, the same on all replicas
-                spec = P(None, axis_name)
             name = f"{leaf_name(path)} of the batches"
-            return split_spec(name, leaf, spec, axis_name, replicas_on(mesh, axes))
+            of_step = jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+            if is_raw_key(of_step):
+                keys[name] = of_step
+            if is_shared(of_step):  # one value or key for each step, the same on all replicas
+                return P()
+            lengths.add(leaf.shape[1])
+            return split_spec(name, leaf, P(None, axis_name), axis_name, replicas_on(mesh, axes))
+
+        specs = jax.tree.map_with_path(batch_spec, batches)
+        check_keys(keys, lengths)
 
         def step(*arrays: PyTree) -> Any:
             whole_step = explicit_inside(
@@ -163,14 +168,14 @@ class LocalSGDRound(Counted):
             state,
             (params, batches),
             weight,
-            specs=(shared, jax.tree.map_with_path(batch_spec, batches)),
+            specs=(shared, specs),
             examples={},
             params=params,
             mesh=mesh,
             axis_name=axis_name,
             state_axis=axis_name,
             jitted=self.jitted,
-            key=(),  # all else is fixed for a round
+            key=mesh,  # all else is fixed for a round
         )
         return params, state, auxiliary
 

@@ -11,7 +11,7 @@ split is trained on by every replica and costs speed only.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -72,7 +72,7 @@ def check_keywords(kwargs: dict[str, Any], function: Callable[..., Any]) -> None
     # A function may have a parameter of such a name.
     refuse_misspelt_weight(kwargs.keys() - inspect.signature(function).parameters)
     for path, leaf in jax.tree.leaves_with_path(kwargs):
-        if not _is_shared(leaf):
+        if not is_shared(leaf):
             raise ValueError(
                 f"The keyword argument {leaf_name(path)} holds an array with axes. Pass it by "
                 "position, where `batch_specs` says how it is split between the replicas."
@@ -121,7 +121,7 @@ def split_specs(
         spec = specified
         if spec is None:
             spec = PartitionSpec()
-            if not _is_shared(leaf):
+            if not is_shared(leaf):
                 spec = PartitionSpec(axis_name)
                 known = known_spec(leaf, mesh)
                 # Arrays that are not sharded over the replicas, such as NumPy's, are split too,
@@ -134,7 +134,7 @@ def split_specs(
             examples[axis] = leaf.shape[axis]
         if specified is None and axis is not None:
             rows[name] = leaf.shape[axis]
-        elif specified is None and _is_raw_key(leaf):
+        elif specified is None and is_raw_key(leaf):
             keys[name] = leaf
         if not is_array(leaf):  # checked above, because a spec for a list would do nothing
             return None
@@ -145,8 +145,10 @@ def split_specs(
     each = jax.tree.broadcast(each, args, is_leaf=lambda node: node is None)
     specs = jax.tree.map_with_path(spec_of, args, each)
     if mesh is not None:  # else somebody else has split the batch
-        _check_examples(rows, keys)
-        _check_lists(args, whole_at, set(rows.values()))
+        lengths = set(rows.values())
+        _check_examples(rows)
+        check_keys(keys, lengths)
+        _check_lists(args, whole_at, lengths)
         if not examples:
             # Every replica would compute the whole batch, so nothing would be parallel.
             raise ValueError(
@@ -206,34 +208,33 @@ def split_spec(
     if axis >= len(shape) or shape[axis] % replicas:
         raise ValueError(
             f"The leaf {name} has shape {shape}, which {kept} cannot split between {replicas} "
-            "replicas. Pass batch_specs with P() for an array that every replica gets whole, or a "
-            "batch, as an array, whose length the number of replicas divides."
+            "replicas. Pass a batch, as an array, whose length the number of replicas divides. For "
+            "an array that every replica gets whole, pass batch_specs with P() to data_parallel; a "
+            "step of local_sgd_round can close over it."
         )
     return kept
 
 
-def _is_shared(leaf: Any) -> bool:
+def is_shared(leaf: Any) -> bool:
     """Returns whether a leaf is by default equal on all replicas: a scalar, a key, no array."""
-    return not is_array(leaf) or not leaf.ndim or _is_raw_key(leaf)
+    return not is_array(leaf) or not leaf.ndim or is_raw_key(leaf)
 
 
-def _is_raw_key(leaf: Any) -> bool:
+def is_raw_key(leaf: Any) -> bool:
     """Returns whether a leaf looks like a key of `jax.random.PRNGKey`, which has no examples."""
     # Asked of JAX, because the shape depends on jax_default_prng_impl.
     key = jax.eval_shape(jax.random.PRNGKey, 0)
     return is_array(leaf) and (leaf.shape, leaf.dtype) == (key.shape, key.dtype)
 
 
-def _check_examples(rows: dict[str, int], keys: dict[str, Any]) -> None:
+def _check_examples(rows: dict[str, int]) -> None:
     """Refuses leaves without a specification that may not be a batch: tables, statistics.
 
     Args:
       rows: The number of rows of each leaf that is split without a specification, by name.
-      keys: Leaves that look like a random key, by name.
 
     Raises:
-      ValueError: If two leaves have different numbers of rows (the message names them), or a leaf
-        may be a key or examples.
+      ValueError: If two leaves have different numbers of rows; the message names them.
     """
     lengths = {length: name for name, length in rows.items()}
     if len(lengths) > 1:
@@ -244,13 +245,26 @@ def _check_examples(rows: dict[str, int], keys: dict[str, Any]) -> None:
             "PartitionSpec for each argument, with P() for arrays that every replica gets whole "
             "(tables, statistics, another model's weights)."
         )
+
+
+def check_keys(keys: dict[str, Any], lengths: Collection[int]) -> None:
+    """Refuses leaves that may be a random key, or examples.
+
+    Args:
+      keys: Leaves that look like a random key, by name.
+      lengths: The numbers of rows of the leaves that are split.
+
+    Raises:
+      ValueError: If it finds one; the message names it.
+    """
     for name, key in keys.items():
         # Other leaves that are split have as many rows, or there are none: it may be either.
-        if {len(key)}.issuperset(lengths):
+        if set(key.shape).issuperset(lengths):
             raise ValueError(
                 f"The leaf {name} is {key.dtype} of shape {key.shape}: a key of "
-                "jax.random.PRNGKey, or as many examples. Pass jax.random.key(seed), or "
-                "batch_specs with P() for a key and the axis of the replicas for examples."
+                "jax.random.PRNGKey, or as many examples. Pass jax.random.key(seed), or examples "
+                "as int32. For data_parallel, batch_specs may say it instead: P() for a key, the "
+                "axis of the replicas for examples."
             )
 
 

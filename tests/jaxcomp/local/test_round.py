@@ -94,5 +94,5 @@ def test_bad_input_is_refused():
     batches = jax.tree.map(lambda leaf: jnp.zeros((3, *leaf.shape)), PARAMS)
     with pytest.raises(ValueError, match=r"\['a'\] has shape \(3, 4, 3\)"):
         run(PARAMS, run.init(PARAMS, ()), batches)
-    with pytest.raises(ValueError, match=r"no mesh\. Pass mesh= to jaxcomp\.local_sgd_round"):
+    with pytest.raises(ValueError, match=r"no mesh\. Place the state with jaxcomp\.shard"):
         run(PARAMS, run.init(PARAMS, ()), jnp.zeros((4, 2)))

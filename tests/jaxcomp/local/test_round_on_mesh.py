@@ -98,6 +98,36 @@ def test_what_does_not_fit_the_mesh_is_refused():
         run(params, other, jnp.zeros((EVERY, 8, 16)))
 
 
+def test_a_round_takes_the_mesh_of_the_context():
+    run = make("at once")
+    params = new_params()
+    batch = normal(EVERY, 2 * N, 16)
+    state = make("at once", grid(N)).init(params)
+    expected = jax.jit(make("at once", grid(N)))(params, state, batch)
+    with jax.set_mesh(grid(N)):
+        close(jax.jit(run)(params, state, batch), expected)
+
+
+@pytest.mark.parametrize("replicas", [2, N])
+def test_keys_in_a_batch_are_not_split(replicas):
+    """With raw keys each replica gets the whole key of a step, as with typed ones."""
+
+    def drawn(params, inner, batch):
+        key, x = batch
+        return params + jax.random.normal(key, x.shape[1:]) + x.mean(0), inner, None
+
+    run = jaxcomp.local_sgd_round(drawn, sync_every=EVERY, axis_name="data", mesh=grid(replicas))
+    params = jnp.zeros(16)
+    state = run.init(params, ())
+    x = normal(EVERY, 2 * replicas, 16)
+    raw = jax.vmap(jax.random.PRNGKey)(jnp.arange(EVERY))
+    ends = [run(params, state, (keys, x))[0] for keys in (raw, jax.random.wrap_key_data(raw))]
+    close(*ends)
+    if replicas == 2:
+        with pytest.raises(ValueError, match=r"\[0\] of the batches .* or as many examples"):
+            run(params, state, (raw, x[:, :2]))
+
+
 # Beside weights that are sharded over another axis.
 
 LAYOUT = {"up": jax.P(None, "model"), "down": jax.P("model", None)}
