@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxcomp._base.checks import answers_other_names
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 
 # What an all-reduce can sum; and, beside these, integers, which are never summed on the wire.
@@ -181,6 +182,7 @@ def checked_dtype(name: str, dtype: Any, allowed: tuple[str, ...] = WIRE_DTYPES)
     return Integers(int(kind.removeprefix("int")))
 
 
+@answers_other_names
 def floating_leaves(tree: PyTree) -> list[Array]:
     """Returns the leaves that a reducer averages, in flattening order.
 
@@ -193,6 +195,7 @@ def floating_leaves(tree: PyTree) -> list[Array]:
     return list(filter(is_floating, jax.tree.leaves(tree)))
 
 
+@answers_other_names
 def with_leaves(tree: PyTree, arrays: Sequence[Array]) -> PyTree:
     """Replaces a tree's `floating_leaves` by arrays; other leaves stay.
 
@@ -270,6 +273,7 @@ def nan_unless(finite: Array, values: Sequence[Array]) -> list[Array]:
     return [jnp.where(finite, x, jnp.nan) for x in values]
 
 
+@answers_other_names
 def unboxed(tree: PyTree) -> PyTree:
     """Replaces each box of linen or nnx by the value in it.
 

@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp._base.checks import answers_other_names
 from jaxcomp._base.leaves import floating_leaves, leaf_name, with_leaves
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import AxisName, KeyPath, PyTree
@@ -51,6 +52,7 @@ class LocalSGDRound(Counted):
     mesh: Mesh | None = None
     jitted: Callable[..., Any] = dataclasses.field(default_factory=jit_of_keyed, compare=False)
 
+    @answers_other_names
     def init(self, params: PyTree, inner_state: PyTree = None) -> LocalSGDState:
         """Makes the state before the first round.
 
@@ -86,6 +88,7 @@ class LocalSGDRound(Counted):
         check_params(params, self.mesh, axis_tuple(self.axis_name))
         return shard_state(state, self.mesh, self.axis_name)
 
+    @answers_other_names
     def __call__(
         self, params: PyTree, state: LocalSGDState, batches: Any, *, weight: Any = None
     ) -> tuple[PyTree, LocalSGDState, Any]:

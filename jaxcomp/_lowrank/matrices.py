@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp._base.checks import is_integer
+from jaxcomp._base.checks import answers_other_names, is_integer
 from jaxcomp._base.leaves import (
     clipped,
     is_floating,
@@ -336,6 +336,7 @@ class LeafPlan:
         return math.prod(self.p_shape) + math.prod(self.q_shape)
 
 
+@answers_other_names
 def plan_leaves(
     tree: PyTree,
     rank: int | RankFn,
@@ -379,6 +380,7 @@ def plan_leaves(
     return plans
 
 
+@answers_other_names
 def is_compressed(rows: int, cols: int, rank: int, min_compression_rate: float) -> bool:
     """Returns whether a ``(rows, cols)`` matrix shrinks enough at this rank, by torch's rule.
 
@@ -436,6 +438,7 @@ def _checked_dims(dims: MatrixDims, shape: tuple[int, ...], name: str) -> Matrix
     return MatrixDims(batch, rows, cols)
 
 
+@answers_other_names
 def default_matrix_dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
     """Splits the axes into a leading and a trailing block with the fewest rows + columns.
 

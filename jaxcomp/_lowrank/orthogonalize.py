@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomp._base.checks import answers_other_names
 from jaxcomp._base.leaves import alike, put_at
 from jaxcomp._base.typing import Array
 from jaxcomp._lowrank.matrices import by_columns, exact_einsum
@@ -64,6 +65,7 @@ _BLOCK_ROWS = (8, 16, 32, 64, 128, 256, 512)
 _PADDING = 1.125
 
 
+@answers_other_names
 def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
     """Returns an orthonormal basis of the columns (Vogels et al. 2019, Algorithm 1, line 4).
 

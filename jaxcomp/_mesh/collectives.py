@@ -240,6 +240,7 @@ class Reduced(NamedTuple):
     finite: Array  # bool scalar, replicated: True if all means are finite
 
 
+@answers_other_names
 def reduce_mean(
     parts: Sequence[Array],
     axis_name: AxisName,

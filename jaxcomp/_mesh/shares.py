@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxcomp._base.checks import answers_other_names
 from jaxcomp._base.leaves import alike, all_finite, put_at
 from jaxcomp._base.typing import Array, AxisName, Shape
 from jaxcomp._mesh.collectives import Reduced, axis_size, exchange, gather
@@ -154,6 +155,7 @@ class ExactLayout(_Layout):
 Layout = BlockLayout | ExactLayout
 
 
+@answers_other_names
 def mean_by_shares(
     parts: Sequence[Array], layouts: Sequence[Layout], axis_name: AxisName
 ) -> Reduced:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomp._base.checks import answers_other_names
 from jaxcomp._base.leaves import compute_dtype, floating_leaves, is_floating, with_leaves
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, mean_each, reduce_mean
@@ -120,6 +121,7 @@ def averaged(tree: PyTree, axis_name: AxisName, weight: Any = None) -> tuple[PyT
     return with_leaves(tree, cast), counted
 
 
+@answers_other_names
 def weighted_gradients(gradients: PyTree, weight: Any, axis_name: AxisName) -> PyTree:
     r"""Multiplies gradients :math:`g_w` by :math:`a_w / \bar a`: their plain mean is then weighted.
 

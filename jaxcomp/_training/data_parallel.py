@@ -94,6 +94,7 @@ class DataParallel:
     argnums: int | tuple[int, ...]  # positions of the parameters
     jitted: Callable[..., Any] = dataclasses.field(default_factory=jit_of_keyed, repr=False)
 
+    @answers_other_names
     def init(self, params: PyTree) -> PyTree:
         """Makes the reducer's state before the first step, on the mesh.
 
@@ -118,6 +119,7 @@ class DataParallel:
         note_stacked_layers(params, state)
         return shard_state(state, mesh, self._axes_of_state(params, mesh))
 
+    @answers_other_names
     def restore(self, state: PyTree, params: PyTree) -> PyTree:
         """Places the state of a checkpoint on this mesh, after comparing it with the parameters.
 

@@ -204,13 +204,16 @@ def test_a_batch_with_texts_is_refused_outside_of_jit():
 
 
 def test_every_public_function_answers_an_unknown_argument():
-    functions = {"bytes": jaxcomp.allreduce(axis_name="data").bytes}
-    for name in jaxcomp.__all__:
-        # What it does not know itself, this one passes to jax.value_and_grad.
-        if name != "local_value_and_grad" and inspect.isfunction(getattr(jaxcomp, name)):
-            functions[name] = getattr(jaxcomp, name)
-    for name, function in functions.items():
-        with pytest.raises(TypeError, match=f"^{name} has no argument colour: it has (?!self)"):
+    run = jaxcomp.local_sgd_round(loss, sync_every=2, axis_name="data")
+    functions = [REDUCER.bytes, make().init, make().restore, run.init, run.__call__]
+    for module in (jaxcomp, jaxcomp.extend):
+        for name in module.__all__:
+            # What it does not know itself, this one passes to jax.value_and_grad.
+            if name != "local_value_and_grad":
+                functions.append(getattr(module, name))
+    for function in filter(inspect.isroutine, functions):
+        match = f"^{function.__name__} has no argument colour: it has (?!self)"
+        with pytest.raises(TypeError, match=match):
             function(colour=1)
 
 
