@@ -53,37 +53,28 @@ class Table(NamedTuple):
 
     Attributes:
       layers: The layers.
-      rows: The torch layers, in lists of equal layers.
-      columns: The Flax layers, likewise.
-      strengths: Shape (rows, columns): `FITS`, `UNUSUAL`, or 0 where the layers do not fit.
+      strengths: Shape (torch layers, Flax layers): `FITS`, `UNUSUAL`, or 0 if they do not fit.
     """
 
     layers: Group
-    rows: list[list[Layer]]
-    columns: list[list[Layer]]
     strengths: np.ndarray
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> Iterator[Table]:
         """Divides the layers into groups that fit each other.
 
         A layer that fits no other is in a group with one empty side.
         """
-        alike = self.rows + self.columns
-        if not alike:
-            return []
+        torch, flax = self.layers
+        nodes = len(torch) + len(flax)
         rows, columns = np.nonzero(self.strengths)
-        ends = (rows, columns + len(self.rows))
-        graph = coo_array((np.ones(len(rows)), ends), shape=(len(alike), len(alike)))
+        ends = (rows, columns + len(torch))
+        graph = coo_array((np.ones(len(rows)), ends), shape=(nodes, nodes))
         count, labels = connected_components(graph, directed=False)
-        label_of = {}
-        for members, label in zip(alike, labels, strict=True):
-            label_of.update(dict.fromkeys(members, label))
-        torch = grouped(self.layers.torch, label_of.__getitem__)
-        flax = grouped(self.layers.flax, label_of.__getitem__)
-        groups = []
         for label in range(count):
-            groups.append(Group(torch.get(label, []), flax.get(label, [])))
-        return groups
+            rows = np.flatnonzero(labels[: len(torch)] == label)
+            columns = np.flatnonzero(labels[len(torch) :] == label)
+            members = Group([torch[row] for row in rows], [flax[column] for column in columns])
+            yield Table(members, self.strengths[np.ix_(rows, columns)])
 
 
 class Match:
@@ -183,30 +174,28 @@ class Match:
 
     def match_shapes(self) -> None:
         """Pairs a torch and a Flax layer if one of them fits only the other."""
-        table = self._candidates()
-        sizes = np.outer(list(map(len, table.rows)), list(map(len, table.columns)))
-        could_be = table.strengths > 0
+        (torch, flax), strengths = self._candidates()
+        could_be = strengths > 0
         forced = could_be
         while forced.any():
             # Two layers that fit only the same layer stay open.
             alone = could_be & (could_be.sum(1, keepdims=True) == 1)
             only = could_be & (could_be.sum(0) == 1)
             forced = alone & (alone.sum(0) == 1) | only & (only.sum(1, keepdims=True) == 1)
-            forced &= sizes == 1  # several alike layers cannot be told apart
             for row, column in np.argwhere(forced):
-                self.partners[table.rows[row][0]] = table.columns[column][0]
+                self.partners[torch[row]] = flax[column]
             could_be &= ~forced.any(0) & ~forced.any(1, keepdims=True)
 
     def groups(self) -> tuple[list[Group], Group]:
         """Returns the open layers: groups that fit each other, and layers that fit no other."""
         groups = []
         unmatched = Group([], [])
-        for torch, flax in self._candidates().groups():
-            if torch and flax:
-                groups.append(Group(torch, flax))
+        for layers, _ in self._candidates().groups():
+            if all(layers):
+                groups.append(layers)
             else:
-                unmatched.torch.extend(torch)
-                unmatched.flax.extend(flax)
+                unmatched.torch.extend(layers.torch)
+                unmatched.flax.extend(layers.flax)
         return groups, unmatched
 
     def assign(self, decided: Mapping[Layer, Layer], layers: Group) -> Partners:
@@ -220,9 +209,8 @@ class Match:
           layers: The layers, in the orders whose positions count.
         """
         partners = dict(decided)
-        for torch, flax in self._table(layers.without(decided), _anywhere).groups():
-            fits = list(itertools.starmap(self.fits, itertools.product(torch, flax)))
-            strengths = np.array(fits, int).reshape(len(torch), len(flax))
+        table = self._table(layers.without(decided), _anywhere)
+        for (torch, flax), strengths in table.groups():
             # One more layer in its usual form outweighs all places; one more pair outweighs both.
             count = 1.0 + len(torch)
             penalties = np.array([count**2 + 2 * count, count, 0.0])  # for 0, UNUSUAL and FITS
@@ -258,22 +246,16 @@ class Match:
 
     def _table(self, layers: Group, module: Callable[[Layer], Any]) -> Table:
         """Tells which layers fit, among those for which `module` returns the same."""
-
-        def key(layer: Layer) -> tuple[Any, Any]:
-            return module(layer), layer.signature
-
-        rows = grouped(layers.torch, key)
-        columns = grouped(layers.flax, key)
-        inside = {}  # module -> positions of its columns
-        for column, (name, _) in enumerate(columns):
-            inside.setdefault(name, []).append(column)
-        ours = list(rows.values())
-        theirs = list(columns.values())
-        strengths = np.zeros((len(ours), len(theirs)), int)
-        for row, (name, _) in enumerate(rows):
-            for column in inside.get(name, ()):
-                strengths[row, column] = self.fits(ours[row][0], theirs[column][0])
-        return Table(layers, ours, theirs, strengths)
+        places = []  # for both sides: module and signature -> positions of equal layers
+        for side in layers:
+            keys = [(module(layer), layer.signature) for layer in side]
+            places.append(grouped(range(len(side)), keys.__getitem__))
+        strengths = np.zeros(tuple(map(len, layers)), int)
+        for (ours, rows), (theirs, columns) in itertools.product(*map(dict.items, places)):
+            if ours[0] == theirs[0]:
+                fits = self.fits(layers.torch[rows[0]], layers.flax[columns[0]])
+                strengths[np.ix_(rows, columns)] = fits
+        return Table(layers, strengths)
 
 
 def grouped(members: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]]:
