@@ -1,25 +1,25 @@
 """Runs the Flax model on an example, for which torch's outputs are known.
 
-A run shows how much the outputs differ with some leaves. A trace shows in which order the Flax
-model uses its leaves, and which maps it flattens.
+A run shows how much the outputs differ with some leaves. What the model does with its inputs is in
+`trace`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from torch_bridge._base.tensors import shape_of, to_numpy
 from torch_bridge._pairing.kinds import without_ones
 from torch_bridge._pairing.leaves import Tree
-from torch_bridge._pairing.pairs import Path, Shape
+from torch_bridge._pairing.pairs import Path
+from torch_bridge._pairing.trace import Trace
 
 Apply: TypeAlias = Callable[..., Any]
 Example: TypeAlias = tuple[Sequence[Any], Any]  # inputs and outputs of the torch module
@@ -36,13 +36,7 @@ _CONTROLS = 10
 _COPIES = 8  # how often a larger batch repeats the example's rows
 _OTHER_AXIS = 1e-3  # a larger difference of the same rows shows that axis 0 is not the batch
 _LEAST_UNITS = 8  # units of rounding of the largest output that are always allowed
-# Operations whose result is still the same leaf.
-_VIEWS = frozenset(
-    {"reshape", "transpose", "convert_element_type", "broadcast_in_dim", "squeeze", "rev", "copy"}
-)
 _MAP_AXES = 3  # from 3 axes on, channels may be the second axis in torch and the last in Flax
-_PARTS = (2, 3)  # numbers of parts of a packed layer: (gate, value), (query, key, value)
-_MOST_PARTS = 5  # the same if the model cuts its outputs, as for the gates of a cell, or in Mamba
 
 
 class Difference(NamedTuple):
@@ -72,29 +66,13 @@ class Difference(NamedTuple):
         return f"{self.largest:.1e} of the largest output off, where {self.allowed:.1e} is rounding"
 
 
-class InputOrder(NamedTuple):
-    """The inputs in an order of their axes with which the Flax model runs.
-
-    Attributes:
-      inputs: The inputs.
-      program: The traced program of the model; None if the model cannot be traced.
-    """
-
-    inputs: tuple[np.ndarray, ...]
-    program: core.Jaxpr | None
-
-
 class Evidence:
     """An example, on which the Flax model can be run with any leaves.
 
     Attributes:
-      input_orders: The inputs, in each order of their axes with which the Flax model runs, the
-        likeliest first.
-      positions: Path of a leaf -> its position in the order in which the Flax model uses leaves.
-      upward: Paths of the kernels that the model uses in a ConvTranspose with a stride.
-      feature_maps: (number of values, number of channels) of each map that the model flattens or
-        unflattens.
-      splits: The axes that the model divides into a few parts: (length, ratio of the parts).
+      traces: The inputs, in each order of their axes with which the Flax model runs, the likeliest
+        first, with what the model does with them.
+      trace: The one of them with which the model runs now.
       runs: The number of runs so far, not counting controls.
     """
 
@@ -123,12 +101,10 @@ class Evidence:
             self._leaves[path] = _filled(leaf)
         for path, shape in tree.shapes.items():
             self._leaves[path] = np.zeros(shape, dtypes[0])
-        self.input_orders = self._running_orders(apply, inputs)
         self.runs = 0
-        traced = all(order.program for order in self.input_orders)
-        # A model that branches on values cannot be compiled.
-        self._run: Callable[..., Any] = jax.jit(apply) if traced else apply
-        self.use(self.input_orders[0])
+        self._run: Callable[..., Any] = jax.jit(apply)
+        self.traces = self._traced(apply, inputs)
+        self.trace = self.traces[0]
 
     @classmethod
     def of(
@@ -153,8 +129,8 @@ class Evidence:
     def nearest(self, leaves: Mapping[Path, Any]) -> Difference:
         """Runs the model on the inputs in each order, and returns the smallest difference."""
         compared = []
-        for order in self.input_orders:
-            self.use(order)
+        for trace in self.traces:
+            self.trace = trace
             compared.append(self.compare(leaves))
         return min(compared, key=lambda difference: difference.largest)
 
@@ -168,13 +144,13 @@ class Evidence:
           leaves: Path -> leaf, for all leaves that come from torch.
         """
         self.runs += 1
-        outputs = self._outputs(leaves, self._inputs)
+        outputs = self._outputs(leaves, self.trace.inputs)
         difference = _difference(outputs, self._theirs)
         most = max(_MOST, _MOST_UNITS * self._unit)
         if difference.largest > most:
             return difference._replace(allowed=most)
         random = np.random.default_rng(0)
-        arguments = (dict(leaves), self._inputs)
+        arguments = (dict(leaves), self.trace.inputs)
         moved = jax.tree.map(lambda value: _moved(value, random), arguments)
         control = _difference(self._outputs(*moved), _numbers(outputs)).largest
         least = _LEAST_UNITS * self._unit
@@ -194,7 +170,7 @@ class Evidence:
           batch, or if axis 0 is not the batch.
         """
         inputs = []
-        for array in self._inputs:
+        for array in self.trace.inputs:
             inputs.append(np.concatenate([array] * _COPIES) if array.ndim else array)
         try:
             repeated = self._outputs(leaves, inputs)
@@ -211,33 +187,34 @@ class Evidence:
         with jax.default_matmul_precision("highest"):
             return self._run(params, *inputs)
 
-    def _running_orders(self, apply: Apply, inputs: Sequence[np.ndarray]) -> list[InputOrder]:
+    def _traced(self, apply: Apply, inputs: Sequence[np.ndarray]) -> list[Trace]:
         """Returns the inputs in each order of axes for which the outputs have torch's shapes.
 
         Raises:
           ValueError: The model runs with none of the orders.
         """
-        orders = []
+        traces = []
         errors = {}  # text of an error -> shapes of the inputs
         params = self._tree.with_leaves(self._leaves)
         for arrays in itertools.product(*map(_in_orders, inputs)):
             try:
                 program, outputs = jax.make_jaxpr(apply, return_shape=True)(params, *arrays)
             except jax.errors.ConcretizationTypeError:
-                orders.append(InputOrder(arrays, None))
+                self._run = apply  # a model that branches on values cannot be compiled
+                traces.append(Trace(arrays, None, self._leaves))
                 continue
             except Exception as raised:  # it is the user's code, so it may raise anything
                 text = str(raised).strip().partition("\n")[0]
                 error = f"{type(raised).__name__}: {text}"
             else:
                 if _matched(outputs, self._theirs):
-                    orders.append(InputOrder(arrays, program.jaxpr))
+                    traces.append(Trace(arrays, program.jaxpr, self._leaves))
                     continue
                 shown = _shapes(jax.tree.leaves(outputs)) or "nothing"
                 error = f"the Flax model gives outputs of {shown}"
             errors.setdefault(error, []).append(_shapes(arrays))
-        if orders:
-            return orders
+        if traces:
+            return traces
         tried = []
         for error, shapes in errors.items():
             tried.append(f"with inputs of {' or '.join(shapes)}: {error}")
@@ -246,116 +223,6 @@ class Evidence:
             f"their channels last: {'; '.join(tried)}. It must be apply(params, *inputs) and "
             f"return outputs of torch's shapes, here {_shapes(self._theirs)}."
         )
-
-    def use(self, order: InputOrder) -> None:
-        """Chooses one of the orders of the inputs, and reads what the traced program shows.
-
-        These are `positions`, `upward`, `feature_maps` and `splits`.
-        """
-        self._inputs = order.inputs
-        self.positions = dict.fromkeys(self._leaves, math.inf)  # unused leaves come last
-        self.upward = set()
-        self.feature_maps = []
-        self.splits = set()
-        if order.program is None:
-            return
-        leaves = dict(zip(order.program.invars, self._leaves, strict=False))
-        cuts = {}  # (array, axis) -> where the parts that the model takes start and end
-        for place, equation in enumerate(_operations(order.program, leaves)):
-            name = equation.primitive.name
-            options = equation.params
-            result = equation.outvars[0]
-            used = list(filter(None, map(leaves.get, filter(_is_variable, equation.invars))))
-            leaves.pop(result, None)
-            if used and name in _VIEWS:
-                leaves[result] = used[0]
-                continue
-            for path in used:
-                self.positions[path] = min(self.positions[path], place)
-            if max(options.get("lhs_dilation", ()), default=1) > 1:
-                self.upward.update(used)
-            if name == "reshape":
-                before = equation.invars[0].aval.shape
-                self._add_merged(before, result.aval.shape)
-                self._add_divided(before, result.aval.shape)
-            elif name == "split":
-                length = equation.invars[0].aval.shape[options["axis"]]
-                self._add_split(length, options["sizes"])
-            elif name == "slice":
-                whole = equation.invars[0]
-                ends = zip(options["start_indices"], options["limit_indices"], strict=True)
-                for axis, (start, stop) in enumerate(ends):
-                    cuts.setdefault((whole, axis), set()).update((start, stop))
-            elif name == "dot_general":  # the kernel may have several input or output axes
-                kernel = equation.invars[1].aval.shape
-                contracted = options["dimension_numbers"][0][1]
-                for sizes in (np.take(kernel, contracted), np.delete(kernel, contracted)):
-                    self._add_divided([math.prod(sizes.tolist())], sizes.tolist())
-        self.feature_maps = list(dict.fromkeys(self.feature_maps))
-        for (whole, axis), places in cuts.items():
-            length = whole.aval.shape[axis]
-            sizes = np.diff(sorted({0, *places, length})).tolist()
-            self._add_split(length, sizes)
-            for size in sizes:  # the model may cut the rest of the axis later
-                if length % size == 0 and length // size in _PARTS:
-                    self._add_split(length, [size] * (length // size))
-
-    def _add_merged(self, wide: Sequence[int], narrow: Sequence[int]) -> Shape:
-        """Adds the map whose axes become the last axis; returns their lengths, or ()."""
-        sizes = without_ones(wide)
-        last = (without_ones(narrow) or (0,))[-1]
-        for cut in range(len(sizes) - 1):
-            if math.prod(sizes[cut:]) == last:
-                self.feature_maps.append((last, sizes[-1]))
-                return sizes[cut:]
-        return ()
-
-    def _add_divided(self, narrow: Sequence[int], wide: Sequence[int]) -> None:
-        """Adds the map into which the last axis is divided, and each axis of a few parts."""
-        sizes = self._add_merged(wide, narrow)
-        for size in sizes:
-            if size in _PARTS:
-                self.splits.add((math.prod(sizes), (1,) * size))
-
-    def _add_split(self, length: int, sizes: Sequence[int]) -> None:
-        """Adds an axis that the model divides into a few parts."""
-        if 1 < len(sizes) <= _MOST_PARTS and min(sizes) > 0:
-            unit = math.gcd(*sizes)
-            self.splits.add((length, tuple(size // unit for size in sizes)))
-
-
-def _operations(jaxpr: core.Jaxpr, leaves: dict[Any, Any]) -> Iterator[Any]:
-    """Yields the operations of a program in order, with those of all functions that it calls.
-
-    Args:
-      jaxpr: The program.
-      leaves: Variable -> path of the leaf that it holds; variables of called functions are added.
-    """
-    for equation in jaxpr.eqns:
-        called = []
-        for value in jax.tree.leaves(tuple(equation.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            if isinstance(inner, core.Jaxpr):
-                called.append(inner)
-        for inner in called:
-            arguments = equation.invars[len(equation.invars) - len(inner.invars) :]
-            _hand_on(leaves, arguments, inner.invars)
-            yield from _operations(inner, leaves)
-            _hand_on(leaves, inner.outvars, equation.outvars)
-        if not called:
-            yield equation
-
-
-def _hand_on(leaves: dict[Any, Any], outer: Sequence[Any], inner: Sequence[Any]) -> None:
-    """Records each variable of `inner` as the leaf that its variable of `outer` holds."""
-    for one, other in zip(outer, inner, strict=False):
-        leaves.pop(other, None)
-        if _is_variable(one) and one in leaves:
-            leaves[other] = leaves[one]
-
-
-def _is_variable(value: Any) -> bool:
-    return isinstance(value, core.Var)
 
 
 def _in_orders(array: np.ndarray) -> list[np.ndarray]:

@@ -17,6 +17,7 @@ from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.maps import VERBS, Flow, Reading
 from torch_bridge._pairing.match import Match, grouped
 from torch_bridge._pairing.pairs import Packing, Shape
+from torch_bridge._pairing.trace import Trace
 
 _FEW_PARTS = 3  # up to this number all orders of packed parts are tried
 _GATES = 4  # the same for so many equal parts, the gates of a cell
@@ -54,7 +55,7 @@ class Case(NamedTuple):
 
     def place(self, target: Layer) -> float:
         """Returns the position of a layer in the order in which the Flax model uses layers."""
-        return min(map(self.evidence.positions.__getitem__, target.tensors()))
+        return min(map(self.evidence.trace.positions.__getitem__, target.tensors()))
 
 
 def changed(reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:
@@ -126,7 +127,7 @@ def flattened_maps(case: Case, reading: Reading) -> tuple[list[Choice], list[Cho
                 continue
             whole: list[Any] = [()]
             narrow: list[Any] = [()]
-            for size, channels in case.evidence.feature_maps:
+            for size, channels in case.evidence.trace.feature_maps:
                 places = size // channels
                 if size == values:
                     whole.append(((0, channels, places),))
@@ -161,7 +162,7 @@ def packed_rows(case: Case, reading: Reading) -> list[Choice]:
     for alike in grouped(packed, lambda layer: (layer.words, layer.signature)).values():
         if case.answered.answer(alike[0]).packing:
             continue
-        orders = _orders(case.evidence, alike[0])
+        orders = _orders(case.evidence.trace, alike[0])
         if orders:
             choices.append(Choice(alike, "packing", [None, *orders]))
     return choices
@@ -190,37 +191,37 @@ def _rows_and_values(choice: Choice) -> tuple[int, tuple[Any, ...]]:
     return choice.layers[0].shape("weight")[0], tuple(choice.values)
 
 
-def _orders(evidence: Evidence, layer: Layer) -> list[Packing]:
+def _orders(trace: Trace, layer: Layer) -> list[Packing]:
     """Returns the orders that a layer's rows may have, but the usual one."""
     rows = layer.shape("weight")[0]
     orders = []
     if layer.share:
         _, sizes = layer.share
         in_order = tuple(range(len(sizes)))
-        for count in _heads(evidence, rows, sizes):
+        for count in _heads(trace, rows, sizes):
             orders.append(Packing(in_order, count, 1, sizes))
         return orders
     lengths = {rows}
-    for size, channels in evidence.feature_maps:
+    for size, channels in trace.feature_maps:
         if size == rows:
             lengths.add(channels)
     ratios = set()
-    for length, sizes in evidence.splits:
+    for length, sizes in trace.splits:
         if length in lengths:
             ratios.add(sizes)
     for sizes in sorted(ratios, key=lambda sizes: (len(set(sizes)), len(sizes), sizes)):
-        orders += _permuted(sizes, _heads(evidence, rows, sizes))
+        orders += _permuted(sizes, _heads(trace, rows, sizes))
     return orders
 
 
-def _heads(evidence: Evidence, rows: int, sizes: Shape) -> list[int]:
+def _heads(trace: Trace, rows: int, sizes: Shape) -> list[int]:
     """Returns the numbers of groups (heads) that the Flax model makes of a part or of all rows.
 
     If several heads of queries share a key and a value, these heads are one group.
     """
     groups = set()
     blocks = sum(sizes)
-    for size, channels in evidence.feature_maps:
+    for size, channels in trace.feature_maps:
         heads = size // channels
         for several in {1, *sizes, blocks}:
             if size in (rows, rows // blocks * several):

@@ -86,7 +86,6 @@ class Search:
           tensors: The torch tensors by name.
         """
         self._case = case
-        self._evidence = case.evidence
         self._tensors = tensors
         self._leaves = {}
         self._tried = []
@@ -104,12 +103,12 @@ class Search:
         Raises:
           CheckpointMismatch: No reading that was tried gives torch's outputs, or several give them.
         """
-        orders = self._evidence.input_orders
-        before = self._evidence.runs
-        for place, order in enumerate(orders, start=1):
-            self._evidence.use(order)
+        evidence = self._case.evidence
+        before = evidence.runs
+        for place, trace in enumerate(evidence.traces, start=1):
+            evidence.trace = trace
             self._seen.clear()
-            self._limit = before + (TRIES - before) * place // len(orders)
+            self._limit = before + (TRIES - before) * place // len(evidence.traces)
             self._search()
             if self._is_proved():
                 difference, reading = self._tried[-1]
@@ -142,7 +141,7 @@ class Search:
 
     def _is_over(self) -> bool:
         """Returns whether a reading gives torch's outputs, or all runs are used up."""
-        return self._is_proved() or self._evidence.runs >= self._limit
+        return self._is_proved() or self._case.evidence.runs >= self._limit
 
     def _run(self, reading: Reading, depth: int) -> list[_State]:
         """Runs the model with a reading, if it is new and the search is not over.
@@ -153,7 +152,7 @@ class Search:
         if self._is_over() or reading.key() in self._seen:
             return []
         self._seen.add(reading.key())
-        difference = self._evidence.compare(self._leaves_of(reading))
+        difference = self._case.evidence.compare(self._leaves_of(reading))
         self._tried.append((difference, reading))
         return [_State(reading, difference.mean, self._changes(reading), depth)]
 
@@ -213,6 +212,7 @@ class Search:
         Then it yields these readings with likely orders of packed rows.
         """
         match = self._case.match
+        upward = self._case.evidence.trace.upward
         torch, flax = match.layers
         by_use = sorted(flax, key=self._case.place)
         orders = itertools.product(
@@ -225,7 +225,7 @@ class Search:
             partners = match.in_order(match.assign(decided, Group(layers, targets)))
             reading = Reading(partners, dict(self._case.answered.answers))
             for layer, several in reading.forms().items():
-                is_upward = not self._evidence.upward.isdisjoint(partners[layer].tensors())
+                is_upward = not upward.isdisjoint(partners[layer].tensors())
                 if is_upward and CONV_TRANSPOSE in several:
                     reading.answers.setdefault(layer, Answer(CONV_TRANSPOSE))
             readings.append(reading)
