@@ -36,7 +36,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def warn(text: str) -> None:
-    """Warns at the line outside of this package that called it, however deep the call is."""
+    """Warns at the user's line that called this package, however deep the call is."""
     level = 1
     frame = inspect.currentframe()
     while frame and frame.f_globals["__name__"].startswith("torch_bridge."):

@@ -79,7 +79,7 @@ class Hyperparameters(NamedTuple):
 
         Args:
           group: The entry.
-          kept: The names of the entries in the state of the group's parameters.
+          kept: The names of the entries that the state has for the group's parameters.
 
         Raises:
           ValueError: The algorithm is none of the three, or has no equal in optax.

@@ -38,7 +38,7 @@ _HOW_TO = (
 
 
 def infer_layout(checkpoint: Checkpoint, *, frozen: Collection[str] = ()) -> BucketLayout:
-    """Finds the only bucket layout, among those that torch makes, that fits the hook state.
+    """Finds the bucket layout that fits the hook state, if exactly one of torch's layouts does.
 
     Parameters of equal shape whose gradients became ready in an unusual order cannot be told apart.
     If the model has parallel branches, record the layout instead.

@@ -31,8 +31,8 @@ def reversed_modules(
     """Groups parameters by module, the last module first.
 
     Returns:
-      Module -> names of its own parameters, twice: with the parameters in the order in which
-      gradients become ready, and in the order of definition.
+      Two mappings, module -> names of its own parameters: in the order in which gradients become
+      ready, and in the order of definition.
     """
     modules = collections.defaultdict(list)
     for name in names:

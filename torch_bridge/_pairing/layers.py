@@ -162,7 +162,8 @@ def replace_layers(layers: list[Layer], parts: Mapping[Layer, Sequence[Layer]]) 
 def layers_of(shapes: Mapping[str, Shape], tree: Tree) -> tuple[list[Layer], list[Layer]]:
     """Lists the torch layers, in the order of the state dict, and the Flax layers.
 
-    If only one side packs attention, both sides have linear layers instead of attention.
+    If only one side packs the projections of attention, both sides get linear layers instead of an
+    attention layer.
 
     Args:
       shapes: Tensor name -> shape of the torch model.

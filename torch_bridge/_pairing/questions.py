@@ -109,10 +109,10 @@ def _by_number(match: Match, group: Group) -> Partners:
 
 
 def _levels(layers: Iterable[Layer]) -> list[int]:
-    """Returns for each layer but the first the level of the number in which its name goes on.
+    """Returns for each layer but the first the level of the number that changes in its name.
 
-    Level 0 is the outermost number that goes on anywhere. Numbers that are equal in all names do
-    not count, nor do those that only go on together with a number before them.
+    Of several numbers that change together the first one counts. Level 0 is the first number that
+    changes anywhere.
     """
     places = []
     for before, layer in itertools.pairwise(layers):

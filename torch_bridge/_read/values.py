@@ -40,8 +40,8 @@ class Budget:
     """The bytes of memory and the comparisons of keys that reading a file may still take.
 
     Args:
-      size: The file's size in bytes. The limit is three times the size and 64 MiB more.
-      max_bytes: The limit in bytes instead of that, if the user passed one.
+      size: The file's size in bytes. The usual limit is three times the size and 64 MiB more.
+      max_bytes: The user's limit in bytes; None for the usual one.
     """
 
     def __init__(self, size: int, max_bytes: int | None) -> None:
