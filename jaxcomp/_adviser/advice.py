@@ -148,8 +148,9 @@ class Advice:
         ]
         if best.doubt or best.gap is None or best.half_width is None:
             sentences.append(
-                f"What it costs in loss is not known: {best.doubt}. The optimizer's state after a "
-                "quarter of an exact run gives an estimate: jaxcomp.advise(..., opt_state=...)."
+                f"What it costs in loss is not known: {best.doubt}. Run it and the exact average "
+                "for half of the steps, and pass the exact run's state and the difference: "
+                f"jaxcomp.advise(..., opt_state=opt_state, measured=({best.rank}, '1.2%'))."
             )
             int8 = self.predictions[2]
             if int8.speedup >= CLOSE:

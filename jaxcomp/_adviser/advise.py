@@ -20,7 +20,7 @@ from jaxcomp._adviser.model import ASSUMED, Calibration, Link, ReducerCosts, bre
 from jaxcomp._adviser.shapes import shapes_of, typical_width
 from jaxcomp._base.checks import answers_other_names, check_int
 from jaxcomp._base.typing import AxisName, MatrixDimsFn, PyTree
-from jaxcomp._bytes.gap import LAWS, Gap, ranks_of, read_momentum
+from jaxcomp._bytes.gap import LAWS, Gap, Measured, ranks_of, read_momentum
 from jaxcomp._bytes.units import parse
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.error_feedback import error_feedback
@@ -47,6 +47,7 @@ def advise(
     latency: str | float = "50us",
     loss_budget: str | float = "0.5%",
     opt_state: PyTree | None = None,
+    measured: Measured | None = None,
     tokens: str | float | None = None,
     optimizer: str = "adamw",
     hosts: int | None = None,
@@ -60,11 +61,11 @@ def advise(
     compressed gradients are sent after it. The baseline is the faster of a 32-bit and a 16-bit
     all-reduce.
 
-    The loss that a rank costs is predicted from `opt_state`, as in `predict_gap`. Without
-    `opt_state` it is predicted from the model's width and the tokens of a step. The verdict is "not
-    known" if no runs of that width and batch were made, or the prediction's interval is wider than
-    three budgets. Both predictions are for PowerSGD with ``comm_dtype="int6"`` from the first step
-    on.
+    The loss that a rank costs is predicted from `opt_state` and what was `measured`, as in
+    `predict_gap`. Without `opt_state` it is predicted from the model's width and the tokens of a
+    step. The verdict is "not known" if no runs of that width and batch were made, or the
+    prediction's interval is wider than three budgets. All predictions are for PowerSGD with
+    ``comm_dtype="int6"`` from the first step on.
 
     Args:
       params: The parameters, as arrays or shapes; or their number, such as 124_000_000 or
@@ -78,6 +79,7 @@ def advise(
         ``"0.5%"``, or 0.005.
       opt_state: The optimizer's state from an exact run of this model, after a quarter to a half of
         its steps, as for `predict_gap`.
+      measured: With `opt_state`: a rank that was run, and its gap, as for `predict_gap`.
       tokens: The tokens in a step of all workers together: 8_192 or ``"512k"``; a larger batch
         loses more. None estimates them from parameters, step time and device. Ignored with
         `opt_state`.
@@ -146,7 +148,9 @@ def advise(
         )
 
     if opt_state is not None:
-        lowest, loss, evidence = _losses_of_run(opt_state, budget, matrix_dims)
+        lowest, loss, evidence = _losses_of_run(opt_state, measured, budget, matrix_dims)
+    elif measured is not None:
+        raise ValueError("`measured` needs `opt_state`, the optimizer's state of the exact run.")
     else:
         guess = ""
         if tokens is None:
@@ -185,16 +189,28 @@ def advise(
 
 
 def _losses_of_run(
-    opt_state: PyTree, budget: float, matrix_dims: MatrixDimsFn | None
+    opt_state: PyTree,
+    measured: Measured | None,
+    budget: float,
+    matrix_dims: MatrixDimsFn | None,
 ) -> tuple[int, Callable[[int], Loss], str]:
     """Finds the lowest rank that keeps the budget, from the momentum of a run.
 
     Returns:
       The lowest such rank, a function from rank to expected loss, and a note on the evidence.
     """
-    momentum = read_momentum(opt_state, matrix_dims)
+    momentum = read_momentum(opt_state, matrix_dims, measured, _LEAST_RATE)
     law = momentum.law
     least, largest = law.tails
+    if measured is None:
+        evidence = (
+            f"read off the momentum in opt_state, by a law from {law.settings} settings of models "
+            "of up to 12.9 million parameters; it holds for a state from an exact run, between a "
+            "quarter and a half of its steps"
+        )
+    else:
+        evidence = "the gap that was measured, scaled to other ranks by the momentum in opt_state"
+        largest = 1.0  # the measured gap takes the place of the runs that were made
 
     def gap(rank: int) -> Gap:
         return momentum.gap(ranks_of(momentum.tree, rank, _LEAST_RATE, matrix_dims))
@@ -213,11 +229,6 @@ def _losses_of_run(
     lowest = 8  # multiples of 8, as in the law for runs that were not made yet
     while lowest < highest and gap(lowest).gap > budget:
         lowest += 8
-    evidence = (
-        f"read off the momentum in opt_state, by a law from {law.settings} settings of models of "
-        "up to 12.9 million parameters; it holds for a state from an exact run, between a quarter "
-        "and a half of its steps"
-    )
     return lowest, loss, evidence
 
 

@@ -20,10 +20,14 @@ import numpy as np
 from jaxcomp._base.checks import answers_other_names, check_function, check_static_number, is_traced
 from jaxcomp._base.leaves import is_masked, leaf_name
 from jaxcomp._base.typing import MatrixDimsFn, PyTree, RankFn
+from jaxcomp._bytes.units import parse
 from jaxcomp._lowrank.matrices import plan_leaves
 
 _EPS = 1e-8  # as in Adam, added to the square root of the second moment
 _MUON = "ns_coeffs"  # a field that only Muon's state has
+_LAWFUL = {"nu", _MUON}  # fields that tell the states of optimizers with a law of their own
+_LONE = frozenset({"mu", "trace", "ema"})  # the momentum of Lion, SGD, and Adafactor
+Measured = tuple[int | RankFn, str | float]  # a rank that was run, and how far above exact it ended
 
 
 class Gap(NamedTuple):
@@ -71,6 +75,10 @@ class TailLaw:
         """Returns how far above the expected gap 95% of the settings lie at most, as a fraction."""
         return max(_possible_excess(self.gap(tail), self.error), _LEAST_HALF_WIDTH)
 
+    def through(self, tail: float, gap: float) -> TailLaw:
+        """Returns the law with the same power that has this gap, which was measured, at a tail."""
+        return dataclasses.replace(self, c=100 * gap / tail**self.power, error=_ERROR_IF_MEASURED)
+
     def tail(self, gap: float) -> float:
         """Returns the largest tail whose expected gap is at most `gap` (a fraction)."""
         return (100 * gap / self.c) ** (1 / self.power)
@@ -78,6 +86,8 @@ class TailLaw:
 
 # Means over three to eight seeds have at least this uncertainty.
 _LEAST_HALF_WIDTH = 0.002
+# Root mean square error of log(gap), if the gap of another rank was measured in the same setting.
+_ERROR_IF_MEASURED = 0.20
 # python -m benchmarks.optimizers --tail
 TAIL_LAWS = {
     "adamw": TailLaw(19, (0.045, 0.417), c=23.3, power=1.35, error=0.70),
@@ -110,12 +120,24 @@ class Momentum:
         tail = self.tail(ranks)
         return Gap(self.law.gap(tail), self.law.half_width(tail), tail)
 
+    def through(self, ranks: Mapping[str, int], gap: float) -> Momentum:
+        """Returns the same momentum, with a law that has this gap, which was measured, at ranks.
+
+        Raises:
+          ValueError: If the ranks leave out nothing, so that the gap says nothing about others.
+        """
+        tail = self.tail(ranks)
+        if tail == 0:
+            raise ValueError("`measured` has a rank that leaves out nothing: measure a lower one.")
+        return dataclasses.replace(self, law=self.law.through(tail, gap))
+
 
 @answers_other_names
 def predict_gap(
     opt_state: PyTree,
     rank: int | RankFn,
     *,
+    measured: Measured | None = None,
     min_compression_rate: float = 2.0,
     matrix_dims: MatrixDimsFn | None = None,
 ) -> Gap:
@@ -128,22 +150,27 @@ def predict_gap(
         \mathrm{tail} = \frac{\sum_l \sum_{k > r_l} \sigma_k(u_l)^2}{\sum_l |u_l|^2}, \qquad
         \mathrm{gap} = c\, \mathrm{tail}^{\,p},
 
-    with singular values :math:`\sigma_k`. The formula needs neither the model's width nor the
-    batch. Compared with a run of the same model at another rank, it shows how much a rank gains.
-    Alone it is an estimate: predictions made before the runs, for other depths, contexts and kinds
-    of model than those of the fit, were wrong by factors of up to four.
+    with singular values :math:`\sigma_k`. The power :math:`p` held for every model and optimizer
+    that was tried, and the constant :math:`c` did not: for other depths, contexts and kinds of
+    model than those of the fit it was wrong by factors of up to four. Pass what you `measured` with
+    one rank, and :math:`c` follows from it.
 
     The gap is that of the held-out loss at the end of training, for `powersgd` with factors in six
-    bits or more from the first step on. For a leaf that Muon trains, :math:`u` is its momentum
-    divided by the momentum's root mean square. docs/choosing.md lists the runs that the two
-    coefficients of each optimizer were fitted to.
+    bits or more from the first step on. For a leaf that Muon or Lion trains, :math:`u` is its
+    momentum divided by the momentum's root mean square; for SGD and Adafactor it is the momentum.
+    docs/choosing.md lists the runs that the two coefficients of each optimizer were fitted to.
 
     Args:
       opt_state: The state of an optimizer with moments ``mu`` and ``nu`` (adam, adamw, nadam and
         the like), or of ``optax.contrib.muon``: alone, in a chain, masked, injected, or in a whole
-        ``TrainState``. Take it from an *exact* run, after a quarter to a half of its steps.
+        ``TrainState``. With `measured` also that of ``optax.sgd`` or ``optax.adafactor`` with a
+        momentum, or of ``optax.lion``. Take it from an *exact* run, after a quarter to a half of
+        its steps.
       rank: A rank for all leaves, or a function of (key path, leaf), as for `powersgd`; for example
         the result of `ranks_by_spectrum`.
+      measured: The rank of a compressed run of this model, as for `rank`, and its gap: how far its
+        held-out loss lay above that of the exact run at the same step, as a fraction or as
+        ``"1.2%"``. Half of both runs is enough.
       min_compression_rate: The least compression rate of a leaf, as for `powersgd`.
       matrix_dims: The function that views leaves as matrices, as for `powersgd`.
 
@@ -166,7 +193,7 @@ def predict_gap(
       >>> low.gap > high.gap > 0  # pure noise has a long tail
       True
     """
-    momentum = read_momentum(opt_state, matrix_dims)
+    momentum = read_momentum(opt_state, matrix_dims, measured, min_compression_rate)
     return momentum.gap(ranks_of(momentum.tree, rank, min_compression_rate, matrix_dims))
 
 
@@ -182,38 +209,73 @@ def ranks_of(
     return ranks
 
 
-def read_momentum(opt_state: PyTree, matrix_dims: MatrixDimsFn | None = None) -> Momentum:
-    """Finds the momentum in an optimizer's state, and its singular values.
+def read_momentum(
+    opt_state: PyTree,
+    matrix_dims: MatrixDimsFn | None = None,
+    measured: Measured | None = None,
+    min_compression_rate: float = 2.0,
+) -> Momentum:
+    """Finds the momentum in an optimizer's state, its singular values, and the law of its tail.
+
+    Args:
+      opt_state: As for `predict_gap`.
+      matrix_dims: As for `predict_gap`.
+      measured: As for `predict_gap`; an optimizer without a law of its own needs it.
+      min_compression_rate: Of the measured run.
 
     Raises:
-      ValueError: If the state has no momentum, or the momentum is zero or not finite.
+      ValueError: If the state has no momentum, the momentum is zero or not finite, or its optimizer
+        has no law and nothing was measured.
     """
     check_function("matrix_dims", matrix_dims)
-    law = "adamw"
-    parts = []
     _check_on_host(opt_state)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: bool(_moments(node)))
-    for fields in map(_moments, nodes):
-        if _MUON in fields:
-            law = "muon"
-            parts.append(jax.tree.map(direction, fields["mu"]))
-        elif fields:
-            parts.append(jax.tree.map(_step, fields["mu"], fields["nu"]))
-    if not parts:
+    states = [fields for fields in map(_moments, nodes) if fields]
+    lawful = [fields for fields in states if fields.keys() & _LAWFUL]
+    if not states:
         raise ValueError(
-            "`opt_state` holds no moments `mu` and `nu`. Pass the state of adam, adamw or the "
-            "like, or of optax.contrib.muon; for other optimizers no law is known."
+            "`opt_state` holds no momentum. Pass the state of adam, adamw or the like, or of "
+            "optax.contrib.muon; with measured=(rank, gap) also that of sgd with a momentum, lion, "
+            "or adafactor with a momentum."
+        )
+    if not lawful and measured is None:
+        raise ValueError(
+            "`opt_state` is that of sgd, lion, adafactor or the like, for which no law is known. "
+            "Compare a compressed run of this model with the exact one, and pass its rank and how "
+            "far above its loss ended: measured=(16, '1.2%')."
         )
     # With several optimizers, each leaf belongs to one of them and is masked for the others. False
     # sorts before True, so the least is a leaf that is not masked.
+    parts = map(_steps, lawful or states)
     tree = jax.tree.map(lambda *leaves: min(leaves, key=is_masked), *parts, is_leaf=is_masked)
+    law = "adamw"
+    if any(_MUON in fields for fields in lawful):
+        law = "muon"
     momentum = Momentum(TAIL_LAWS[law], tree, spectra_of(tree, matrix_dims))
     if not momentum.energy > 0:
         raise ValueError(
             "The momentum in `opt_state` is zero, or has no matrices. Train a quarter of an exact "
             "run first, and pass its state."
         )
-    return momentum
+    if measured is None:
+        return momentum
+    rank, gap = _checked(measured)
+    return momentum.through(ranks_of(tree, rank, min_compression_rate, matrix_dims), gap)
+
+
+def _checked(measured: Measured) -> tuple[int | RankFn, float]:
+    """Checks what was measured; returns the rank, and the gap as a fraction.
+
+    Raises:
+      ValueError: If it is not a rank and a positive gap.
+    """
+    if not isinstance(measured, tuple) or len(measured) != 2:
+        raise ValueError(
+            "`measured` must be a rank and how far above the exact run's loss it ended, as in "
+            f"measured=(16, '1.2%'), got {measured!r}."
+        )
+    rank, gap = measured
+    return rank, parse("measured", gap)
 
 
 def spectra_of(tree: PyTree, matrix_dims: MatrixDimsFn | None) -> dict[str, np.ndarray]:
@@ -271,26 +333,42 @@ def _check_on_host(opt_state: PyTree) -> None:
             )
 
 
-def _moments(node: Any) -> Any:
-    """Returns the fields of an optimizer's state, or an empty mapping for any other node.
+def _moments(node: Any) -> Mapping[str, Any]:
+    """Returns the fields of a state that holds a momentum, or an empty mapping for any other node.
 
-    The state may also be a dictionary, as a checkpoint restores it.
+    Adam's and Muon's state may also be a dictionary, as a checkpoint restores it. A dictionary with
+    only one of the names could as well be a model's.
     """
-    fields = node
     if hasattr(node, "_asdict"):
         fields = node._asdict()
-    if isinstance(fields, Mapping) and "mu" in fields and ("nu" in fields or _MUON in fields):
-        return fields
+        if fields.keys() & _LONE:
+            return fields
+    elif isinstance(node, Mapping) and "mu" in node and node.keys() & _LAWFUL:
+        return node
     return {}
 
 
-def _step(mu: Any, nu: Any) -> np.ndarray:
+def _steps(fields: Mapping[str, Any]) -> PyTree:
+    """Returns the direction in which an optimizer steps, by the fields of its state.
+
+    SGD and Adafactor step along their momentum as it is. Muon makes its matrices orthogonal and
+    Lion takes the sign, so that each of their leaves counts by its size.
+    """
+    if "nu" in fields:
+        return jax.tree.map(_adam_step, fields["mu"], fields["nu"])
+    if "mu" in fields:
+        return jax.tree.map(_direction, fields["mu"])
+    (momentum,) = (fields[name] for name in _LONE if name in fields)
+    return momentum
+
+
+def _adam_step(mu: Any, nu: Any) -> np.ndarray:
     mu = np.asarray(mu, np.float64)
     return mu / (np.sqrt(np.asarray(nu, np.float64)) + _EPS)
 
 
-def direction(mu: Any) -> np.ndarray:
-    """Divides Muon's momentum by its root mean square, so that leaves can be compared."""
+def _direction(mu: Any) -> np.ndarray:
+    """Divides a momentum by its root mean square, so that leaves can be compared."""
     mu = np.asarray(mu, np.float64)
     size = np.sqrt(np.mean(mu**2))
     return mu / (size + np.finfo(np.float64).tiny)  # zeros stay zeros

@@ -25,7 +25,7 @@ from jaxcomp._base.checks import (
 )
 from jaxcomp._base.leaves import FACTOR_DTYPES, checked_dtype, is_floating, leaf_name
 from jaxcomp._base.typing import DType, KeyPath, MatrixDimsFn, PyTree
-from jaxcomp._bytes.gap import read_momentum, spectra_of
+from jaxcomp._bytes.gap import Measured, read_momentum, spectra_of
 from jaxcomp._bytes.units import parse
 from jaxcomp._lowrank.matrices import LeafPlan, is_compressed, plan_leaves
 from jaxcomp._reducers.low_rank import leaf_bytes
@@ -67,6 +67,7 @@ def ranks_by_spectrum(
     *,
     ratio: float | None = None,
     loss_budget: str | float | None = None,
+    measured: Measured | None = None,
     adaptive: bool = True,
     comm_dtype: DType | None = None,
     min_compression_rate: float = 2.0,
@@ -97,6 +98,7 @@ def ranks_by_spectrum(
         dtype on the wire this is the ratio of ``tx.bytes(params)``.
       loss_budget: Instead of `ratio`: how far above the exact run's loss the held-out loss may be
         expected to end, ``"0.5%"`` or 0.005.
+      measured: With `loss_budget`, as for `predict_gap`: a rank that was run, and its gap.
       adaptive: True if the optimizer scales gradients by their size, as Adam does. Read only with
         `ratio`.
       comm_dtype: The wire dtype, as for `powersgd`. If it is passed, `ratio` counts bytes and is
@@ -128,6 +130,8 @@ def ranks_by_spectrum(
             "Pass either `ratio`, how many times fewer bytes to send, or `loss_budget`, how far "
             "above the exact run's loss the loss may end."
         )
+    if measured is not None and loss_budget is None:
+        raise ValueError("`measured` is read only with `loss_budget`: leave it out with `ratio`.")
     check_flag("adaptive", adaptive)
     check_function("matrix_dims", matrix_dims)
     wire = checked_dtype("comm_dtype", comm_dtype, FACTOR_DTYPES)
@@ -136,7 +140,7 @@ def ranks_by_spectrum(
     if loss_budget is None:
         spectra: Mapping[str, np.ndarray] = spectra_of(gradients, matrix_dims)
     else:
-        momentum = read_momentum(gradients, matrix_dims)
+        momentum = read_momentum(gradients, matrix_dims, measured, rate)
         gradients = momentum.tree
         spectra = momentum.spectra
         adaptive = False  # the spectra are those of steps, which the optimizer has scaled already

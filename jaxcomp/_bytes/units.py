@@ -17,6 +17,7 @@ _PREFIXES_BY_POWER = ("u", "m", "", "k", "M", "G", "T")  # of 1000, from this po
 _LEAST_POWER = -2
 _RATES = {"bit": 1 / 8, "bps": 1 / 8, "B": 1.0}  # in bytes per second
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_FRACTIONS = {"%": 0.01, "": 1.0}
 _NUMBER = re.compile(r"([\d_]*\.?\d+(?:e[+-]?\d+)?)\s*([kMGT]?)([a-zA-Z%]*)(?:/s)?", re.ASCII)
 
 
@@ -33,7 +34,8 @@ _ARGUMENTS = {
     "bandwidth": _Argument(_RATES, "10Gbit, 25Gbps or 12.5GB/s"),
     "latency": _Argument(_TIMES, "50us", may_be_zero=True),
     "step_time": _Argument(_TIMES, "120ms"),
-    "loss_budget": _Argument({"%": 0.01, "": 1.0}, "0.5%", may_be_zero=True, below=1),
+    "loss_budget": _Argument(_FRACTIONS, "0.5%", may_be_zero=True, below=1),
+    "measured": _Argument(_FRACTIONS, "1.2%", below=1),
 }
 
 

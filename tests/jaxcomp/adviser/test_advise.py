@@ -179,7 +179,7 @@ def test_inside_of_what_was_run_there_is_a_rank_and_outside_none():
         assert advice.compress is None
         assert advice.verdict == "Not known: run both."
         assert "runs were made of widths 64 to 512 with 512 to 4,096 tokens" in advice.reason
-        assert "opt_state=" in str(advice)
+        assert f"measured=({advice.recommended.rank}, '1.2%')" in " ".join(str(advice).split())
         assert "not known" in str(advice).splitlines()[6]
         assert advice.reducer("data").init({"w": jnp.zeros((256, 256))}) is not None
 
@@ -240,6 +240,25 @@ def test_a_runs_own_momentum_says_what_a_rank_costs():
     lossy = jaxcomp.advise(params, opt_state=state, loss_budget="50%", **SLOW)
     assert lossy.compress is None
     assert "of the momentum's energy lie beyond the rank" in lossy.reason
+
+
+def test_a_measured_gap_answers_what_was_not_known():
+    params, state = with_opt_state(0.97)
+    options = {"opt_state": state, "loss_budget": "0.5%", **SLOW}
+    by_law = jaxcomp.advise(params, **options).recommended
+    for gap in ("0.5%", "2%"):
+        advice = jaxcomp.advise(params, **options, measured=(16, gap))
+        assert advice.compress is True
+        assert advice.recommended.gap <= 0.005
+        assert advice.recommended.rank < by_law.rank
+        assert "the gap that was measured, scaled to other ranks" in str(advice)
+        lowest = powersgd(advice)[0]
+        found = jaxcomp.predict_gap(
+            state, lowest.rank, measured=(16, gap), min_compression_rate=1.0
+        )
+        assert lowest.gap == found.gap
+    with pytest.raises(ValueError, match="`measured` needs `opt_state`"):
+        jaxcomp.advise(params, measured=(16, "1%"), **SLOW)
 
 
 def test_stacked_layers_are_as_wide_as_one_of_them():

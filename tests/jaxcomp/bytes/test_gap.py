@@ -133,6 +133,83 @@ def test_ranks_for_a_loss_budget_keep_it_with_fewer_bytes_than_equal_ranks(budge
     assert sent(ranks) <= 1.03 * sent(equal)
 
 
+def test_a_measured_gap_scales_the_gaps_of_all_ranks():
+    state = trained(optax.adam(1e-3))
+    by_law = {rank: predict_gap(state, rank) for rank in RANKS}
+    measured = {rank: predict_gap(state, rank, measured=(4, "1.2%")) for rank in RANKS}
+    assert measured[4].gap == pytest.approx(0.012)
+    for rank in RANKS:
+        assert measured[rank].tail == by_law[rank].tail
+        expected = 0.012 * by_law[rank].gap / by_law[4].gap
+        assert measured[rank].gap == pytest.approx(expected)
+        # The other ranks are more certain than by the law alone.
+        assert measured[rank].half_width < 0.5 * measured[rank].gap + 0.002
+    for_each = {"a": 4, "b": None, "layers": 4}
+    by_leaf = predict_gap(state, 8, measured=(lambda path, leaf: for_each[path[0].key], 0.012))
+    assert by_leaf == measured[8]
+
+
+LONE = {
+    "sgd": (optax.sgd(0.1, momentum=0.9), lambda state: state[0].trace),
+    "adafactor": (optax.adafactor(1e-3, momentum=0.9), lambda state: state[4].ema),
+    "lion": (optax.lion(1e-3), lambda state: state[0].mu),
+}
+
+
+@pytest.mark.parametrize("name", LONE)
+def test_a_measured_gap_makes_up_for_the_law_of_other_optimizers(name):
+    optimizer, momentum = LONE[name]
+    params = {"a": PARAMS["a"], "b": PARAMS["b"]}
+    state = trained(optimizer, params=params)
+    energy = np.linalg.svd(np.float64(momentum(state)["a"]), compute_uv=False) ** 2
+    options = {"min_compression_rate": 0.1, "measured": (4, 0.02)}
+    for rank in RANKS:
+        found = jaxcomp.predict_gap(state, rank, **options)
+        assert found.tail == pytest.approx(energy[rank:].sum() / energy.sum(), rel=1e-5)
+        expected = 0.02 * (energy[rank:].sum() / energy[4:].sum()) ** 1.35
+        assert found.gap == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_momentum_around_adam_counts_only_where_adam_has_none():
+    state = trained(optax.chain(optax.trace(0.9), optax.scale_by_adam()))
+    adam = optax.tree.get(state, "mu")
+    whole = predict_gap(state, 4).tail
+    alone = predict_gap({"mu": adam, "nu": optax.tree.get(state, "nu")}, 4).tail
+    assert whole == alone
+
+
+def test_ranks_for_a_loss_budget_keep_a_measured_gap():
+    state = trained(optax.adam(1e-3))
+    options = {"min_compression_rate": 1.0, "matrix_dims": LAYERS}
+    lossy = {**options, "measured": (4, "10%")}
+    strict = jaxcomp.ranks_by_spectrum(state, loss_budget="1%", **lossy)
+    assert jaxcomp.predict_gap(state, strict, **lossy).gap <= 0.01 * (1 + 1e-9)
+    lax = jaxcomp.ranks_by_spectrum(state, loss_budget="1%", **options, measured=(4, "1%"))
+    assert lax.by_leaf["['a']"] < (strict.by_leaf["['a']"] or 32)
+
+
+@pytest.mark.parametrize(
+    ("measured", "message"),
+    [
+        (4, "a rank and how far above the exact run's loss it ended"),
+        ((4, 0.1, 0.2), "a rank and how far above the exact run's loss it ended"),
+        ((4, 0.0), "`measured` must be positive and below 1, with a unit as in 1.2%"),
+        ((4, "a little"), "`measured` must be positive and below 1, with a unit as in 1.2%"),
+        ((0, 0.1), "`rank` must"),
+        ((40, 0.1), "leaves out nothing: measure a lower one"),
+    ],
+)
+def test_what_was_not_measured_is_refused(measured, message):
+    state = trained(optax.adam(1e-3))
+    with pytest.raises(ValueError, match=message):
+        predict_gap(state, 4, measured=measured)
+
+
+def test_a_measured_gap_needs_the_momentum_of_the_exact_run():
+    with pytest.raises(ValueError, match="`measured` is read only with `loss_budget`"):
+        jaxcomp.ranks_by_spectrum(PARAMS, ratio=2.0, measured=(4, 0.01))
+
+
 def spoilt():
     state = trained(optax.scale_by_adam())
     state.mu["a"] = state.mu["a"].at[0, 0].set(jnp.nan)
@@ -142,12 +219,14 @@ def spoilt():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: trained(optax.sgd(0.1, momentum=0.9)), "holds no moments `mu` and `nu`"),
-        (lambda: trained(optax.lion(1e-3)), "holds no moments `mu` and `nu`"),
+        (lambda: trained(optax.sgd(0.1, momentum=0.9)), "for which no law is known"),
+        (lambda: trained(optax.lion(1e-3)), "for which no law is known"),
+        (lambda: trained(optax.sgd(0.1)), "holds no momentum"),
+        (lambda: {"trace": PARAMS, "mu": PARAMS}, "holds no momentum"),
         (lambda: optax.adam(1e-3).init(PARAMS), "is zero, or has no matrices"),
         (spoilt, r"\['a'\] is not finite"),
     ],
-    ids=["momentum", "lion", "new", "not finite"],
+    ids=["momentum", "lion", "no momentum", "parameters", "new", "not finite"],
 )
 def test_states_that_tell_no_gap_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
