@@ -34,6 +34,7 @@ from benchmarks.convergence.runs import Runs
 from benchmarks.optimizers import laws, report, tail
 from benchmarks.optimizers.settings import (
     FIRST_STEPS,
+    FROM_ONE_RANK,
     OTHERS,
     PREDICTED,
     SCALE,
@@ -91,7 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 make(study, Path(folder, "runs.jsonl"), Path(folder, "tails.jsonl"))
         return 0
     if not options.report:
-        studies = SCALE if options.scale else (*STUDIES, *OTHERS, *FIRST_STEPS, *PREDICTED, *UNSEEN)
+        studies: Sequence[Study] = SCALE
+        if not options.scale:
+            studies = (*STUDIES, *OTHERS, *FIRST_STEPS, *PREDICTED, *FROM_ONE_RANK, *UNSEEN)
         for study in studies:
             if study.optimizer in options.optimizers:
                 make(study, options.out, tail.OUT)

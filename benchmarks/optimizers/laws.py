@@ -21,7 +21,15 @@ from benchmarks.convergence import strategies
 from benchmarks.convergence.runs import results
 from benchmarks.optimizers import tail
 from benchmarks.optimizers.report import made
-from benchmarks.optimizers.settings import FIRST_STEPS, OTHERS, PREDICTED, STUDIES, UNSEEN, Study
+from benchmarks.optimizers.settings import (
+    FIRST_STEPS,
+    FROM_ONE_RANK,
+    OTHERS,
+    PREDICTED,
+    STUDIES,
+    UNSEEN,
+    Study,
+)
 from benchmarks.time_to_loss import report as over_links
 from benchmarks.time_to_loss.task import Config as OverLinks
 from jaxcomp._bytes.gap import LAWS, TAIL_LAWS, Law, TailLaw
@@ -258,6 +266,26 @@ def foretold(studies: Sequence[Study], runs: Finished, rows: Finished) -> str:
     return markdown([*_MEASURED, "by the tail", "by width and tokens"], lines)
 
 
+def from_one_rank(runs: Finished, rows: Finished) -> str:
+    """Returns a table of gaps at the end, and their predictions from one rank at three quarters.
+
+    Args:
+      runs: Those that were made.
+      rows: Of `tail.measure`.
+    """
+    shortened = []
+    for run in runs:
+        shortened.append({**run, "curve": run["curve"][: 3 * len(run["curve"]) // 4 or 1]})
+    lines = []
+    for study in FROM_ONE_RANK:
+        measured, *_ = points([study], shortened, rows)
+        law = TAIL_LAWS["adamw"].through(measured.tail or 0.0, measured.gap / 100)
+        for point in points([study], runs, rows):
+            row = _row(study.name, point, 100 * law.gap(point.tail or 0.0))
+            lines.append([*row, f"{measured.gap:+.1f}% at rank {measured.rank}"])
+    return markdown([*_MEASURED, "foretold", "from, at three quarters"], lines)
+
+
 def without_law(runs: Finished, rows: Finished) -> str:
     """Returns a table of optimizers without a law, beside AdamW's law and a fit to each one's gaps.
 
@@ -295,7 +323,8 @@ def paged(page: str, runs: Finished) -> str:
     fit = foretold((*STUDIES, *UNSEEN), runs, rows)
     page = in_page(page, f"{TAIL}, others", f"{without_law(runs, rows)}\n")
     page = in_page(page, TAIL, f"{fit}\n\n{made_on(rows)}\n")
-    return in_page(page, f"{TAIL}, predicted", f"{foretold(PREDICTED, runs, rows)}\n")
+    page = in_page(page, f"{TAIL}, predicted", f"{foretold(PREDICTED, runs, rows)}\n")
+    return in_page(page, f"{TAIL}, from one rank", f"{from_one_rank(runs, rows)}\n")
 
 
 def report(runs: Finished) -> str:
