@@ -29,7 +29,7 @@ from training import AXIS, Record, Run, RunConfig, UsageError
 import jaxcomp
 
 # Small enough for two CPU cores.
-CONFIG = RunConfig(layers=2, width=128, context=64, batch_size=16, steps=600, start_step=0)
+CONFIG = RunConfig(layers=2, width=128, context=64, batch_size=16, steps=600)
 NARROW = 5  # times the rank, with a fifth of the bytes per value, scales included
 GOAL = 20.0  # times fewer bytes, for ranks by spectrum
 # The exact run, the ranks from the lowest, then a higher rank in int6, then ranks by spectrum.

@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    """Makes the command line; defaults are those of `RunConfig`."""
+    """Makes the command line; defaults are those of `RunConfig`, but for `comm_dtype`."""
     form = argparse.RawDescriptionHelpFormatter
     p = Parser(description=__doc__, epilog=EXAMPLES, formatter_class=form)
     shown = " (default: %(default)s)"
@@ -68,6 +68,8 @@ def parser() -> Parser:
         options: dict[str, Any] = {"type": type(field.default), "default": field.default}
         options |= {"choices": choices.get(field.name), **field.metadata}
         group.add_argument(flag(field.name), **options)
+
+    p.set_defaults(comm_dtype=None)
 
     group = p.add_argument_group("files")
     group.add_argument("--log", type=Path, help="write the curve to this file, as JSON lines")
@@ -91,6 +93,8 @@ def parser() -> Parser:
 def config_of(arguments: argparse.Namespace) -> RunConfig:
     """Returns the configuration of the run from the command line."""
     values = {field.name: getattr(arguments, field.name) for field in fields(RunConfig)}
+    if arguments.comm_dtype is None:
+        values["comm_dtype"] = "int6" if arguments.strategy == "powersgd" else "float32"
     return RunConfig(**values)
 
 

@@ -38,9 +38,12 @@ class RunConfig:
     """Everything that determines a run. Two runs with equal configurations have the same curve."""
 
     strategy: str = option("powersgd", "how gradients are averaged")
-    rank: int = option(4, "rank of the compressed gradients")
-    start_step: int = option(100, "exact steps before compression")
-    comm_dtype: str = option("float32", "wire dtype of the factors")
+    rank: int = option(32, "rank of the compressed gradients")
+    start_step: int = option(0, "exact steps before compression")
+    comm_dtype: str = field(
+        default="float32",
+        metadata={"help": "wire dtype of the factors (default: int6 with --strategy powersgd)"},
+    )
     steps: int = option(1000, "length of the run, and of the learning rate's schedule")
     batch_size: int = option(32, "sequences in a step, over all replicas")
     layers: int = option(4, "transformer blocks")

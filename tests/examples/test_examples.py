@@ -186,6 +186,14 @@ def test_wrong_input_gives_one_sentence(line, capsys, tmp_path, interrupted):
     assert message in said
 
 
+@pytest.mark.parametrize(("strategy", "wire"), [("powersgd", "int6"), ("int8", "float32")])
+def test_without_options_it_compresses_from_the_first_step_on(strategy, wire):
+    config = train.config_of(train.parser().parse_args(["--strategy", strategy]))
+    config.check()
+    assert config.start_step == 0
+    assert config.comm_dtype == wire
+
+
 def test_a_log_that_was_cut_off_goes_on(tmp_path):
     path = tmp_path / "curve.jsonl"
     path.write_text('{"config": 1}\n{"step": 10}\n{"step": 2')

@@ -33,7 +33,8 @@ from training import AXIS, Run
 
 STEPS = 60
 MODEL = ["--layers", 1, "--width", 32, "--heads", 2, "--context", 16, "--rank", 2]
-MODEL += ["--batch-size", 8, "--start-step", 2, "--eval-sequences", 16]
+MODEL += ["--batch-size", 8, "--start-step", 2, "--comm-dtype", "float32"]
+MODEL += ["--eval-sequences", 16]
 # A run continues with the mean of the residuals that it saves. This run saves after every step, so
 # that the save after a SIGTERM is not an additional one.
 RUN = [*MODEL, "--steps", STEPS, "--eval-every", 20, "--checkpoint-every", 1]
