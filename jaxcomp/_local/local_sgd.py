@@ -27,7 +27,7 @@ from jaxcomp._local.sync import (
     LocalSGDState,
     average,
     check_sync,
-    total,
+    payload,
     wide_stats,
 )
 from jaxcomp._mesh.collectives import (
@@ -262,17 +262,17 @@ def local_sgd(
                 )
             cycle = periods.levels[-1].period  # a multiple of all other periods
             sent = [averages(level, None) for level in periods.between(start, start + cycle)]
-            return total(params, sent).scaled(1 / cycle)
+            return payload(params, sent).scaled(1 / cycle)
         if step >= start:
             *earlier, level = periods.between(start, step + 1)
-            return total(params, [averages(level, earlier.count(level))])
-        if sync.exact:
+            return payload(params, [averages(level, earlier.count(level))])
+        if sync.uncompressed:
             sent = [dense_stats(params)]
         else:
             sent = [bytes_of(sync.reducer, params, replicas, step)]
         if step == start - 1 and not sync.plain:
             sent.append(wide_stats(params))  # the first anchor
-        return total(params, sent)
+        return payload(params, sent)
 
     return Transformation(init, update, count_bytes=count_bytes)
 

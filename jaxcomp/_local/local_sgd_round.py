@@ -17,7 +17,7 @@ from jaxcomp._base.typing import AxisName
 from jaxcomp._local.fragments import check_streaming
 from jaxcomp._local.round import LocalSGDRound, StepFn
 from jaxcomp._local.sync import AverageInnerState, InnerInit, check_sync
-from jaxcomp._mesh.explicit import check_mesh_axes
+from jaxcomp._mesh.meshes import check_mesh_axes
 from jaxcomp._reducers.transformation import shows_its_call
 
 

@@ -25,9 +25,9 @@ from jaxcomp._base.leaves import floating_leaves, leaf_name, with_leaves
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import AxisName, KeyPath, PyTree
 from jaxcomp._local.fragments import Streaming, numbered, part_of, put_back
-from jaxcomp._local.sync import InnerInit, LocalSGDState, Sync, total
+from jaxcomp._local.sync import InnerInit, LocalSGDState, Sync, payload
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound, owner_id
-from jaxcomp._mesh.explicit import explicit_inside, replicas_on, typed_specs
+from jaxcomp._mesh.meshes import explicit_inside, replicas_on, typed_specs
 from jaxcomp._mesh.per_replica import has_replica_axis, with_replica_axis, without_replica_axis
 from jaxcomp._reducers.transformation import Counted
 from jaxcomp._states.place import shard_state
@@ -295,7 +295,7 @@ class LocalSGDRound(Counted):
                 part = part_of(params, numbers, number)
                 sync = self.syncs[number]
                 parts.append(sync.bytes(part, replicas, nth, self.inner_init, params))
-        sent = total(params, parts)
+        sent = payload(params, parts)
         if step is None:
             return sent.scaled(1 / self.sync_every)
         return sent

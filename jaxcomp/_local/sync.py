@@ -80,7 +80,7 @@ class Sync:
     axis_name: AxisName
     reducer: optax.GradientTransformationExtraArgs  # a `Reducer`, or another that averages
     outer: optax.GradientTransformation
-    exact: bool  # no reducer was passed, so pseudo-gradients are averaged exactly
+    uncompressed: bool  # no reducer was passed
     plain: bool  # no reducer and no outer optimizer, so parameters are averaged
     average_inner: AverageInnerState
     drop_non_finite: bool  # ignore a replica with a value that is not finite
@@ -94,7 +94,7 @@ class Sync:
         params: PyTree,
         state: LocalSGDState,
         begin: Any,
-        whole: PyTree,
+        all_params: PyTree,
         weight: Any,
         axes: AxisName,
     ) -> tuple[PyTree, LocalSGDState]:
@@ -106,7 +106,7 @@ class Sync:
             parameters after the last outer step, which replicas return to if all weights are 0.
             With () as anchor they then keep their own parameters.
           begin: The inner optimizer's `init`. Read only if inner states may be reset.
-          whole: All parameters, of which `params` may be a part.
+          all_params: All parameters, of which `params` may be a part.
           weight: This replica's weight; None if all replicas have the same weight.
           axes: The axes to average over. At a narrow level of a hierarchy, which does not have all
             axes of the replicas, parameters are averaged whatever the reducer and the optimizer.
@@ -132,7 +132,7 @@ class Sync:
         sent = params
         if not plain:
             sent = jax.tree.map(jnp.subtract, anchor, params)
-        if plain or self.exact:
+        if plain or self.uncompressed:
             # Momenta in the same all-reduce.
             (mean, momenta), counted = averaged((sent, momenta), axes, weight)
         else:
@@ -151,7 +151,7 @@ class Sync:
             if counted is not None:
                 momenta = optax.tree.where(counted, momenta, inner)
             inner = momenta
-        if counted is not None and (plain or self.exact):
+        if counted is not None and (plain or self.uncompressed):
             # All weights were 0, and the mean is of nothing.
             before = params
             if not narrow and jax.tree.leaves(anchor):
@@ -160,7 +160,7 @@ class Sync:
             if not plain:  # else nothing has changed it, and it is equal on all replicas
                 outer = optax.tree.where(counted, outer, state.outer)
         if anew is not None:
-            fresh = as_local(_begun_anew(inner, begin(put_back(new, whole))), self.axis_name)
+            fresh = as_local(_begun_anew(inner, begin(put_back(new, all_params))), self.axis_name)
             inner = optax.tree.where(anew, fresh, inner)
         if not plain:
             anchor = new
@@ -187,7 +187,7 @@ class Sync:
           plain: True without the reducer, as at a narrow level of a hierarchy.
         """
         sent = wide_stats(part)
-        if not (plain or self.exact):
+        if not (plain or self.uncompressed):
             sent = bytes_of(self.reducer, part, replicas, nth)
         if self.average_inner is True:
             if begin is None:
@@ -273,9 +273,9 @@ def check_sync(
         raise ValueError(
             f"`average_inner_state` must be True, False or 'reset', got {average_inner_state!r}."
         )
-    exact = reducer is None
-    plain = exact and outer is None
-    if exact:
+    uncompressed = reducer is None
+    plain = uncompressed and outer is None
+    if uncompressed:
         reducer = allreduce(axis_name=axis_name)
     if outer is None:  # the anchor moves by the whole pseudo-gradient; the state is empty
         outer = optax.GradientTransformation(lambda params: (), _whole_step)
@@ -283,7 +283,7 @@ def check_sync(
         axis_name,
         optax.with_extra_args_support(reducer),
         outer,
-        exact,
+        uncompressed,
         plain,
         average_inner_state,
         check_flag("drop_non_finite", drop_non_finite),
@@ -298,7 +298,7 @@ def wide_stats(tree: PyTree, prefix: str = "") -> CompressionStats:
     return CompressionStats(tuple(leaves))
 
 
-def total(params: PyTree, parts: Iterable[CompressionStats]) -> CompressionStats:
+def payload(params: PyTree, parts: Iterable[CompressionStats]) -> CompressionStats:
     """Adds several payloads; `bytes_before` is that of an all-reduce of the gradients."""
     stats = dense_stats(params).scaled(0)
     for part in parts:

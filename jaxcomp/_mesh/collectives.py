@@ -289,13 +289,13 @@ def reduce_mean(
     scale = 1.0
     if not exact or set(dtypes) != {dtype}:
         scale = 0.5 ** math.ceil(math.log2(replicas))
-    shares = []
+    scaled = []
     for i, part in enumerate(parts):
         value = part.astype(dtype)
         if i < factors:
             value = clipped(value, wire_dtype)
-        shares.append(value * scale)
-    values, unpacked = _operands(shares, factors)
+        scaled.append(value * scale)
+    values, unpacked = _operands(scaled, factors)
     if not exact:
         values = [_rounded(value, wire_dtype) for value in values]
     automatic = unmapped_axes(AxisType.Auto)
@@ -452,7 +452,7 @@ def maximum(x: Array, axis_name: AxisName) -> Array:
     return _over_replicas(lax.pmax, jnp.max, as_local(x, axis_name), axis_name)
 
 
-def total(x: Array, axis_name: AxisName) -> Array:
+def sum_over_replicas(x: Array, axis_name: AxisName) -> Array:
     """Sums over the replicas in the array's dtype; flags as int32."""
     if x.dtype == jnp.bool_:  # a sum of flags counts them
         x = x.astype(jnp.int32)

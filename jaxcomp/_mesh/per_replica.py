@@ -36,13 +36,13 @@ from jaxcomp._mesh.collectives import local_if_bound
 _FOREIGN: dict[type, tuple[str, ...]] = {optax.MultiStepsState: ("acc_grads",)}
 
 # Kinds of leaves: replicated, per replica, or the owner of per-replica leaves.
-SHARED = "shared"
-LOCAL = "local"
+REPLICATED = "replicated"
+PER_REPLICA = "per replica"
 OWNER = "owner"
 
 
 def marks(tree: PyTree) -> PyTree:
-    """Returns a tree with the kind of each leaf, SHARED, LOCAL or OWNER, as state classes say.
+    """Returns the kind of each leaf, REPLICATED, PER_REPLICA or OWNER, as state classes say.
 
     Raises:
       ValueError: If a state in the tree has lost its class.
@@ -51,7 +51,7 @@ def marks(tree: PyTree) -> PyTree:
 
     def mark(node: Any) -> PyTree:
         if not _is_state(node):
-            return SHARED
+            return REPLICATED
         if _is_bare(node):
             raise ValueError(
                 "The state has lost its classes, which name its per-replica leaves: a "
@@ -71,7 +71,7 @@ def marks(tree: PyTree) -> PyTree:
                 below = jax.tree.map(lambda _: OWNER, below)
             elif field in local:
                 # A nested state, as of a reducer in the inner optimizer, has its own owner.
-                below = jax.tree.map(lambda mark: mark if mark == OWNER else LOCAL, below)
+                below = jax.tree.map(lambda mark: mark if mark == OWNER else PER_REPLICA, below)
             marked.append(below)
         return treedef.unflatten(marked)
 
@@ -155,7 +155,7 @@ def map_per_replica(function: Callable[[Any], Any], state: PyTree) -> PyTree:
     """Maps a function over the per-replica leaves of a state; replicated leaves stay."""
 
     def mapped(leaf: Any, mark: str) -> Any:
-        if mark == SHARED:
+        if mark == REPLICATED:
             return leaf
         return function(leaf)
 
@@ -178,10 +178,10 @@ def has_replica_axis(state: PyTree, fresh: Callable[[], PyTree] | None = None) -
     if owners or fresh is None:
         # An owner is a scalar, so an axis can only be that of the replicas.
         return any(map(np.ndim, owners.values()))
-    local = leaves_marked(state, LOCAL)
+    local = leaves_marked(state, PER_REPLICA)
     if not local:
         return False
-    without = leaves_marked(jax.eval_shape(fresh), LOCAL)
+    without = leaves_marked(jax.eval_shape(fresh), PER_REPLICA)
     if local.keys() != without.keys():  # of other parameters; another check refuses it
         return False
     return all(np.ndim(leaf) == 1 + np.ndim(without[name]) for name, leaf in local.items())
@@ -193,7 +193,7 @@ def without_replica_axis(state: PyTree) -> PyTree:
     Raises:
       ValueError: If a leaf has rows of several replicas.
     """
-    for name, leaf in leaves_marked(state, LOCAL, OWNER).items():
+    for name, leaf in leaves_marked(state, PER_REPLICA, OWNER).items():
         if leaf.shape[0] != 1:
             fix = (
                 "Map the state over the replicas: place it with jaxcomp.shard_state and give "

@@ -1,9 +1,9 @@
 """Averages lists of arrays over the replicas in a PowerSGD step: exactly, or at low rank.
 
 `powersgd_step` calls one of two functions with the same arguments and the same kind of result,
-`exact_average` before `start_step` and `low_rank_average` after it, because both are branches of
-one conditional. Lists hold the compressed arrays first. `low_rank_average` is the algorithm of the
-paper; what remains is the wire.
+`uncompressed_average` before `start_step` and `low_rank_average` after it, because both are
+branches of one conditional. Lists hold the compressed arrays first. `low_rank_average` is the
+algorithm of the paper; what remains is the wire.
 
 Floating factors are sent in one all-reduce together with the uncompressed leaves. Integers would
 overflow in the sums of an all-reduce, so they are sent in an all-to-all and an all-gather, together
@@ -115,7 +115,7 @@ class Average(NamedTuple):
     finite: Array  # bool scalar, equal on every replica
 
 
-def exact_average(
+def uncompressed_average(
     options: PowerSGDOptions,
     plans: list[LeafPlan],
     gradients: list[Array],

@@ -53,8 +53,8 @@ from jaxcomp._reducers.low_rank import (
     PowerSGDOptions,
     compressed_views,
     count_bytes,
-    exact_average,
     low_rank_average,
+    uncompressed_average,
 )
 from jaxcomp._reducers.reducer import Reducer, Reduction
 from jaxcomp._reducers.transformation import shows_its_call
@@ -269,7 +269,7 @@ def powersgd_step(
     average = branch_at_step(
         state.count,
         options.start_step,
-        functools.partial(exact_average, *arguments),
+        functools.partial(uncompressed_average, *arguments),
         functools.partial(low_rank_average, *arguments),
     )
     commit = average.finite

@@ -33,8 +33,8 @@ from jaxcomp._base.leaves import (
 )
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import mesh_axes, varying, vma_axes
-from jaxcomp._mesh.explicit import call_on_automatic_axes, typed_specs
-from jaxcomp._mesh.per_replica import LOCAL, leaves_marked
+from jaxcomp._mesh.meshes import call_on_automatic_axes, typed_specs
+from jaxcomp._mesh.per_replica import PER_REPLICA, leaves_marked
 from jaxcomp._mesh.weights import refuse_misspelt_weight, weighted_gradients
 from jaxcomp._reducers.transformation import CountBytes, Transformation
 
@@ -322,7 +322,7 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
         "or convert the state with jaxcomp.adapt_state"
     )
     axes = []
-    for name, leaf in leaves_marked(fresh, LOCAL).items():
+    for name, leaf in leaves_marked(fresh, PER_REPLICA).items():
         axes.append(len(shapes.get(_plain(name)) or leaf.shape) - leaf.ndim)
     if any(axes):
         hint += (

@@ -24,9 +24,9 @@ from jaxcomp._base.leaves import compute_dtype, in_words, is_floating, is_key
 from jaxcomp._base.typing import Array, AxisName, PyTree, Shape
 from jaxcomp._mesh.collectives import axis_size, maximum, mesh_axes, owner_id
 from jaxcomp._mesh.per_replica import (
-    LOCAL,
     OWNER,
-    SHARED,
+    PER_REPLICA,
+    REPLICATED,
     leaves_marked,
     marks,
     without_replica_axis,
@@ -78,7 +78,7 @@ def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
     layout = layout_of(state)
     if layout.replicas is None:
         # Owners have just said that nothing is missing. Without an owner nobody can say.
-        local = leaves_marked(state, LOCAL)
+        local = leaves_marked(state, PER_REPLICA)
         if local and not leaves_marked(state, OWNER):
             raise ValueError(_no_axis(local))
         return state
@@ -86,7 +86,7 @@ def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
     def collapsed(leaf: Any, mark: str) -> Any:
         if mark == OWNER:
             return _owner_of_all(jnp.asarray(leaf))
-        if mark == LOCAL:
+        if mark == PER_REPLICA:
             return _mean_of_rows(leaf)
         if layout.everything:
             return leaf[0]  # all rows are equal, as `layout_of` has checked
@@ -110,7 +110,7 @@ def layout_of(state: PyTree) -> Layout:
         replicas; or the rows of a replicated leaf differ.
     """
     owners = leaves_marked(state, OWNER)
-    local = leaves_marked(state, LOCAL, OWNER)
+    local = leaves_marked(state, PER_REPLICA, OWNER)
     for name, owner in owners.items():
         if not is_traced(owner) and float(_owner_of_all(jnp.asarray(owner))) != 0:
             raise ValueError(
@@ -128,7 +128,7 @@ def layout_of(state: PyTree) -> Layout:
         return Layout(None, everything=False)
     if len(lengths | _lengths(local)) != 1:
         raise ValueError(_no_axis(local))
-    shared = leaves_marked(state, SHARED)
+    shared = leaves_marked(state, REPLICATED)
     # Nearly every state has a replicated scalar, so this condition is rarely met by chance.
     everything = _lengths(shared) == lengths
     for name, leaf in shared.items():
@@ -175,7 +175,7 @@ def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
     kinds = marks(state)
 
     def to_average(leaf: Any, mark: str) -> Any:
-        if mark == SHARED:
+        if mark == REPLICATED:
             return None
         if mark == OWNER:
             # On every replica (1, 0) if each has its own residual, or (0, 1) if all share one.
@@ -191,7 +191,7 @@ def _over_axis(state: PyTree, axis_name: AxisName) -> PyTree:
             # more than rounding.
             consistent = (mean > 1 - 0.5 / replicas).any()
             return jnp.where(consistent, 0.0, jnp.nan).astype(leaf.dtype)
-        if mark == SHARED:
+        if mark == REPLICATED:
             return leaf
         return mean
 

@@ -19,10 +19,10 @@ from jaxcomp._base.checks import answers_other_names, check_axis_name, check_int
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Array, Axes, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
-from jaxcomp._mesh.explicit import check_mesh_axes, known_sharding, over_axes, replicas_on
+from jaxcomp._mesh.meshes import check_mesh_axes, known_sharding, over_axes, replicas_on
 from jaxcomp._mesh.per_replica import (
     OWNER,
-    SHARED,
+    REPLICATED,
     has_foreign,
     has_replica_axis,
     leaves_marked,
@@ -56,7 +56,7 @@ def state_axes(state: PyTree) -> PyTree:
       >>> axes.residual["w"], axes.q["w"]
       (0, None)
     """
-    return jax.tree.map(lambda mark: None if mark == SHARED else 0, marks(state))
+    return jax.tree.map(lambda mark: None if mark == REPLICATED else 0, marks(state))
 
 
 @answers_other_names
@@ -91,7 +91,7 @@ def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
             "accumulated gradients, and it runs the reducer on every micro-batch. Use "
             "jaxcomp.accumulate(tx, k)."
         )
-    specs = {SHARED: PartitionSpec()}
+    specs = {REPLICATED: PartitionSpec()}
     return jax.tree.map(lambda mark: specs.get(mark, PartitionSpec(axis_name)), marks(state))
 
 
@@ -186,10 +186,10 @@ def shard_state(
     def place(path: KeyPath, leaf: Any, mark: str, expected: Any) -> Any:
         # The sharding over other axes; for a tracer on Auto axes it is unknown.
         parts = tuple(known_spec(expected, mesh))
-        if mark != SHARED and has_axis and like is None:
+        if mark != REPLICATED and has_axis and like is None:
             parts = parts[1:]  # the spec is of the leaf with its axis of replicas
         check_not_spread(path, expected, PartitionSpec(*parts), axes)
-        if mark == SHARED:
+        if mark == REPLICATED:
             return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*parts)))
         if leaf.dtype != expected.dtype:
             leaf = leaf.astype(expected.dtype)  # saved with another residual_dtype

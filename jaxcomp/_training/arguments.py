@@ -22,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_me
 from jaxcomp._base.leaves import is_array, leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_tuple, mesh_axes
-from jaxcomp._mesh.explicit import over_axes, split_axis
+from jaxcomp._mesh.meshes import over_axes, split_axis
 from jaxcomp._mesh.weights import is_real, refuse_misspelt_weight
 from jaxcomp._states.place import known_spec
 
@@ -81,7 +81,7 @@ def check_keywords(kwargs: dict[str, Any], function: Callable[..., Any]) -> None
 
 def split_specs(
     args: tuple[Any, ...],
-    whole_at: list[int],
+    unsplit: list[int],
     batch_specs: Any,
     axis_name: AxisName,
     mesh: Any,
@@ -91,7 +91,7 @@ def split_specs(
 
     Args:
       args: The arguments of the call.
-      whole_at: The positions of those that every replica gets whole, such as the parameters.
+      unsplit: The positions of those that every replica gets whole, such as the parameters.
       batch_specs: As for `data_parallel`.
       axis_name: The axis or axes of the replicas.
       mesh: The mesh. None if the arrays already belong to one replica; specs then only find the
@@ -140,7 +140,7 @@ def split_specs(
             return None
         return spec
 
-    each = _one_each(batch_specs, len(args), whole_at, axis_name, mesh)
+    each = _one_each(batch_specs, len(args), unsplit, axis_name, mesh)
     # None within a tree of specs means the default, as it does for a whole argument.
     each = jax.tree.broadcast(each, args, is_leaf=lambda node: node is None)
     specs = jax.tree.map_with_path(spec_of, args, each)
@@ -148,7 +148,7 @@ def split_specs(
         lengths = set(rows.values())
         _check_examples(rows)
         check_keys(keys, lengths)
-        _check_lists(args, whole_at, lengths)
+        _check_lists(args, unsplit, lengths)
         if not examples:
             # Every replica would compute the whole batch, so nothing would be parallel.
             raise ValueError(
@@ -161,7 +161,7 @@ def split_specs(
 
 
 def _one_each(
-    batch_specs: Any, number: int, whole_at: list[int], axis_name: AxisName, mesh: Any
+    batch_specs: Any, number: int, unsplit: list[int], axis_name: AxisName, mesh: Any
 ) -> tuple[Any, ...]:
     """Returns a tree of specs for each argument: P() for parameters, None if none is given."""
     for spec in jax.tree.leaves(batch_specs):
@@ -176,7 +176,7 @@ def _one_each(
                     f"`batch_specs` names the axis {name!r}; the mesh has "
                     f"{', '.join(map(repr, mesh.axis_names))}."
                 )
-    others = number - len(whole_at)
+    others = number - len(unsplit)
     each = [batch_specs] * others
     # Exactly these types: a PartitionSpec, or a named tuple of specs, is one for all arguments.
     if type(batch_specs) in (tuple, list):
@@ -187,7 +187,7 @@ def _one_each(
             "arguments besides the parameters. Pass one specification for all of them, or a tuple "
             "with one for each."
         )
-    for i in sorted(whole_at):
+    for i in sorted(unsplit):
         each.insert(i, PartitionSpec())
     return tuple(each)
 
@@ -268,14 +268,14 @@ def check_keys(keys: dict[str, Any], lengths: Collection[int]) -> None:
             )
 
 
-def _check_lists(args: tuple[Any, ...], whole_at: list[int], lengths: set[int]) -> None:
+def _check_lists(args: tuple[Any, ...], unsplit: list[int], lengths: set[int]) -> None:
     """Refuses a list of Python numbers that may be the batch, or a part of it.
 
     Raises:
       ValueError: If it finds one; the message names the argument.
     """
     for i, arg in enumerate(args):
-        if not isinstance(arg, (list, tuple)) or i in whole_at:
+        if not isinstance(arg, (list, tuple)) or i in unsplit:
             continue
         numbers = set(map(type, jax.tree.leaves(arg))) in ({int}, {float}, {int, float})
         if numbers and (not lengths or len(arg) in lengths):

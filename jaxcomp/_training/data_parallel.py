@@ -27,7 +27,7 @@ from jaxcomp._base.checks import answers_other_names, check_flag, is_traced
 from jaxcomp._base.leaves import arrays_only, with_arrays, without_arrays
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
-from jaxcomp._mesh.explicit import (
+from jaxcomp._mesh.meshes import (
     check_mesh_axes,
     explicit_inside,
     replicas_on,
@@ -184,10 +184,10 @@ class DataParallel:
             arguments = (*args, kwargs)
             compute = functools.partial(self._gradients, self._inputs(arguments, None, 1))
             arrays = arrays_only(arguments)
-            whole, rows, means, state = self._step(compute, state, arrays, weight)
+            replicated, rows, means, state = self._step(compute, state, arrays, weight)
         else:
-            whole, rows, means, state = self._on_mesh(state, (*args, kwargs), params, weight)
-        return (put_together(whole, rows), means), put_back(state)
+            replicated, rows, means, state = self._on_mesh(state, (*args, kwargs), params, weight)
+        return (put_together(replicated, rows), means), put_back(state)
 
     def outputs(self, params: PyTree, *batch: Any, weight: Any = None, **kwargs: Any) -> PyTree:
         """Finds out whether outputs are means, sums or rows, and prints a table.
@@ -246,14 +246,14 @@ class DataParallel:
             weight = np.ones(2)  # one for each half
         axis = split_axis(weight_spec(weight, inputs.examples, self.axis_name, 2))
         halves = np.split(np.asarray(weight, np.float32), 2, axis or 0)
-        shares = np.array(list(map(np.sum, halves)))
+        weights = np.array(list(map(np.sum, halves)))
 
         def outputs_of(arrays: PyTree) -> PyTree:
             *args, kwargs = with_arrays(without_mapped_axes(inputs.arguments), arrays)
             value, *auxiliary = taken_apart(self.grad_fn(*args, **kwargs))[0]
             return [value, *(jax.tree.map_with_path(as_array, tree) for tree in auxiliary)]
 
-        return examined(outputs_of, arrays, inputs.specs, self.axis_name, shares)
+        return examined(outputs_of, arrays, inputs.specs, self.axis_name, weights)
 
     def _params(self, args: tuple[Any, ...]) -> PyTree:
         """Returns the arrays of the parameters; a tuple if there are several `argnums`."""
@@ -269,9 +269,9 @@ class DataParallel:
     def _inputs(self, arguments: Any, mesh: Any, replicas: int) -> Inputs:
         """Finds the arrays among positional and keyword arguments, and how each is split."""
         at = positions(arguments[:-1], self.argnums)
-        whole = [*at, len(arguments) - 1]  # the parameters, and what is passed by keyword
+        unsplit = [*at, len(arguments) - 1]  # the parameters, and what is passed by keyword
         specs, examples = split_specs(
-            arguments, whole, self.batch_specs, self.axis_name, mesh, replicas
+            arguments, unsplit, self.batch_specs, self.axis_name, mesh, replicas
         )
         return Inputs(without_arrays(arguments), at, specs, examples)
 
@@ -340,8 +340,8 @@ class DataParallel:
             means, state = chain.update(weighted, state, params)
             means = in_dtypes_of(gradients, means)
         check_averaged(means, self.axis_name)
-        whole, rows = combined(outputs, weight, self.axis_name)
-        return whole, rows, means, state
+        replicated, rows = combined(outputs, weight, self.axis_name)
+        return replicated, rows, means, state
 
     def _gradients(self, inputs: Inputs, arrays: PyTree) -> tuple[dict[str, PyTree], PyTree]:
         """Calls the gradient function with one replica's arrays; returns outputs by their kind."""

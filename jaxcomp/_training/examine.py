@@ -25,7 +25,7 @@ from jaxcomp._base.leaves import in_words, is_key, leaf_name
 from jaxcomp._base.stats import aligned
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
-from jaxcomp._mesh.explicit import split_axis
+from jaxcomp._mesh.meshes import split_axis
 from jaxcomp._training.on_mesh import only_replica
 from jaxcomp._training.outputs import described, has_mean
 
@@ -48,7 +48,7 @@ def examined(
     arrays: PyTree,
     specs: PyTree,
     axis_name: AxisName,
-    shares: np.ndarray,
+    weights: np.ndarray,
 ) -> PyTree:
     """Finds the word for each auxiliary output, and prints a table of all outputs.
 
@@ -58,7 +58,7 @@ def examined(
       arrays: The arguments, with a whole batch.
       specs: The PartitionSpec of each array.
       axis_name: The axis or axes of the replicas.
-      shares: The weight of each half of the batch in a mean.
+      weights: The weight of each half of the batch in a mean.
 
     Returns:
       The tree for ``aux=``; None if there is no auxiliary output.
@@ -72,7 +72,7 @@ def examined(
     whole = _on_replicas(function, arrays, specs, axis_name, 1)
     swapped = _on_replicas(function, swapped_arrays, specs, axis_name, 1)
     halves = _on_replicas(function, arrays, specs, axis_name, 2)
-    judge = functools.partial(_verdict, shares)
+    judge = functools.partial(_verdict, weights)
     verdicts = jax.tree.map(judge, whole, swapped, halves)
     table = [("output", "type", "aux", "")]
     for (path, verdict), x in zip(
@@ -141,7 +141,7 @@ def _on_host(x: Any) -> Any:
 
 
 def _verdict(
-    shares: np.ndarray, whole: np.ndarray, swapped: np.ndarray, halves: np.ndarray
+    weights: np.ndarray, whole: np.ndarray, swapped: np.ndarray, halves: np.ndarray
 ) -> Verdict:
     """Compares an output of the whole batch with those of the swapped batch and of the halves."""
     averages = has_mean(whole)
@@ -166,7 +166,7 @@ def _verdict(
     # Two orders are a small sample of the rounding of sums, so with a margin.
     rounding += 4 * by_order
     expected = {
-        "mean": np.average((first, second), axis=0, weights=shares),
+        "mean": np.average((first, second), axis=0, weights=weights),
         "sum": first + second,
         "larger": np.maximum(first, second),
         "smaller": np.minimum(first, second),
@@ -195,7 +195,7 @@ def _verdict(
     nearest = min(misses, key=misses.__getitem__)
     remedy = '"stack" it, or return what it is made of'
     # Without weights a mean over unequal counts is near the mean of the halves, but not equal.
-    if nearest == "mean" and shares[0] == shares[1]:
+    if nearest == "mean" and weights[0] == weights[1]:
         remedy = f"If it is a mean over a count, such as tokens, pass weight=; else {remedy}"
     return Verdict(
         None,

@@ -25,7 +25,7 @@ from jaxcomp._base.checks import check_axis_name, is_traced
 from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import Axes, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, mesh_axes, varying
-from jaxcomp._mesh.explicit import (
+from jaxcomp._mesh.meshes import (
     check_mesh_axes,
     context_mesh,
     known_sharding,
@@ -33,7 +33,7 @@ from jaxcomp._mesh.explicit import (
     replicas_on,
     typed_specs,
 )
-from jaxcomp._mesh.per_replica import LOCAL, OWNER, SHARED, leaves_marked
+from jaxcomp._mesh.per_replica import OWNER, PER_REPLICA, REPLICATED, leaves_marked
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._states.place import check_not_spread, known_spec, state_specs
 from jaxcomp._training.arguments import weight_spec
@@ -226,7 +226,7 @@ def call_on_replicas(
     axes = axis_tuple(axis_name)
     replicas = replicas_on(mesh, axes)
     states_needed = replicas_on(mesh, state_axis)
-    for name, leaf in leaves_marked(state, LOCAL, OWNER).items():
+    for name, leaf in leaves_marked(state, PER_REPLICA, OWNER).items():
         if np.shape(leaf)[:1] != (states_needed,):
             raise ValueError(
                 f"The leaf {name} of the state has shape {np.shape(leaf)}, and {states_needed} "
@@ -348,8 +348,8 @@ def axes_of_state(
         zeros = jax.tree.map(lambda x: jnp.zeros(np.shape(x), x.dtype), params)
         means, state = reducer.update(as_local(zeros, axis_name), reducer.init(zeros), zeros)
         check_averaged(means, axis_name)
-        along.update(map(varying, leaves_marked(state, LOCAL, OWNER).values()))
-        for name, leaf in leaves_marked(state, SHARED).items():
+        along.update(map(varying, leaves_marked(state, PER_REPLICA, OWNER).values()))
+        for name, leaf in leaves_marked(state, REPLICATED).items():
             if varying(leaf):
                 apart[name] = sorted(varying(leaf))
 

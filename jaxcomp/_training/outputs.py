@@ -22,7 +22,7 @@ import numpy as np
 from jaxcomp._base.checks import is_integer
 from jaxcomp._base.leaves import in_words, is_array, is_floating, is_key, leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
-from jaxcomp._mesh.collectives import as_local, gather, known_equal, total, vma_axes
+from jaxcomp._mesh.collectives import as_local, gather, known_equal, sum_over_replicas, vma_axes
 from jaxcomp._mesh.weights import averaged
 
 # What `aux=` may say, beside an integer, the axis along which rows are joined.
@@ -223,22 +223,22 @@ def combined(
       by the axis along which they will be joined, which is moved to the front.
     """
     means, *auxiliary = _means(parts["mean"], weight, axis_name)
-    whole = []
+    replicated = []
     rows = {}
     for kind, part in parts.items():
         if kind == "sum":
-            whole.append(jax.tree.map(lambda x: total(x, axis_name), part))
+            replicated.append(jax.tree.map(lambda x: sum_over_replicas(x, axis_name), part))
         elif kind == _EQUAL:
-            whole.append(part)
+            replicated.append(part)
         elif kind == _COMPARED:
-            whole.append(part)
+            replicated.append(part)
             # A running program cannot raise an error, so the loss becomes NaN.
             means = jnp.where(_all_equal(part, axis_name), means, jnp.nan)
         elif kind != "mean":
             to_front = functools.partial(jnp.moveaxis, source=int(kind), destination=0)
             rows[kind] = as_local(jax.tree.map(to_front, part), axis_name)
-    whole.append((means, *auxiliary))
-    return whole, rows
+    replicated.append((means, *auxiliary))
+    return replicated, rows
 
 
 def _means(part: PyTree, weight: Array | None, axis_name: AxisName) -> PyTree:
@@ -271,9 +271,9 @@ def _all_equal(tree: PyTree, axis_name: AxisName) -> Array:
     return jnp.all(rows == rows[0])
 
 
-def put_together(whole: list[PyTree], rows: dict[str, PyTree]) -> PyTree:
+def put_together(replicated: list[PyTree], rows: dict[str, PyTree]) -> PyTree:
     """Returns value and auxiliary output in the structure of the gradient function's result."""
-    parts = list(whole)
+    parts = list(replicated)
     for axis, part in rows.items():
         back = functools.partial(jnp.moveaxis, source=0, destination=int(axis))
         parts.append(jax.tree.map(back, part))

@@ -21,7 +21,7 @@ from jaxcomp._base.leaves import is_floating
 from jaxcomp._base.stats import dense_stats
 from jaxcomp._base.typing import Array, Axes, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
-from jaxcomp._mesh.explicit import replicas_on
+from jaxcomp._mesh.meshes import replicas_on
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import Reducer, check_reducer
 from jaxcomp._states.place import known_spec
