@@ -42,6 +42,7 @@ from jaxcomp._mesh.weights import refuse_misspelt_weight
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import check_class, check_gradients
 from jaxcomp._reducers.transformation import Transformation, bytes_of, shows_its_call
+from jaxcomp._training.gradients import check_averaged
 
 
 @shows_its_call
@@ -170,6 +171,7 @@ def local_sgd(
         def everywhere() -> tuple[PyTree, PyTree]:
             floating = part_of(updates, numbers)
             means, reducer = sync.reducer.update(floating, state.reducer, weight=weight)
+            check_averaged(means, axis_name)
             return put_back(means, updates), reducer
 
         return branch_at_step(state.count, periods.start_step, everywhere, local)

@@ -27,6 +27,7 @@ from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._mesh.weights import averaged
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.transformation import bytes_of
+from jaxcomp._training.gradients import check_averaged
 
 AverageInnerState: TypeAlias = bool | Literal["reset"]
 InnerInit: TypeAlias = Callable[[PyTree], PyTree]
@@ -137,6 +138,7 @@ class Sync:
             (mean, momenta), counted = averaged((sent, momenta), axes, weight)
         else:
             mean, reducer = self.reducer.update(sent, state.reducer, anchor, weight=weight)
+            check_averaged(mean, self.axis_name)
             state = state._replace(reducer=reducer)
             # Without momenta to average, skip the all-reduce of weights.
             counting = weight if self.average_inner is True else None

@@ -100,6 +100,5 @@ def check_averaged(means: PyTree, axis_name: AxisName) -> None:
                 f"`reducer` leaves the gradient {leaf_name(path)} different on every replica along "
                 f"{', '.join(map(repr, apart))}: it is not a reducer, or reduces only a part of "
                 "the parameters, as in optax.masked. Pass jaxcomp.powersgd(...) or another reducer "
-                "of jaxcomp, or an optax.chain that begins with one; the optimizer comes after "
-                "this call."
+                "of jaxcomp, or an optax.chain that begins with one, and no optimizer."
             )

@@ -23,6 +23,9 @@ OPTIONS = {
 }
 
 
+INT6 = jaxcomp.powersgd(4, axis_name="data", start_step=0, comm_dtype="int6")
+
+
 def step(params, inner, batch):
     def loss(w):
         return jnp.mean((batch @ w - 1) ** 2)
@@ -128,11 +131,32 @@ def test_keys_in_a_batch_are_not_split(replicas):
             run(params, state, (raw, x[:, :2]))
 
 
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.masked(INT6, {"w": False, "b": True})])
+def test_what_averages_only_a_part_is_no_reducer(tx):
+    def still(params, inner, batch):
+        return params, inner, None
+
+    params = {"w": jnp.zeros((16, 12)), "b": jnp.zeros(12)}
+    run = jaxcomp.local_sgd_round(still, sync_every=1, axis_name="data", mesh=grid(2), reducer=tx)
+    local = jaxcomp.local_sgd(optax.sgd(0.1), sync_every=1, axis_name="data", reducer=tx)
+    specs = jaxcomp.state_specs(local.init(params), "data")
+    state = jaxcomp.shard_state(local.init(params), grid(2), "data")
+
+    def updates(state, x):
+        params = {"w": x[:16, :12], "b": x[0, :12]}
+        return local.update(params, state, params)[1]
+
+    mapped = jax.shard_map(updates, mesh=grid(2), in_specs=(specs, jax.P("data")), out_specs=specs)
+    with pytest.raises(ValueError, match=r"different on every replica .* not a reducer"):
+        run(params, run.init(params, ()), jnp.zeros((1, 2)))
+    with pytest.raises(ValueError, match=r"different on every replica .* not a reducer"):
+        jax.eval_shape(mapped, state, jnp.zeros((32, 16)))
+
+
 # Beside weights that are sharded over another axis.
 
 LAYOUT = {"up": jax.P(None, "model"), "down": jax.P("model", None)}
 MOMENTUM = optax.sgd(0.5, momentum=0.9)
-INT6 = jaxcomp.powersgd(4, axis_name="data", start_step=0, comm_dtype="int6")
 BETWEEN_HOSTS = {
     "local SGD": {},
     "DiLoCo": {"outer": NESTEROV},
