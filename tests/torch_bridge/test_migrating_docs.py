@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from flax import nnx
 from numpy.testing import assert_allclose, assert_array_equal
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
 
@@ -92,12 +93,12 @@ def test_the_programs_of_the_page_move_a_run_and_bring_it_back(alone, tmp_path, 
     params, opt_state, moved = steps_in_jax(
         jax_loss, *(names[n] for n in ("transformation", "params", "opt_state")), BATCHES[10:25]
     )
-    exec(program(3), names | {"params": params, "opt_state": opt_state})
+    exec(program(4), names | {"params": params, "opt_state": opt_state})
 
     job = Job()
     names = {"torch": torch, "torch_bridge": torch_bridge, "rank": 0, "world_size": 1}
     names |= {"model": job.model, "ddp_model": job.ddp_model, "optimizer": job.optimizer}
-    exec(program(4), names | {"batch": BATCHES[25], "loss": job.loss})
+    exec(program(5), names | {"batch": BATCHES[25], "loss": job.loss})
     kernel = job.model.state_dict()["first.weight"].numpy().T
     assert_array_equal(kernel, params["Dense_1"]["kernel"])
     moved += job.steps(BATCHES[25:])
@@ -134,6 +135,35 @@ def test_the_loop_with_statistics_follows_torch(alone, tmp_path, monkeypatch):
     for name, tolerance in (("norm.running_mean", 1e-5), ("norm.running_var", 0.1)):
         assert_allclose(back[name], job.model.state_dict()[name], atol=tolerance)
     assert back["norm.num_batches_tracked"] == 10
+
+
+class Module(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.bn = nnx.BatchNorm(24, momentum=0.9, rngs=rngs)
+        self.hidden = nnx.Linear(24, 48, rngs=rngs)
+        self.out = nnx.Linear(48, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(jnp.tanh(self.hidden(self.bn(x))))
+
+
+def test_an_nnx_model_is_filled_and_goes_back(alone, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = Job(norm=torch.nn.BatchNorm1d(24))
+    exec(program(0), job.ten_steps())
+    names = {"make_model": Module}
+    exec(program(3), names)
+    run, model = names["run"], names["model"]
+    assert run.difference < 1e-6
+    structure = jax.tree.structure(run.optimizer.init(nnx.state(model, nnx.Param)))
+    assert jax.tree.structure(run.optimizer_state) == structure
+    back = torch_bridge.to_torch(model, run.opt_state, like=run)["state_dict"]
+    for name, value in job.model.state_dict().items():
+        assert_array_equal(back[name], value)
+    before = np.array(model.bn.mean)
+    model(BATCHES[0])  # in training mode
+    assert np.abs(np.array(model.bn.mean) - before).max() > 0
 
 
 def test_the_page_shows_a_flatten():
