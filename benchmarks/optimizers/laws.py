@@ -266,24 +266,47 @@ def foretold(studies: Sequence[Study], runs: Finished, rows: Finished) -> str:
     return markdown([*_MEASURED, "by the tail", "by width and tokens"], lines)
 
 
-def from_one_rank(runs: Finished, rows: Finished) -> str:
-    """Returns a table of gaps at the end, and their predictions from one rank at three quarters.
+def from_one_rank(runs: Finished, rows: Finished) -> list[tuple[Point, Point, float]]:
+    """Predicts the gaps of two ranks in each setting of `FROM_ONE_RANK` from that of a third one.
 
     Args:
       runs: Those that were made.
       rows: Of `tail.measure`.
+
+    Returns:
+      For each rank that was run: what was measured, with the gap at three quarters of the run; the
+      rank, with the gap at the end; and its prediction in per cent. The measured ranks come first.
     """
     shortened = []
     for run in runs:
         shortened.append({**run, "curve": run["curve"][: 3 * len(run["curve"]) // 4 or 1]})
-    lines = []
+    predictions = []
     for study in FROM_ONE_RANK:
         measured, *_ = points([study], shortened, rows)
         law = TAIL_LAWS["adamw"].through(measured.tail or 0.0, measured.gap / 100)
         for point in points([study], runs, rows):
-            row = _row(study.name, point, 100 * law.gap(point.tail or 0.0))
-            lines.append([*row, f"{measured.gap:+.1f}% at rank {measured.rank}"])
-    return markdown([*_MEASURED, "foretold", "from, at three quarters"], lines)
+            predictions.append((measured, point, 100 * law.gap(point.tail or 0.0)))
+    return predictions
+
+
+def error_from_one_rank(runs: Finished, rows: Finished) -> float:
+    """Returns the root mean square error of log(gap) of the ranks that were not measured."""
+    predictions = {}
+    for measured, point, predicted in from_one_rank(runs, rows):
+        if point.rank != measured.rank:
+            predictions[point.name, point.rank] = (point, predicted)
+    differences = [np.log(point.gap / predicted) for point, predicted in predictions.values()]
+    return float(np.sqrt(np.mean(np.square(differences))))
+
+
+def _table_from_one_rank(runs: Finished, rows: Finished) -> str:
+    lines = []
+    for measured, point, predicted in from_one_rank(runs, rows):
+        row = _row(point.name, point, predicted, point.guess)
+        row.append(f"{measured.gap:+.1f}% at rank {measured.rank}")
+        lines.append(row)
+    header = [*_MEASURED, "foretold", "by width and tokens", "foretold from, at three quarters"]
+    return markdown(header, lines)
 
 
 def without_law(runs: Finished, rows: Finished) -> str:
@@ -324,7 +347,7 @@ def paged(page: str, runs: Finished) -> str:
     page = in_page(page, f"{TAIL}, others", f"{without_law(runs, rows)}\n")
     page = in_page(page, TAIL, f"{fit}\n\n{made_on(rows)}\n")
     page = in_page(page, f"{TAIL}, predicted", f"{foretold(PREDICTED, runs, rows)}\n")
-    return in_page(page, f"{TAIL}, from one rank", f"{from_one_rank(runs, rows)}\n")
+    return in_page(page, f"{TAIL}, from one rank", f"{_table_from_one_rank(runs, rows)}\n")
 
 
 def report(runs: Finished) -> str:

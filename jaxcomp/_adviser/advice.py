@@ -148,8 +148,8 @@ class Advice:
         ]
         if best.doubt or best.gap is None or best.half_width is None:
             sentences.append(
-                f"What it costs in loss is not known: {best.doubt}. Run it and the exact average "
-                "for half of the steps, and pass the exact run's state and the difference: "
+                f"What it costs in loss is not known: {best.doubt}. Run both for three quarters of "
+                "the steps, and pass the exact run's state and the gap between their losses: "
                 f"jaxcomp.advise(..., opt_state=opt_state, measured=({best.rank}, '1.2%'))."
             )
             int8 = self.predictions[2]

@@ -23,7 +23,13 @@ from benchmarks.convergence import training
 from benchmarks.convergence.runs import results
 from benchmarks.convergence.strategies import EXACT, STRATEGIES, by_name
 from benchmarks.optimizers import settings, tail
-from benchmarks.optimizers.laws import in_sample, points, predicted
+from benchmarks.optimizers.laws import (
+    error_from_one_rank,
+    from_one_rank,
+    in_sample,
+    points,
+    predicted,
+)
 from benchmarks.optimizers.report import made
 from benchmarks.time_to_loss import report
 from benchmarks.time_to_loss.task import Config
@@ -45,7 +51,8 @@ STATED = (
     "10% warm-up", "10% exact steps", "the first 10% of the steps", "(95%)", "differ by 1%",
     "10% to 90%", "which are 1%, 3% and a tenth", "above exact (95%)",
     "a third of the width", "100% of", "whose step is within 10% of the fastest",
-    "A predicted gain below 10%", "95% of runs",
+    "A predicted gain below 10%", "95% of runs", "or within 0.2 points",
+    "a quarter or 0.2 points",
 )  # fmt: skip
 
 
@@ -77,6 +84,9 @@ def readme():
     gap = f"{mean(gaps):.2f} ± {half_width(gaps):.2f}%"
     yield f"its loss ended {gap} above the loss without compression (rank 48"
     yield from of_the_program()
+    right, of_all = counts_from_one_rank()
+    yield f"Of {of_all} predictions"
+    yield f"{right} were right within a quarter or 0.2 points"
     found = over_links()
     exact = found[report.EXACT]
     low_rank = found["jax/powersgd-32-int6"]
@@ -208,10 +218,46 @@ def convergence():
     yield f"the encoder's gap grew to {encoder:.1f} times"
     yield f"as its tails foretold ({in_its_tails:.1f})"
     yield f"grew to {convolutions:.1f} times, where the tails foretold {in_their_tails:.1f}"
+    yield from of_one_rank()
+    yield f"error {100 * error_from_one_rank(runs, tails):.0f}%"
     ranks = lower("powersgd-r4", "powersgd-r16-int8")
     yield f"rank 16 in int8 ended {ranks} points lower than rank 4 in float32"
     float32, int8 = by_spectrum()
     yield f"{float32} points lower with the bytes of rank 4, and {int8} lower with those of"
+
+
+def of_one_rank():
+    """Yields how many gaps of lower and of higher ranks were as foretold from another rank."""
+    right = right_from_one_rank()
+    lower, higher, by_width = (NUMBERS[sum(each)] for each in right.values())
+    of_all = len(right["by width and tokens"])
+    yield f"{lower} of {NUMBERS[len(right['lower'])]} lower ranks"
+    yield f"{higher} of {NUMBERS[len(right['higher'])]} higher ranks"
+    yield f"{by_width} of the {of_all}"
+
+
+def right_from_one_rank():
+    """Returns whether each gap was as foretold, of lower and higher ranks and by another law."""
+    right = {"lower": [], "higher": [], "by width and tokens": []}
+    known = {("convolutions", 4), ("encoder", 4)}  # before the prediction
+    for measured, point, expected in from_one_rank(optimizers_runs(), read_runs(tail.OUT)):
+        if point.rank != measured.rank and (point.name, point.rank) not in known:
+            kind = "higher" if point.rank > measured.rank else "lower"
+            right[kind].append(is_near(point.gap, expected))
+            right["by width and tokens"].append(is_near(point.gap, point.guess))
+    return right
+
+
+def counts_from_one_rank():
+    """Returns the number of right predictions, and of all."""
+    right = right_from_one_rank()
+    several = [*right["lower"], *right["higher"]]
+    return sum(several), len(several)
+
+
+def is_near(gap, expected):
+    """Returns whether a gap lies within a quarter of its prediction, or within 0.2 points."""
+    return abs(gap - expected) <= max(0.25 * expected, 0.2)
 
 
 def within_a_quarter(gap, predicted):
@@ -270,6 +316,8 @@ def choosing():
         law = TAIL_LAWS[name]
         yield f"{law.c} * tail {law.power} per cent"
         yield words
+    yield "{} of {} predictions that were made".format(*counts_from_one_rank())
+    yield from list(of_one_rank())[:2]
     _, error = in_sample(optimizers_runs(), read_runs(tail.OUT))["adamw"]
     yield f"The error of the fit behind AdamW is {100 * error:.0f}% of the gap"
     float32, int8 = by_spectrum()

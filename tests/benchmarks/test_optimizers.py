@@ -16,7 +16,7 @@ from benchmarks.convergence.models import KINDS, causal_convolution
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config, Trainer
 from benchmarks.optimizers import report, tail
-from benchmarks.optimizers.laws import int8_gaps, laws, tail_laws
+from benchmarks.optimizers.laws import error_from_one_rank, int8_gaps, laws, tail_laws
 from benchmarks.optimizers.settings import SCALE, UNSEEN, Setting, Study, small
 from jaxcomp._adviser.advise import _INT8
 from jaxcomp._bytes.gap import LAWS, TAIL_LAWS
@@ -80,6 +80,11 @@ def test_the_law_of_the_tail_is_fitted_to_the_committed_runs(name):
     assert law.c == pytest.approx(fitted.c, abs=0.051)
     assert law.power == pytest.approx(fitted.power, abs=0.0051)
     assert law.error == pytest.approx(fitted.error, abs=0.0051)
+
+
+def test_the_error_of_a_law_through_a_measured_gap_is_that_of_its_predictions():
+    error = error_from_one_rank(read_runs(command.OUT), read_runs(tail.OUT))
+    assert TAIL_LAWS["adamw"].through(tail=0.2, gap=0.01).error == pytest.approx(error, abs=0.0051)
 
 
 @pytest.fixture
