@@ -109,15 +109,16 @@ def orthonormal_bases(
         return [_column_by_column(stack, torchs_eps) for stack in stacks]
 
     def elsewhere(stacks: Sequence[Array]) -> list[Array]:
-        bases = list(stacks)
+        # The barrier makes each stack once: else every operation on a stack reads all its factors,
+        # and jaxlib 0.10 fails in Gram-Schmidt: "'scf.if' op along control flow edge".
+        bases = lax.optimization_barrier(list(stacks))
         for positions in alike([(x.shape[-1], x.dtype) for x in stacks]):
-            of_rank = [stacks[i] for i in positions]
+            of_rank = [bases[i] for i in positions]
             if torchs_eps is None or of_rank[0].shape[-1] > _GRAM_SCHMIDT_RANK:
                 of_rank = cholesky_bases(of_rank, rounds)
             else:
-                # torch's eps needs Gram-Schmidt, one column after the other. Without the barrier
-                # jaxlib 0.10 fails on GPUs: "'scf.if' op along control flow edge".
-                of_rank = on_cpu(lax.optimization_barrier(of_rank))
+                # torch's eps needs Gram-Schmidt, one column after the other.
+                of_rank = on_cpu(of_rank)
             put_at(bases, positions, of_rank)
         return bases
 
