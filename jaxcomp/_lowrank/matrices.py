@@ -48,6 +48,9 @@ _FUSED_RANK = 8
 # Above that rank, the product is computed in blocks of this number of bytes; a core's cache holds
 # two of them.
 _BLOCK_BYTES = 1 << 20
+# Products over an axis of this length are computed in at least this number of pieces on GPUs.
+_LONG = 1 << 13
+_PIECES = 72
 # Key-path entries of a flax.nnx variable's array; they are not names of a parameter.
 _ANONYMOUS = ("value", "raw_value")
 
@@ -171,15 +174,40 @@ def product(view: MatrixView, leaf: Array, factor: Array, *, transposed: bool = 
         leaf = _held(leaf)
     matrix = view.matricize(leaf)
     if view.cols_first != transposed:
-        flipped = einsum("...ir,...ij->...rj", factor, matrix)
-        # Without the barrier XLA on CPU folds the transpose into the product (contraction over the
-        # first axis of both arrays), which is 10 to 50 times slower.
-        return lax.platform_dependent(flipped, cpu=lax.optimization_barrier, default=lambda x: x).mT
+        flipped = functools.partial(einsum, "...ir,...ij->...rj")
+
+        def on_cpu(factor: Array, matrix: Array) -> Array:
+            # Without the barrier XLA on CPU folds the transpose into the product (contraction over
+            # the first axis of both arrays), which is 10 to 50 times slower.
+            return lax.optimization_barrier(flipped(factor, matrix))
+
+        def elsewhere(factor: Array, matrix: Array) -> Array:
+            size = _piece(*factor.shape[-2:])
+            if size == factor.shape[-2]:
+                return flipped(factor, matrix)
+            pieces = [x.reshape(*view.batch, -1, size, x.shape[-1]) for x in (factor, matrix)]
+            return flipped(*pieces).sum(-3)
+
+        return lax.platform_dependent(factor, matrix, cpu=on_cpu, default=elsewhere).mT
     # It contracts the last axis of the matrix, which is fast.
     multiplied = functools.partial(einsum, "...ij,...jr->...ir")
     if factor.shape[-1] > _FUSED_RANK:
         return multiplied(matrix, factor)
     return lax.platform_dependent(matrix, factor, cpu=multiplied, default=_summed_along_rows)
+
+
+def _piece(n: int, rank: int) -> int:
+    """Returns the length of the pieces in which GPUs sum a product over an axis of length `n`.
+
+    XLA splits a product over a long axis into a power of two of pieces, and copies the leaf to pad
+    it if these are not equal. It does not split `_PIECES` equal ones again. Their sums, `rank`
+    values for each value of a row, are written and read, so a piece has to be longer than that.
+    """
+    if rank > 1 and n >= _LONG and not unmapped_axes():
+        for size in range(n // _PIECES, 2 * rank, -1):
+            if n % size == 0:
+                return size
+    return n
 
 
 def _summed_along_rows(matrix: Array, factor: Array) -> Array:
@@ -238,7 +266,7 @@ def unsent(
     q_sent: Array,
     total: Array,
     old: Array,
-    commit: Array,
+    commit: Array | bool,
     replicas: int,
 ) -> Array:
     """Returns the new residual: ``total - P Q_w^T`` if `commit`, else `old`; updated in place.

@@ -1,14 +1,18 @@
 """The form of an update that GPUs run, here on a CPU: the same values as the CPU's own."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from numpy.testing import assert_allclose
 
 import jaxcomp
+from jaxcomp._lowrank.matrices import MatrixView, product
 from tests.helpers.control import apart, assert_no_further
-from tests.helpers.leaves import by_layer, random_grads
+from tests.helpers.leaves import by_layer, equal, random_grads
 from tests.helpers.runners import AXIS, simulate
 
 SHAPES = {"wide": (136, 200), "twin": (136, 200), "tall stack": (2, 200, 136)}
@@ -91,6 +95,31 @@ def test_an_update_is_that_of_the_cpu(rank, eps, dtype, wire, atol, on_gpus):
         assert np.abs(one - other).max() < atol * np.abs(other).max()
 
     jax.tree.map(compare, run(), expected)
+
+
+@pytest.mark.parametrize("rank", [4, 32])
+def test_a_step_that_is_not_finite_leaves_the_state_as_it_was(rank, on_gpus):
+    grads = random_grads(SHAPES, 2, 2)
+    grads["twin"][1, 1, 5] = np.nan
+    on_gpus()
+    tx = jaxcomp.powersgd(rank, axis_name=AXIS, start_step=0, min_compression_rate=0.5)
+    outputs, state = simulate("shard_map", tx, grads)
+    first = {name: x[:, :1] for name, x in grads.items()}
+    equal(state, simulate("shard_map", tx, first)[1])
+    for output in outputs.values():
+        assert np.isnan(output[1]).all()
+
+
+def test_a_product_over_a_long_axis_is_summed_in_equal_pieces(on_gpus):
+    rng = np.random.default_rng(0)
+    leaf = jnp.float32(rng.normal(size=(9000, 48)))
+    factor = jnp.float32(rng.normal(size=(9000, 4)))
+    view = MatrixView(leaf.shape, jaxcomp.MatrixDims(rows=(0,), cols=(1,)))
+    transposed = functools.partial(product, view, transposed=True)
+    expected = transposed(leaf, factor)
+    on_gpus()
+    assert "f32[72,125,48]" in str(jax.make_jaxpr(transposed)(leaf, factor))
+    assert_allclose(transposed(leaf, factor), expected, atol=3e-6 * np.abs(expected).max())
 
 
 def training(rank):
