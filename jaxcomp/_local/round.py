@@ -153,25 +153,20 @@ class LocalSGDRound(Counted):
         specs = jax.tree.map_with_path(batch_spec, batches)
         check_keys(keys, lengths)
 
-        def step(*arrays: PyTree) -> Any:
-            whole_step = explicit_inside(
-                lambda arrays: self.step_fn(*arrays), step_specs, mesh, axes
-            )
-            return whole_step(arrays)
+        step = explicit_inside(lambda arrays: self.step_fn(*arrays), step_specs, mesh, axes)
+        inside = dataclasses.replace(self, step_fn=lambda *arrays: step(arrays))
 
         def on_replica(state: PyTree, arrays: Any, weight: Any) -> Any:
-            inside = dataclasses.replace(self, step_fn=step)
             params, state, auxiliary = inside._on_replica(arrays[0], state, arrays[1], weight)
             auxiliary = as_local(jax.tree.map(jnp.asarray, auxiliary), axis_name)
             return None, jax.tree.map(lambda leaf: leaf[None], auxiliary), params, state
 
-        shared = jax.tree.map(lambda leaf: P(), params)
         _, auxiliary, params, state = call_on_replicas(
             on_replica,
             state,
             (params, batches),
             weight,
-            specs=(shared, specs),
+            specs=(P(), specs),
             examples={},
             params=params,
             mesh=mesh,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
 
-from jaxcomp._base.leaves import is_array, leaf_name
+from jaxcomp._base.leaves import is_array, leaf_name, with_arrays
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_tuple, mesh_axes
 from jaxcomp._mesh.meshes import over_axes, split_axis
@@ -27,8 +27,8 @@ from jaxcomp._mesh.weights import is_real, refuse_misspelt_weight
 from jaxcomp._states.place import known_spec
 
 
-def without_mapped_axes(tree: PyTree) -> PyTree:
-    """Returns arguments for one replica: shardings among the leaves lose their mapped axes."""
+def arguments_of_replica(arguments: PyTree, arrays: PyTree) -> PyTree:
+    """Puts one replica's arrays into the arguments, whose shardings lose their mapped axes."""
     mapped = mesh_axes(AxisType.Manual)
     mesh = get_abstract_mesh()
     others = tuple(name for name in mesh.axis_names if name not in mapped)
@@ -38,7 +38,7 @@ def without_mapped_axes(tree: PyTree) -> PyTree:
             return NamedSharding(mesh, over_axes(leaf.spec, others))
         return leaf
 
-    return jax.tree.map(without_mapped, tree)
+    return with_arrays(jax.tree.map(without_mapped, arguments), arrays)
 
 
 def positions(args: tuple[Any, ...], argnums: int | tuple[int, ...]) -> list[int]:

@@ -24,7 +24,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxcomp._base.checks import answers_other_names, check_flag, is_traced
-from jaxcomp._base.leaves import arrays_only, with_arrays, without_arrays
+from jaxcomp._base.leaves import arrays_only, without_arrays
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.meshes import (
@@ -40,11 +40,11 @@ from jaxcomp._reducers.reducer import Reducer, in_dtypes_of
 from jaxcomp._reducers.transformation import Transformation
 from jaxcomp._states.place import shard_state
 from jaxcomp._training.arguments import (
+    arguments_of_replica,
     check_keywords,
     positions,
     split_specs,
     weight_spec,
-    without_mapped_axes,
 )
 from jaxcomp._training.examine import examined
 from jaxcomp._training.gradients import check_averaged, check_loss
@@ -249,7 +249,7 @@ class DataParallel:
         weights = np.array(list(map(np.sum, halves)))
 
         def outputs_of(arrays: PyTree) -> PyTree:
-            *args, kwargs = with_arrays(without_mapped_axes(inputs.arguments), arrays)
+            *args, kwargs = arguments_of_replica(inputs.arguments, arrays)
             value, *auxiliary = taken_apart(self.grad_fn(*args, **kwargs))[0]
             return [value, *(jax.tree.map_with_path(as_array, tree) for tree in auxiliary)]
 
@@ -350,7 +350,7 @@ class DataParallel:
             # Marked as this replica's own: else JAX would sum the gradients of all replicas.
             local[i] = as_local(local[i], self.axis_name)
         marked = tuple(local)
-        *args, kwargs = with_arrays(without_mapped_axes(inputs.arguments), marked)
+        *args, kwargs = arguments_of_replica(inputs.arguments, marked)
         outputs, gradients = taken_apart(self.grad_fn(*args, **kwargs))
         check_loss(outputs[0], self.axis_name)
         examples: set[int] = set()
