@@ -290,7 +290,9 @@ def unsent(
     def whole() -> Array:
         # With a leading axis of 1, like the state that `jax.shard_map` passes: else a reshape would
         # prevent XLA from writing the new residual in the place of the old one.
-        product = outer(view, p, q_sent)
+        # Held, because XLA on GPUs would make one kernel of output and residual, which cannot write
+        # the output in the place of the sum.
+        product = outer(view, _held(p), _held(q_sent))
         return remaining(product[None], total[None], old[None]).reshape(old.shape)
 
     def in_blocks() -> Array:

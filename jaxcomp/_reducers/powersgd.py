@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from jaxcomp._base.checks import (
     check_axis_name,
@@ -47,7 +46,6 @@ from jaxcomp._mesh.collectives import (
     branch_at_step,
     local_if_bound,
     owner_id,
-    typed_like,
     unmapped_axes,
 )
 from jaxcomp._mesh.per_replica import no_owner
@@ -281,39 +279,20 @@ def powersgd_step(
         commit = average.finite & started
     views = compressed_views(plans)
     replicas = axis_size(options.axis_name)
-
     # Compressed gradients come first, so a position is the same in all lists. There are no
     # residuals without error feedback.
-    def remaining(commit: Array | bool, residual: list[Array]) -> list[Array]:
-        new = []
-        for i, old in enumerate(residual):
-            new.append(
-                unsent(
-                    views[i],
-                    plans[i].dtype,
-                    p=average.p[i],
-                    q=average.q[i],
-                    q_sent=average.q_sent[i],
-                    total=totals[i],
-                    old=old,
-                    commit=commit,
-                    replicas=replicas,
-                )
-            )
-        return new
-
-    def in_a_loop(commit: Array, residual: list[Array]) -> list[Array]:
-        # The loop makes one turn, or none if the residual stays as it was. So no kernel reads the
-        # old residual to keep it, and above `_FUSED_RANK` the product that is subtracted is not
-        # stored. The host waits for `commit` before the loop, and for the loop.
-        def typed(residual: list[Array]) -> list[Array]:
-            pairs = zip(residual, totals, strict=False)
-            return [typed_like(old, (total, commit)) for old, total in pairs]
-
-        turns = commit.astype(jnp.int32)
-        return lax.fori_loop(0, turns, lambda _, old: typed(remaining(True, old)), typed(residual))
-
-    residual = lax.platform_dependent(commit, residual, cpu=remaining, default=in_a_loop)
+    for i, old in enumerate(residual):
+        residual[i] = unsent(
+            views[i],
+            plans[i].dtype,
+            p=average.p[i],
+            q=average.q[i],
+            q_sent=average.q_sent[i],
+            total=totals[i],
+            old=old,
+            commit=commit,
+            replicas=replicas,
+        )
 
     new_q = state.q  # without a warm start the state does not keep the factors
     if options.warm_start:
