@@ -266,7 +266,7 @@ def unsent(
     q_sent: Array,
     total: Array,
     old: Array,
-    commit: Array | bool,
+    commit: Array,
     replicas: int,
 ) -> Array:
     """Returns the new residual: ``total - P Q_w^T`` if `commit`, else `old`; updated in place.
