@@ -158,6 +158,7 @@ def _with(momentum: float | None, *rates: float) -> tuple[tuple[float, float | N
 _WHOLE = {"min_compression_rate": 1.0}
 _INT8 = {"rank": 16, "wire": "int8"}
 _ALL = (*_int6(32), _INT8, *_int6(21), {"ratio": 20.2, "wire": "int6"}, *_int6(11, 5))
+_ADAMW_WIDE = (*_int6(48), {"ratio": 35.9, "wire": "int6"}, *_int6(32))
 _MUON_WIDE = (*_int6(120, **_WHOLE), {"ratio": 16, "wire": "int6"}, *_int6(84, 43))
 _RATES = _with(0.8, 2e-3, 1e-3, 4e-3)
 # The final loss is that of 65,536 held-out bytes, and nothing is evaluated before.
@@ -186,7 +187,7 @@ STUDIES = (
         "adamw", "4,096 tokens a step", _4096, _with(0.8, 2e-3, 4e-3, 8e-3), _int6(32, 21, 11), 8
     ),
     Study("adamw", "width 256, 4,096 tokens", _256, _with(0.8, 2e-3), _int6(64, 42, **_WHOLE), 2),
-    Study("adamw", "width 512", WIDE_ONCE, _WIDE_RATES, _int6(48, 32), 8),
+    Study("adamw", "width 512", WIDE_ONCE, _WIDE_RATES, _ADAMW_WIDE, 8),
     Study("muon", "", Config(), (*_with(None, 2e-3), *_with(0.9, 2e-3), *_RATES), _ALL, 3),
     Study("muon", "width 512", _WIDE, _RATES, _MUON_WIDE, 8),
 )

@@ -83,6 +83,7 @@ def readme():
     yield f"{ratio:.0f} times fewer bytes than float32 ({ratio / 2:.0f} times fewer than bfloat16)"
     gap = f"{mean(gaps):.2f} ± {half_width(gaps):.2f}%"
     yield f"its loss ended {gap} above the loss without compression (rank 48"
+    yield "same bytes ended {} points lower, {} from the exact runs".format(*by_spectrum_at_512())
     yield from of_the_program()
     right, of_all = counts_from_one_rank()
     yield f"Of {of_all} predictions"
@@ -158,9 +159,21 @@ def rank_of_rates():
     for run in optimizers_runs():
         setting = run["setting"]
         wide = training.Config(**run["config"]) == settings.WIDE_ONCE and run["seed"] == 0
-        if wide and setting["optimizer"] == "adamw" and not setting["rank"]:
+        exact = not setting["rank"] and not setting["ratio"]
+        if wide and exact and setting["optimizer"] == "adamw":
             losses[setting["rate"]] = run["curve"][-1][1]
     return 100 * (losses[1e-3] / losses[5e-4] - 1)
+
+
+def by_spectrum_at_512():
+    """Returns how many points lower ranks by spectrum ended than rank 48, and their gap."""
+    exact, *compressed = study("width 512").items()
+    gaps = {setting.sent: result.gaps(exact[1]) for setting, result in compressed}
+    spectrum = gaps["ranks by spectrum 35.9x, int6"]
+    pairs = zip(gaps["rank 48, int6"], spectrum, strict=True)
+    lower = [equal - by_leaf for equal, by_leaf in pairs]
+    gap = f"{mean(spectrum):.2f} ± {half_width(spectrum):.2f}%"
+    return f"{mean(lower):.2f} ± {half_width(lower):.2f}", gap
 
 
 def by_spectrum():
@@ -187,6 +200,7 @@ def convergence():
     yield f"{adamw.c} and {adamw.power} for AdamW, to {adamw.settings} ranks"
     yield f"{muon.c} and {muon.power} for Muon"
     yield from apart_on_two_processors()
+    yield "rank 48 by {} points. It ended {} from the exact runs".format(*by_spectrum_at_512())
     narrow, wide = settings.FIRST_STEPS
     after_5 = ended_lower(wide, (21, 0, 0), (19, 5, 0))
     after_14 = ended_lower(wide, (21, 0, 0), (19, 14, 0))
@@ -320,6 +334,7 @@ def choosing():
     yield from list(of_one_rank())[:2]
     _, error = in_sample(optimizers_runs(), read_runs(tail.OUT))["adamw"]
     yield f"The error of the fit behind AdamW is {100 * error:.0f}% of the gap"
+    yield f"{by_spectrum_at_512()[0]} points lower than rank 48"
     float32, int8 = by_spectrum()
     yield f"by {float32} points with the bytes of rank 4 and by {int8} with those of rank 16"
     for label, name in (("AdamW", "adamw"), ("Muon", "muon")):
