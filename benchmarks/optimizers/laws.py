@@ -7,7 +7,7 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from statistics import mean
 from typing import NamedTuple
@@ -109,9 +109,9 @@ def predicted(runs: Finished, rows: Finished = ()) -> list[Point]:
     return [next(points([study], runs, rows)) for study in PREDICTED]
 
 
-def _logarithmic_error(several: Iterable[Point], expected: Callable[[Point], float]) -> float:
+def _logarithmic_error(gaps: Sequence[float], expected: Sequence[float]) -> float:
     """Returns the root mean square of the differences of logarithms."""
-    differences = [np.log(point.gap / expected(point)) for point in several]
+    differences = np.log(np.divide(gaps, expected))
     return float(np.sqrt(np.mean(np.square(differences))))
 
 
@@ -124,11 +124,13 @@ def laws(runs: Finished) -> dict[str, Law]:
     # Depth and context were changed behind AdamW alone.
     law = _law("adamw", several, error=0.0)
 
-    def expected(point: Point) -> float:
-        return 100 * law.gap(point.rank, point.width, point.tokens)
-
-    transformers = [point for point in predicted(runs) if point.kind == "transformer"]
-    error = _logarithmic_error(transformers, expected)
+    gaps = []
+    expected = []
+    for point in predicted(runs):
+        if point.kind == "transformer":
+            gaps.append(point.gap)
+            expected.append(100 * law.gap(point.rank, point.width, point.tokens))
+    error = _logarithmic_error(gaps, expected)
     return {name: _law(name, several, error) for name in LAWS}
 
 
@@ -170,7 +172,12 @@ def tail_laws(runs: Finished, rows: Finished) -> dict[str, TailLaw]:
 
 def tail_error(law: TailLaw, several: Iterable[Point]) -> float:
     """Returns the root mean square error of the law's logarithm, over settings with a tail."""
-    return _logarithmic_error(several, lambda point: 100 * law.gap(point.tail or 0.0))
+    gaps = []
+    expected = []
+    for point in several:
+        gaps.append(point.gap)
+        expected.append(100 * law.gap(point.tail or 0.0))
+    return _logarithmic_error(gaps, expected)
 
 
 def _fitted(optimizer: str, several: Iterable[Point]) -> list[Point]:
@@ -279,7 +286,7 @@ def from_one_rank(runs: Finished, rows: Finished) -> list[tuple[Point, Point, fl
     """
     shortened = []
     for run in runs:
-        shortened.append({**run, "curve": run["curve"][: 3 * len(run["curve"]) // 4 or 1]})
+        shortened.append({**run, "curve": run["curve"][: 3 * len(run["curve"]) // 4]})
     predictions = []
     for study in FROM_ONE_RANK:
         measured, *_ = points([study], shortened, rows)
@@ -291,12 +298,13 @@ def from_one_rank(runs: Finished, rows: Finished) -> list[tuple[Point, Point, fl
 
 def error_from_one_rank(runs: Finished, rows: Finished) -> float:
     """Returns the root mean square error of log(gap) of the ranks that were not measured."""
-    predictions = {}
+    gaps = []
+    expected = []
     for measured, point, predicted in from_one_rank(runs, rows):
         if point.rank != measured.rank:
-            predictions[point.name, point.rank] = (point, predicted)
-    differences = [np.log(point.gap / predicted) for point, predicted in predictions.values()]
-    return float(np.sqrt(np.mean(np.square(differences))))
+            gaps.append(point.gap)
+            expected.append(predicted)
+    return _logarithmic_error(gaps, expected)
 
 
 def _table_from_one_rank(runs: Finished, rows: Finished) -> str:

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from benchmarks.common.paths import RESULTS
 from benchmarks.common.runs import Run, read_runs
 from benchmarks.convergence.runs import Runs
 from benchmarks.convergence.training import Config
 from benchmarks.optimizers.settings import Setting, Study
-from jaxcomp._bytes.gap import TAIL_LAWS, Momentum, ranks_of, read_momentum
+from jaxcomp._bytes.gap import TAIL_LAWS, ranks_of, read_momentum
 
 OUT = RESULTS / "tails.jsonl"
 _READINGS = 8  # in a run, evenly spaced; those of its first half are made
@@ -37,7 +36,8 @@ def measure(runs: Runs, study: Study, exact: Setting, path: Path = OUT) -> None:
     tails: Run = {}
     for first in range(0, study.config.steps // 2, stride):
         carry = trainer.advance(carry, 0, first, first + stride)
-        momentum = momentum_of(study.optimizer, carry[1])
+        # Only tails are read, so that any gap will do for an optimizer without a law of its own.
+        momentum = read_momentum(carry[1], measured=(1, 1e-3))
         tails[str(first + stride)] = by_rank = {}
         for setting in in_six_bits:
             ranks = ranks_of(momentum.tree, setting.rank, setting.min_compression_rate, None)
@@ -48,14 +48,6 @@ def measure(runs: Runs, study: Study, exact: Setting, path: Path = OUT) -> None:
     for rank, tail in second_quarter(row, study.config.steps).items():
         gap = law.gap(tail)
         print(f"{study.name}: rank {rank} has a tail of {tail:.3f}, which foretells {gap:+.1%}")
-
-
-def momentum_of(optimizer: str, state: Any) -> Momentum:
-    """Reads the momentum from an optimizer's state, for those without a law of their own too."""
-    if optimizer in TAIL_LAWS:
-        return read_momentum(state)
-    # Only tails are read, so that any gap will do.
-    return read_momentum(state, measured=(1, 1e-3))
 
 
 def find(study: Study, rows: Sequence[Run]) -> dict[int, float]:
