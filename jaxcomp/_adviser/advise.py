@@ -210,7 +210,6 @@ def _losses_of_run(
         )
     else:
         evidence = "the gap that was measured, scaled to other ranks by the momentum in opt_state"
-        largest = 1.0  # the measured gap takes the place of the runs that were made
 
     def gap(rank: int) -> Gap:
         return momentum.gap(ranks_of(momentum.tree, rank, _LEAST_RATE, matrix_dims))

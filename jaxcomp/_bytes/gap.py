@@ -77,8 +77,12 @@ class TailLaw:
         return max(_possible_excess(self.gap(tail), self.error), _LEAST_HALF_WIDTH)
 
     def through(self, tail: float, gap: float) -> TailLaw:
-        """Returns the law with the same power that has this gap, which was measured, at a tail."""
-        return dataclasses.replace(self, c=100 * gap / tail**self.power, error=_ERROR_IF_MEASURED)
+        """Returns the law with the same power that has this gap, which was measured, at a tail.
+
+        The measured run takes the place of those of the fit, so that the law holds for all tails.
+        """
+        constant = 100 * gap / tail**self.power
+        return dataclasses.replace(self, tails=(0.0, 1.0), c=constant, error=_ERROR_IF_MEASURED)
 
     def tail(self, gap: float) -> float:
         """Returns the largest tail whose expected gap is at most `gap` (a fraction)."""
