@@ -394,8 +394,11 @@ def _fill(
         if part.q is None:
             continue
         qs = seen.get(name, [])
+        if qs and all(np.array_equal(q, qs[0]) for q in qs[1:]):
+            part.q[...] = qs[0]
+            continue
         part.q[...] = _common_q(part, qs)
-        if not all(np.array_equal(q, qs[0]) for q in qs[1:]):
+        if qs:
             apart.append(name)
     if apart:
         warn(
@@ -479,7 +482,7 @@ def _check_state(
 
 
 def _common_q(part: BucketPart, qs: list[np.ndarray]) -> np.ndarray:
-    """Returns one Q of shape (cols, rank) for a torch matrix, from the Q factors of its parts."""
+    """Returns one Q of shape (cols, rank) for a torch matrix whose parts have several, or none."""
     columns = part.entry.matrix[1]
     if not qs and part.rank == min(part.entry.matrix):
         # Only torch compresses the matrix, at full rank, where every basis is exact.
@@ -488,7 +491,5 @@ def _common_q(part: BucketPart, qs: list[np.ndarray]) -> np.ndarray:
         # jaxcomp does not compress the parts of this packed matrix, so torch starts with a new Q.
         draw = np.random.default_rng(0).standard_normal
         return draw((columns, part.rank), np.float32)
-    if all(np.array_equal(q, qs[0]) for q in qs[1:]):
-        return qs[0]
     left, values, _ = np.linalg.svd(np.concatenate(qs, axis=1), full_matrices=False)
     return (left * values)[:, : part.rank].astype(np.float32)
