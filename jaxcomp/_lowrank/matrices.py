@@ -228,17 +228,25 @@ def _held(x: Array) -> Array:
 
 
 def by_columns(factor: Array) -> Array:
-    """Stores the columns of a factor one after the other on GPUs.
+    """Stores the columns of a factor, or of a stack of factors, one after the other on GPUs.
 
-    Neighbouring threads read one column of the factor along the last axis of a leaf. Where its
-    values are `r` apart in memory, the kernel is up to three times slower at rank 8. XLA cannot
-    choose another layout for an array of one axis. Such an array would lose its sharding over
-    unmapped axes. Above `_FUSED_RANK` no kernel reads a factor so.
+    Neighbouring threads read one column of a factor along the last axis of a leaf. Where its values
+    are `r` apart in memory, the kernel is up to three times slower at rank 8. XLA cannot choose
+    another layout for an array of one axis. Such an array would lose its sharding over unmapped
+    axes.
     """
-    if factor.shape[-1] > _FUSED_RANK or unmapped_axes():
+    if unmapped_axes():
         return _held(factor)
     columns = factor.mT
     return _held(columns.reshape(-1)).reshape(columns.shape).mT
+
+
+def factors_of(stack: Array) -> list[Array]:
+    """Returns the factors of a stack, each as GPUs read it fast."""
+    if stack.shape[-1] > _FUSED_RANK:  # no kernel reads single columns
+        return list(map(_held, stack))
+    # All in one kernel; those that read a factor cut it out of the stack.
+    return list(by_columns(stack))
 
 
 def outer(view: MatrixView, p: Array, q: Array) -> Array:

@@ -35,7 +35,7 @@ from jax import lax
 from jaxcomp._base.checks import answers_other_names
 from jaxcomp._base.leaves import alike, put_at
 from jaxcomp._base.typing import Array
-from jaxcomp._lowrank.matrices import by_columns, exact_einsum
+from jaxcomp._lowrank.matrices import exact_einsum, factors_of
 
 # torch's hook uses Gram-Schmidt up to rank 2 and QR above.
 _GRAM_SCHMIDT_RANK = 2
@@ -129,7 +129,7 @@ def orthonormal_bases(
     stacks = lax.platform_dependent(stacks, cpu=on_cpu, default=elsewhere)
     bases = list(factors)
     for positions, stack in zip(groups, stacks, strict=True):
-        put_at(bases, positions, map(by_columns, stack))
+        put_at(bases, positions, factors_of(stack))
     return bases
 
 
