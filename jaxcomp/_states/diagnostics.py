@@ -249,7 +249,9 @@ def _share(output_norm: Array, residual_norm: Array) -> Array:
 def _remark(leaf: LeafDiagnostics) -> str:
     """Says whether the rank is too low or higher than necessary."""
     rank = leaf.singular_values.shape[-1]
-    energy = np.cumsum(np.square(leaf.singular_values), axis=-1)
+    # Squares of the values themselves might overflow.
+    largest = np.max(leaf.singular_values, initial=np.finfo(np.float32).tiny)
+    energy = np.cumsum(np.square(leaf.singular_values / largest), axis=-1)
     missing = energy < _MOST_ENERGY * energy[..., -1:]
     needed = int(missing.sum(axis=-1).max()) + 1  # columns that the most demanding matrix needs
     if 2 * needed <= rank:
