@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -169,7 +170,8 @@ def predict_gap(
         the like), or of ``optax.contrib.muon``: alone, in a chain, masked, injected, or in a whole
         ``TrainState``. With `measured` also that of ``optax.sgd`` or ``optax.adafactor`` with a
         momentum, or of ``optax.lion``. Take it from an *exact* run, after a quarter to a half of
-        its steps.
+        its steps. Leaves without such a moment, as frozen ones, are left out; and beside Adam or
+        Muon those that another optimizer trains.
       rank: A rank for all leaves, or a function of (key path, leaf), as for `powersgd`; for example
         the result of `ranks_by_spectrum`.
       measured: The rank of a compressed run of this model, as for `rank`, and its gap: how far its
@@ -228,11 +230,11 @@ def read_momentum(
       min_compression_rate: Of the measured run.
 
     Raises:
-      ValueError: If the state has no momentum, the momentum is zero or not finite, or its optimizer
-        has no law and nothing was measured.
+      ValueError: If the state has no momentum or several of a leaf, the momentum is zero or not
+        finite, or its optimizer has no law and nothing was measured.
     """
     check_function("matrix_dims", matrix_dims)
-    _check_on_host(opt_state)
+    check_on_host("opt_state", opt_state)
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: bool(_moments(node)))
     states = [fields for fields in map(_moments, nodes) if fields]
     with_law = [fields for fields in states if fields.keys() & _BESIDE_MU]
@@ -248,18 +250,28 @@ def read_momentum(
             "Compare a compressed run of this model with the exact one, and pass its rank and how "
             "far above its loss ended: measured=(16, '1.2%')."
         )
-    # With several optimizers, each leaf belongs to one of them and is masked for the others. False
-    # sorts before True, so the least is a leaf that is not masked.
-    parts = map(_steps, with_law or states)
-    tree = jax.tree.map(lambda *leaves: min(leaves, key=is_masked), *parts, is_leaf=is_masked)
+    for fields in states:
+        if any(map(np.ndim, jax.tree.leaves(fields.get("count")))):
+            raise ValueError(
+                "`opt_state` is that of several replicas or models: its counter has an axis. Pass "
+                "that of one: jaxcomp.consolidate(opt_state), or without a jaxcomp state in it "
+                "jax.tree.map(lambda x: x[0], opt_state)."
+            )
+    # With several optimizers, each leaf belongs to one of them and is masked for the others.
+    tree = _merged(list(map(_steps, with_law or states)))
     law = "adamw"
     if any(_MUON in fields for fields in with_law):
         law = "muon"
     momentum = Momentum(TAIL_LAWS[law], tree, spectra_of(tree, matrix_dims))
+    if not momentum.spectra:
+        raise ValueError(
+            "The momentum in `opt_state` has no matrices. If the optimizer is in optax.flatten, "
+            "where it has one vector, train the exact run without it."
+        )
     if not momentum.energy > 0:
         raise ValueError(
-            "The momentum in `opt_state` is zero, or has no matrices. Train a quarter of an exact "
-            "run first, and pass its state."
+            "The momentum in `opt_state` is zero. Train a quarter of an exact run first, and pass "
+            "its state."
         )
     if measured is None:
         return momentum
@@ -318,22 +330,27 @@ def _squared_singular_values(matrices: np.ndarray) -> np.ndarray:
     return values.sum(axis=0)[::-1]  # the largest first
 
 
-def _check_on_host(opt_state: PyTree) -> None:
-    """Refuses arrays that NumPy cannot read: traced ones, and ones with parts in other processes.
+def check_on_host(name: str, tree: PyTree) -> None:
+    """Refuses leaves without values that NumPy can read.
 
     Raises:
-      ValueError: If it finds such an array; the message names the leaf.
+      ValueError: If a leaf is traced, has a part in another process, or is only a shape. The
+        message has the name of the argument and of the leaf.
     """
-    for path, leaf in jax.tree.leaves_with_path(opt_state):
+    for path, leaf in jax.tree.leaves_with_path(tree):
         if is_traced(leaf):
             raise ValueError(
-                f"`opt_state` is traced at {leaf_name(path)}: read it outside of jax.jit, between "
-                "two steps."
+                f"`{name}` is traced at {leaf_name(path)}: read it outside of jax.jit, between two "
+                "steps."
+            )
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"`{name}` has only a shape at {leaf_name(path)}: pass the arrays of a run."
             )
         if not getattr(leaf, "is_fully_addressable", True) and not leaf.is_fully_replicated:
             raise ValueError(
-                f"`opt_state` has a part of {leaf_name(path)} in another process. Gather it first, "
-                "as with jax.experimental.multihost_utils.process_allgather(opt_state, tiled=True)."
+                f"`{name}` has a part of {leaf_name(path)} in another process. Gather it first, "
+                f"as with jax.experimental.multihost_utils.process_allgather({name}, tiled=True)."
             )
 
 
@@ -345,11 +362,49 @@ def _moments(node: Any) -> Mapping[str, Any]:
     """
     if hasattr(node, "_asdict"):
         fields = node._asdict()
-        if fields.keys() & _MOMENTA:
-            return fields
     elif isinstance(node, Mapping) and "mu" in node and node.keys() & _BESIDE_MU:
-        return node
-    return {}
+        fields = node
+    else:
+        return {}
+    if not fields.keys() & _MOMENTA:
+        return {}
+    is_state = True
+    if "nu" in fields:
+        # SM3 has lists for each parameter in the place of second moments.
+        is_state = jax.tree.structure(fields.get("mu")) == jax.tree.structure(fields["nu"])
+    elif _MUON not in fields:
+        # A lone momentum has at most a counter beside it. What has more is a training state, in
+        # which `ema` may be averaged parameters.
+        others = [field for name, field in fields.items() if name not in _MOMENTA]
+        is_state = not any(map(np.ndim, jax.tree.leaves(others)))
+    return fields if is_state else {}
+
+
+def _merged(parts: Sequence[PyTree]) -> PyTree:
+    """Merges trees in which each leaf, or whole branch, is masked in all but one.
+
+    Raises:
+      ValueError: If several trees have the same leaf, or they are of different parameters.
+    """
+    present = [part for part in parts if not is_masked(part)]
+    if not present:
+        return parts[0]
+    if len(present) == 1:
+        return present[0]
+    branches = []
+    structures = []
+    for part in present:
+        # One level only, because a tree may be masked further up than another.
+        children, structure = jax.tree.flatten(part, functools.partial(operator.is_not, part))
+        branches.append(children)
+        structures.append(structure)
+    (structure, *others) = structures
+    if any(other != structure for other in others) or jax.tree_util.treedef_is_leaf(structure):
+        raise ValueError(
+            "`opt_state` holds the momenta of several models, as of a generator and a "
+            "discriminator, or several momenta of one. Pass the state of one optimizer."
+        )
+    return structure.unflatten(map(_merged, zip(*branches, strict=True)))
 
 
 def _steps(fields: Mapping[str, Any]) -> PyTree:
@@ -366,15 +421,22 @@ def _steps(fields: Mapping[str, Any]) -> PyTree:
     return momentum
 
 
+def _wide(moment: Any) -> np.ndarray:
+    """Returns a moment in double precision."""
+    moment = np.asarray(moment)
+    if np.iscomplexobj(moment):  # not compressed, and so not read
+        return moment
+    return moment.astype(np.float64)
+
+
 def _adam_step(mu: Any, nu: Any) -> np.ndarray:
-    mu = np.asarray(mu, np.float64)
-    return mu / (np.sqrt(np.asarray(nu, np.float64)) + _EPS)
+    return _wide(mu) / (np.sqrt(_wide(nu)) + _EPS)
 
 
 def _direction(mu: Any) -> np.ndarray:
     """Divides a momentum by its root mean square, so that leaves can be compared."""
-    mu = np.asarray(mu, np.float64)
-    size = np.sqrt(np.mean(mu**2))
+    mu = _wide(mu)
+    size = np.sqrt(np.mean(np.abs(mu) ** 2))
     return mu / (size + np.finfo(np.float64).tiny)  # zeros stay zeros
 
 

@@ -25,7 +25,7 @@ from jaxcomp._base.checks import (
 )
 from jaxcomp._base.leaves import FACTOR_DTYPES, checked_dtype, is_floating, leaf_name
 from jaxcomp._base.typing import DType, KeyPath, MatrixDimsFn, PyTree
-from jaxcomp._bytes.gap import Measured, read_momentum, spectra_of
+from jaxcomp._bytes.gap import Measured, check_on_host, read_momentum, spectra_of
 from jaxcomp._bytes.units import parse
 from jaxcomp._lowrank.matrices import LeafPlan, is_compressed, plan_leaves
 from jaxcomp._reducers.low_rank import leaf_bytes
@@ -56,7 +56,8 @@ class Ranks:
         if name not in self.by_leaf:
             raise ValueError(
                 f"ranks_by_spectrum saw no gradient of the leaf {name}. Make the ranks with a tree "
-                "like the one that is compressed."
+                "like the one that is compressed, or give the leaf a rank: "
+                f"jaxcomp.Ranks({{**ranks.by_leaf, {name!r}: 8}})."
             )
         return self.by_leaf[name]
 
@@ -138,6 +139,7 @@ def ranks_by_spectrum(
     rate = check_static_number("min_compression_rate", min_compression_rate, 0)
     momentum = None
     if loss_budget is None:
+        check_on_host("gradients", gradients)
         spectra: Mapping[str, np.ndarray] = spectra_of(gradients, matrix_dims)
     else:
         momentum = read_momentum(gradients, matrix_dims, measured, rate)

@@ -7,6 +7,7 @@ bytes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping
@@ -53,7 +54,8 @@ def parse(name: str, value: str | SupportsFloat) -> float:
         if match is not None and match[3] in argument.units:
             number = float(match[1]) * _PREFIXES[match[2]] * argument.units[match[3]]
     else:
-        number = float(value)
+        with contextlib.suppress(TypeError):  # None, for example
+            number = float(value)
     # A comparison with NaN is false.
     inside = 0 < number < argument.below or (number == 0 and argument.may_be_zero)
     if not inside:

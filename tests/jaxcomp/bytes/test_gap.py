@@ -1,6 +1,7 @@
 """The gap that an optimizer's own momentum predicts, wherever the optimizer's state lies."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,34 @@ OPTIMIZERS = {
 def test_the_moments_are_found_wherever_they_lie(name):
     state = trained(OPTIMIZERS[name])
     assert_allclose(tails(state), tails(trained(optax.scale_by_adam())), rtol=1e-5)
+
+
+class Training(NamedTuple):
+    params: Any
+    ema: Any  # averaged parameters, which are no momentum
+    opt_state: Any
+
+
+@pytest.mark.parametrize("optimizer", [optax.adam(1e-3), optax.sgd(0.1, momentum=0.9)])
+def test_averaged_parameters_beside_the_optimizer_are_no_momentum(optimizer):
+    state = trained(optimizer)
+    averaged = grads(step=9)
+    options = {"measured": (4, 0.02)}
+    found = predict_gap(Training(PARAMS, averaged, state), 8, **options)
+    assert found == predict_gap(state, 8, **options)
+
+
+def test_groups_of_whole_branches():
+    params = {"encoder": {"a": PARAMS["a"]}, "decoder": {"layers": PARAMS["layers"]}}
+    shown = {"encoder": {"a": grads(0)["a"]}, "decoder": {"layers": grads(0)["layers"]}}
+    groups = {"encoder": "x", "decoder": "y"}
+    optimizers = {"x": optax.adam(1e-3), "y": optax.adam(1e-2)}
+    found = []
+    for optimizer in (optax.partition(optimizers, groups), optax.adam(1e-3)):
+        with jax.numpy_dtype_promotion("standard"):  # what Optax needs
+            _, state = optimizer.update(shown, optimizer.init(params), params)
+        found.append(predict_gap(state, 4))
+    assert found[0] == found[1]
 
 
 def test_a_train_state_and_what_a_checkpoint_gives_back():
@@ -195,6 +224,7 @@ def test_ranks_for_a_loss_budget_keep_a_measured_gap():
         ((4, 0.1, 0.2), "a rank and how far above the exact run's loss it ended"),
         ((4, 0.0), "`measured` must be positive and below 1, with a unit as in 1.2%"),
         ((4, "a little"), "`measured` must be positive and below 1, with a unit as in 1.2%"),
+        ((4, None), "`measured` must be positive and below 1, with a unit as in 1.2%"),
         ((0, 0.1), "`rank` must"),
         ((40, 0.1), "leaves out nothing: measure a lower one"),
     ],
@@ -210,6 +240,15 @@ def test_a_measured_gap_needs_the_momentum_of_the_exact_run():
         jaxcomp.ranks_by_spectrum(PARAMS, ratio=2.0, measured=(4, 0.01))
 
 
+def other_model():
+    optimizer = optax.adam(1e-3)
+    return optimizer.init({"other": jnp.zeros((8, 8))})
+
+
+def stacked_twice(leaf):
+    return jnp.stack([leaf, leaf])
+
+
 def spoilt():
     state = trained(optax.scale_by_adam())
     state.mu["a"] = state.mu["a"].at[0, 0].set(jnp.nan)
@@ -223,10 +262,29 @@ def spoilt():
         (lambda: trained(optax.lion(1e-3)), "for which no law is known"),
         (lambda: trained(optax.sgd(0.1)), "holds no momentum"),
         (lambda: {"trace": PARAMS, "mu": PARAMS}, "holds no momentum"),
-        (lambda: optax.adam(1e-3).init(PARAMS), "is zero, or has no matrices"),
+        (lambda: trained(optax.sm3(1e-3)), "holds no momentum"),
+        (lambda: optax.adam(1e-3).init(PARAMS), "is zero"),
+        (lambda: trained(optax.flatten(optax.adam(1e-3))), "has no matrices"),
+        (lambda: [trained(optax.adam(1e-3)), trained(optax.adam(1e-2))], "several models"),
+        (lambda: [trained(optax.adam(1e-3)), other_model()], "of several models"),
+        (lambda: jax.tree.map(stacked_twice, trained(optax.adam(1e-3))), "counter has an axis"),
+        (lambda: jax.eval_shape(optax.adam(1e-3).init, PARAMS), r"only a shape at \[0\]\.count"),
         (spoilt, r"\['a'\] is not finite"),
     ],
-    ids=["momentum", "lion", "no momentum", "parameters", "new", "not finite"],
+    ids=[
+        "momentum",
+        "lion",
+        "no momentum",
+        "parameters",
+        "SM3",
+        "new",
+        "one vector",
+        "two runs",
+        "two models",
+        "two replicas",
+        "shapes",
+        "not finite",
+    ],
 )
 def test_states_that_tell_no_gap_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
@@ -237,6 +295,8 @@ def test_messages():
     state = trained(optax.adam(1e-3))
     with pytest.raises(ValueError, match=r"is traced at .*: read it outside of jax\.jit"):
         jax.jit(lambda state: jaxcomp.predict_gap(state, 4).gap)(state)
+    with pytest.raises(ValueError, match=r"`gradients` is traced at .*: read it outside"):
+        jax.jit(lambda mu: jaxcomp.ranks_by_spectrum(mu, ratio=2.0).by_leaf)(PARAMS)
     with pytest.raises(ValueError, match="`loss_budget` must be not negative"):
         jaxcomp.ranks_by_spectrum(state, loss_budget="little")
     for both in ({}, {"ratio": 2.0, "loss_budget": "1%"}):

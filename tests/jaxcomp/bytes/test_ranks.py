@@ -153,8 +153,9 @@ def test_messages():
     with pytest.raises(ValueError, match="`comm_dtype` must be one of"):
         ranks_by_spectrum(grads, ratio=3.0, comm_dtype="int4")
     chosen = jaxcomp.powersgd(ranks_by_spectrum(grads, ratio=3.0), axis_name="data")
-    with pytest.raises(ValueError, match=r"saw no gradient of the leaf \['other'\]"):
+    with pytest.raises(ValueError, match=r"saw no gradient of the leaf \['other'\]") as caught:
         chosen.init({"other": jnp.zeros((64, 64))})
+    assert """{**ranks.by_leaf, "['other']": 8}""" in str(caught.value)
     with pytest.raises(ValueError, match=r"\['a'\] is not finite"):
         ranks_by_spectrum(grads | {"a": jnp.full((24, 16), jnp.nan)}, ratio=3.0)
     with pytest.raises(ValueError, match="`ratio` must be a finite number, at least 1"):
