@@ -30,6 +30,7 @@ Partners: TypeAlias = dict[Layer, Layer]
 _T = TypeVar("_T")
 # Numbers of parts of a packed Linear: (query, key, value), (key, value), the gates of a cell.
 PACKED = (3, 2, 4)
+_MOST_DIVISIONS = 256  # the most ways to divide all packed layers that are compared
 UNUSUAL = 1
 FITS = 2
 
@@ -134,22 +135,38 @@ class Match:
             replace_layers(side, parts)
 
     def take_shares(self, layers: Group) -> None:
-        """Divides packed Linears into shares, if all shares find a Flax layer.
+        """Divides packed Linears into shares, so that as many layers as possible have a partner.
 
-        A convolution over single places counts as a Linear.
+        Layers of one shape are divided alike. A convolution over single places counts as a Linear.
         """
-        packed = {}
         targets = list(grouped(layers.flax, lambda target: target.signature).values())
-        for layer in layers.torch:
-            weight = layer.shape("weight")
+        families = []
+        divisions = []
+        for alike in grouped(layers.torch, lambda layer: layer.signature).values():
+            weight = alike[0].shape("weight")
             if len(weight) < 2 or math.prod(weight[2:]) > 1:
                 continue
-            for sizes in _divisions(layer, targets):
-                shares = layer.shares(sizes)
-                if len(self.assign({}, Group(shares, layers.flax))) == len(shares):
-                    packed[layer] = shares
-                    break
-        replace_layers(self.layers.torch, packed)
+            whole: Shape = (1,)
+            families.append(alike)
+            divisions.append([*_divisions(alike[0], targets), whole])
+        best = {}
+        fewest = math.inf
+        for choice in itertools.islice(itertools.product(*divisions), _MOST_DIVISIONS):
+            packed = {}
+            for alike, sizes in zip(families, choice, strict=True):
+                for layer in alike:
+                    packed[layer] = layer.shares(sizes)
+            torch = layers.torch.copy()
+            replace_layers(torch, packed)
+            paired = self.assign({}, Group(torch, layers.flax))
+            alone = len(torch) + len(layers.flax) - 2 * len(paired)
+            are_whole = True
+            for shares in packed.values():
+                are_whole &= len(shares) == 1 or all(map(paired.__contains__, shares))
+            if are_whole and alone < fewest:
+                fewest = alone
+                best = packed
+        replace_layers(self.layers.torch, best)
 
     def match_names(self, *, misfits: bool = True) -> None:
         """Pairs layers of equal names.
