@@ -323,12 +323,12 @@ def test_outputs_in_dictionaries_and_one_of_several():
 # packed layers in different orders.
 
 
-def found_by_trying(theirs, model, *inputs, channels=NEVER, atol=1e-5):
+def found_by_trying(theirs, model, *inputs, channels=NEVER, atol=1e-5, declared=""):
     """Finds the order of the rows with an example, and asserts that the way back is exact.
 
     Returns the parameters in Flax. Inputs with `channels` axes are maps.
     """
-    state, example = proof(TorchModel(theirs, channels=channels), *inputs)
+    state, example = proof(TorchModel(theirs, declared, channels), *inputs)
     ours = [np.moveaxis(x, 1, -1) if x.ndim == channels else x for x in inputs]
     like = abstract(model, *ours)
     pairs = torch_bridge.pair(state, like, apply=model.apply, example=example)
@@ -457,6 +457,30 @@ def shared_keys(n, x, order):
 def test_heads_that_share_a_key_and_a_value(theirs, ours):
     model = FlaxModel(partial(shared_keys, order=ours))
     found_by_trying(partial(shared_keys, order=theirs), model, SENTENCE)
+
+
+def grouped_queries(n, x, packed):
+    """Attends in two blocks whose queries are as wide as their outputs, with a packed layer each.
+
+    One half of the packed rows fits where queries and outputs fit.
+    """
+    for k in range(2):
+        if packed:
+            rows = n.dense(x, f"{k}.qkv", 32)
+            q, k_, v = rows[..., :16], rows[..., 16:24], rows[..., 24:]
+        else:
+            q = n.dense(x, f"{k}.q", 16)
+            k_ = n.dense(x, f"{k}.k", 8)
+            v = n.dense(x, f"{k}.v", 8)
+        scores = n.softmax(n.einsum("bqgd,bkd->bgqk", q.reshape(*q.shape[:2], 2, 8), k_), -1)
+        mixed = n.einsum("bgqk,bkd->bqgd", scores, v)
+        x = x + n.dense(mixed.reshape(*x.shape), f"{k}.out", 16)
+    return x
+
+
+def test_rows_are_divided_so_that_all_layers_have_a_partner():
+    model = FlaxModel(partial(grouped_queries, packed=False), names={})
+    found_by_trying(partial(grouped_queries, packed=True), model, values(2, 5, 16))
 
 
 def cell(n, x, order):
@@ -756,3 +780,43 @@ def test_alike_parts_that_are_used_in_the_other_order():
     params = found_by_trying(partial(cross_and_deep, last="deep"), model, values(3, 6))
     state, _ = proof(TorchModel(partial(cross_and_deep, last="deep")), values(3, 6))
     assert_array_equal(params["Dense_3"]["kernel"].T, state["cross.0.weight"])
+
+
+def pyramid(n, x):
+    """Computes three stages as ConvNeXt does, which declares the layers between them first."""
+    for k in range(3):
+        x = n.dense(n.ln(x, f"down.{k}.0"), f"down.{k}.1", 6)
+        for j in range(2):
+            name = f"stages.{k}.{j}"
+            y = n.gelu(n.dense(n.ln(x, f"{name}.norm"), f"{name}.fc", 6))
+            x = x + n.param(f"{name}.gamma", 6) * y
+    return n.dense(n.ln(x, "norm"), "head", 2)
+
+
+def test_two_lists_of_blocks_in_turn():
+    names = {f"stages.{k}.{j}.gamma": f"scale_{k}{j}" for k in range(3) for j in range(2)}
+    model = FlaxModel(pyramid, names=names)
+    found_by_trying(pyramid, model, values(4, 6), declared="down stages")
+
+
+def tokens(n, x, ids, first):
+    """Makes tokens of numbers and of categories; the bare parameters have an embedding's shape."""
+
+    def of_numbers():
+        return x[..., None] * n.param("t.0", 5, 6) + n.param("t.1", 5, 6)
+
+    def of_categories():
+        first = n.embed(ids[:, :1], "t.2", 5, 6)
+        return first - n.tanh(n.embed(ids[:, 1:], "t.3", 5, 6))
+
+    parts = {"numbers": of_numbers, "categories": of_categories}
+    made = {name: parts[name]() for name in sorted(parts, key=first.__ne__)}
+    y = n.concatenate([made["numbers"], n.tanh(made["categories"])], 1)
+    return n.dense(n.tanh(n.dense(y, "fc", 6)).mean(1), "head", 2)
+
+
+def test_embeddings_and_bare_parameters_of_one_shape():
+    names = {"t.0": "a", "t.1": "b"}
+    model = FlaxModel(partial(tokens, first="categories"), names=names)
+    ids = np.random.default_rng(0).integers(5, size=(8, 4))
+    found_by_trying(partial(tokens, first="numbers"), model, values(8, 5), ids)

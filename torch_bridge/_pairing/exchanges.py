@@ -16,7 +16,7 @@ from torch_bridge._pairing.proposals import Change
 _T = TypeVar("_T")
 # Groups of layers. Each group takes the place of the next group, and the last that of the first.
 Exchange: TypeAlias = Sequence[Sequence[Layer]]
-_FEW = 4  # in a module with at most as many equal layers, three are also exchanged in a circle
+_FEW = 5  # in a module with at most as many equal layers, three are also exchanged in a circle
 
 
 class Exchanges(NamedTuple):
@@ -89,22 +89,22 @@ def _exchanges_among(model: Iterable[Layer]) -> Exchanges:
       model: The model's layers. Equal modules must have their layers in the same order.
     """
     layers = {}  # name of a layer or module -> all layers in it
-    contents = {}  # the same -> their names in the module, and their signatures
+    contents = {}  # the same -> their names in the module, and their sizes
     for layer in model:
         for length in range(len(layer.segments) + 1):
             name = layer.segments[:length]
             layers.setdefault(name, []).append(layer)
-            contents.setdefault(name, []).append((layer.segments[length:], layer.signature))
+            contents.setdefault(name, []).append((layer.segments[length:], layer.sizes))
     everywhere, within, across = exchanges = Exchanges([], [], [])
     circles = []
 
-    def signatures(node: Path) -> tuple[object, ...]:
-        return tuple(signature for _, signature in contents[node])
+    def sizes(node: Path) -> tuple[object, ...]:
+        return tuple(lengths for _, lengths in contents[node])
 
     def together(nodes: Iterable[Path]) -> list[Layer]:
         return list(itertools.chain(*map(layers.__getitem__, nodes)))
 
-    families = grouped(layers, signatures).values()
+    families = grouped(layers, sizes).values()
     for family in families:
         series = grouped(family, lambda node: words_of(node)[0]).values()
         for first, second in itertools.combinations(series, 2):
@@ -115,7 +115,7 @@ def _exchanges_among(model: Iterable[Layer]) -> Exchanges:
                 across.append([layers[one], layers[other]])
     inner = grouped(filter(None, layers), _around)  # module -> the layers and modules in it
     for modules in grouped(layers, lambda node: tuple(contents[node])).values():
-        for alike in grouped(inner.get(modules[0], ()), signatures).values():
+        for alike in grouped(inner.get(modules[0], ()), sizes).values():
             members = []  # for each name, the layers or modules of that name in all modules
             for node in alike:
                 members.append([(*module, node[-1]) for module in modules])

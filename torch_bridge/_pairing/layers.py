@@ -100,6 +100,19 @@ class Layer:
             divided = (sizes[place], sizes)
         return self.kind, shapes, divided
 
+    @functools.cached_property
+    def sizes(self) -> tuple[Any, ...]:
+        """Returns the lengths of all axes and sizes of shares: equal for layers that may exchange.
+
+        A bare parameter may be what an embedding or a matrix is in the other model, so neither the
+        kind of the layer counts nor the order of its axes.
+        """
+        lengths = []
+        for _, shape in self.parts.values():
+            lengths.append(tuple(sorted(size for size in shape if size != 1)))
+        *_, divided = self.signature
+        return tuple(sorted(lengths)), divided
+
     @property
     def is_vector(self) -> bool:
         """Returns True for a norm, and for a bare vector, which may be of a norm."""

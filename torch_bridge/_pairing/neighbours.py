@@ -133,7 +133,7 @@ def _neighbours(case: Case, reading: Reading) -> Iterator[Change]:
             choices.append(choice)
     yield from changed(reading, choices)
     named = case.match.by_name.union(case.match.ruled.partners)
-    for alike in grouped(reading.partners, lambda layer: layer.signature).values():
+    for alike in grouped(reading.partners, lambda layer: layer.sizes).values():
         for one, other in itertools.pairwise(alike):
             if not {one, other} <= named:
                 yield from exchanged(case.match, reading, [([one], [other])])

@@ -215,13 +215,16 @@ class Search:
         upward = self._case.evidence.trace.upward
         torch, flax = match.layers
         by_use = sorted(flax, key=self._case.place)
-        orders = itertools.product(
-            (match.partners, match.ruled.partners),
-            (by_use, flax),
-            (torch, _in_turn(torch)),
+        turns = _in_turns(torch)
+        orders = list(
+            itertools.product(
+                (match.partners, match.ruled.partners), (by_use, flax), (torch, turns[-1])
+            )
         )
+        orders.append((match.partners, by_use, _last_first(torch)))
+        orders += itertools.product((match.partners,), (by_use,), turns[:-1])
         readings = []
-        for decided, targets, layers in [*orders, (match.partners, by_use, _last_first(torch))]:
+        for decided, targets, layers in orders:
             partners = match.in_order(match.assign(decided, Group(layers, targets)))
             reading = Reading(partners, dict(self._case.answered.answers))
             for layer, several in reading.forms().items():
@@ -243,8 +246,9 @@ class Search:
         yield from in_alternation(
             changed(reading, choices), exchanged(case.match, reading, everywhere)
         )
-        yield from changed(reading, packed_rows(case, reading))
-        yield from exchanged(case.match, reading, within)
+        yield from in_alternation(
+            changed(reading, packed_rows(case, reading)), exchanged(case.match, reading, within)
+        )
         yield from in_alternation(
             changed(reading, unlikely_maps), exchanged(case.match, reading, across)
         )
@@ -252,15 +256,25 @@ class Search:
         yield from changed(reading, single(weights))
 
 
-def _in_turn(layers: Sequence[Layer]) -> list[Layer]:
-    """Orders layers as a loop uses them that calls one module of each list in every turn.
+def _in_turns(layers: Sequence[Layer]) -> list[list[Layer]]:
+    """Orders layers as loops use them that call one module of each list in every turn.
 
     A list of filters and a list of gates become first filter, first gate, second filter, ...
+
+    Returns:
+      The order of a loop over the outermost lists, of two loops in each other, and so on.
     """
-    ordered = []
+    runs = []
     for _, run in itertools.groupby(layers, lambda layer: any(map(str.isdigit, layer.segments))):
-        ordered += sorted(run, key=_places_in_lists)
-    return ordered
+        runs.append(list(run))
+    depth = max(map(len, map(_places_in_lists, layers)), default=0)
+    orders = []
+    for loops in range(1, max(depth, 1) + 1):
+        ordered = []
+        for run in runs:
+            ordered += sorted(run, key=lambda layer: _places_in_lists(layer)[:loops])
+        orders.append(ordered)
+    return orders
 
 
 def _last_first(layers: Sequence[Layer]) -> list[Layer]:
