@@ -82,10 +82,17 @@ def of_one_in_a_list(job):
     return {"optimizer_states": [job.by_name()]}
 
 
+def of_a_network_inside(job):
+    """Makes the file of a LightningModule that gives its network's names to the optimizer."""
+    model = {f"net.{name}": value for name, value in job.model.items()}
+    return {"state_dict": model, "optimizer_states": [job.by_name()]}
+
+
 CONVERTED = {
     "FSDP": lambda job: {"optimizer": job.by_name()},
     "FSDP, of a wrapped model": lambda job: {"optimizer": job.by_name("module.")},
     "Lightning": of_one_in_a_list,
+    "Lightning, of the network inside": of_a_network_inside,
 }
 
 
@@ -95,6 +102,14 @@ def test_names_in_an_optimizer_are_its_order(tmp_path, kind):
     run, said = converted(tmp_path / "x.pt", {"state_dict": job.model, **CONVERTED[kind](job)})
     assert not said
     assert_has_moments_of(job, run)
+
+
+def test_names_of_one_of_two_alike_networks_are_refused(tmp_path):
+    job = Job()
+    model = {f"{net}.{name}": value for net in "ab" for name, value in job.model.items()}
+    document = {"model": model, "optimizer": job.by_name()}
+    with pytest.raises(CheckpointMismatch, match="does not belong to this model"):
+        converted(tmp_path / "x.pt", document, ignore=r"b\..*")
 
 
 def test_a_model_and_its_optimizer_in_two_files(tmp_path, call):

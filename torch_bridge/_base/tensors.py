@@ -217,11 +217,15 @@ def clean_names(names: Sequence[str]) -> dict[str, str]:
 def names_in_model(names: Sequence[str], model: Collection[str]) -> list[str]:
     """Returns the names that tensors have in a model, which may differ in the wrappers' words.
 
-    A name stays if the model has it, or has no tensor or several that could be meant.
+    If the names are those of a module of the model (the network in a LightningModule), and only one
+    module has them all, its name is put before them. Else a name stays if the model has it, or has
+    no tensor or several that could be meant.
 
     Example:
       >>> names_in_model(["_orig_mod.fc.weight"], ["module.fc.weight", "position_ids"])
       ['module.fc.weight']
+      >>> names_in_model(["0.weight", "0.bias"], ["net.0.weight", "net.0.bias", "loss.weight"])
+      ['net.0.weight', 'net.0.bias']
     """
     alike = {}
     for name in model:
@@ -232,6 +236,15 @@ def names_in_model(names: Sequence[str], model: Collection[str]) -> list[str]:
         if name in model or len(of_model) != 1:
             of_model = [name]
         renamed += of_model
+    if not names or not set(model).isdisjoint(renamed):
+        return renamed
+    owners = []
+    for name in model:
+        owner = name.removesuffix(names[0])
+        if owner != name and owner.endswith(".") and all(owner + one in model for one in names):
+            owners.append(owner)
+    if len(owners) == 1:
+        return [owners[0] + name for name in names]
     return renamed
 
 
