@@ -178,6 +178,8 @@ def test_param_groups_with_their_own_hyperparameters(named):
         said["param_names"] = names
     with pytest.raises(ValueError, match="one for each group"):
         job.to_flax(**said, learning_rate=[optax.constant_schedule(0.1)])
+    with pytest.warns(UserWarning, match=r"different rates in torch \(0.01, 0.5\)"):
+        job.to_flax(**said, learning_rate=0.1)
     tx, state = job.to_flax(**said)
     before = copy.deepcopy(job.optimizer.state_dict())
     back = optimizer_to_torch(state, job.params, before, job.model, **said)

@@ -23,6 +23,7 @@ from torch_bridge._convert.optimizer_groups import (
     Hyperparameters,
     ParamNames,
     doubts_of_entries,
+    doubts_of_one_rate,
     doubts_of_schedulers,
     read_entries,
     recorded_names,
@@ -102,7 +103,8 @@ def optimizer_from_torch(
     Warns:
       UserWarning: In torch a scheduler drove the learning rate or the momentum. Or the optimizer
         does not name its parameters, and several have the same shape. Or moments have another dtype
-        than their parameters, and are cast.
+        than their parameters, and are cast. Or `learning_rate` is one for groups whose rates
+        differ in torch.
 
     Example:
       >>> import numpy as np
@@ -137,6 +139,7 @@ class OptimizerPlan:
       pairs: The pairs of these parameters.
       parts: Path of a leaf -> the part that updates it; a frozen leaf without state has no part.
       rates: The user's learning rate of each param group; None means the rate in the file.
+      has_one_rate: Whether the user passed one rate for all groups, or none.
       counted: The number of updates that Adam has counted; None for SGD, which does not count.
     """
 
@@ -147,6 +150,7 @@ class OptimizerPlan:
     pairs: Pairs
     parts: Mapping[Path, _Part]
     rates: Sequence[optax.ScalarOrSchedule | None]
+    has_one_rate: bool
     counted: int | None
 
     @classmethod
@@ -204,7 +208,8 @@ class OptimizerPlan:
         parts = {path: part for path, part in parts.items() if part}
         groups = len(optimizer["param_groups"])
         rates = learning_rate
-        if not isinstance(rates, Sequence):
+        has_one_rate = not isinstance(rates, Sequence)
+        if has_one_rate:
             rates = [rates] * groups
         if len(rates) != groups:
             raise ValueError(
@@ -212,13 +217,15 @@ class OptimizerPlan:
                 f"{len(rates)} rates. Give one for all, or one for each group."
             )
         are_named = recorded_names(optimizer, param_names) is not None
-        return cls(optimizer, model, entries, are_named, pairs, parts, rates, counted)
+        return cls(optimizer, model, entries, are_named, pairs, parts, rates, has_one_rate, counted)
 
     def doubts(self) -> Iterator[str]:
         """Yields warnings: torch schedulers that stop here, uncertain names, and other dtypes."""
         scheduled = self.rates.count(None) < len(self.rates)
         yield from doubts_of_entries(self.entries, self.model, self.are_named)
         yield from doubts_of_schedulers(self.optimizer["param_groups"], scheduled)
+        if scheduled and self.has_one_rate:
+            yield from doubts_of_one_rate(self.optimizer["param_groups"])
 
     def with_names(self) -> dict[str, Any]:
         """Returns the optimizer's state dict with the names of the parameters in its groups."""

@@ -521,5 +521,19 @@ def doubts_of_schedulers(groups: Sequence[Document], scheduled: bool) -> Iterato
         )
 
 
+def doubts_of_one_rate(groups: Sequence[Document]) -> Iterator[str]:
+    """Yields a warning if the user passed one rate for param groups with different rates."""
+    rates = []
+    for group in groups:
+        if group["params"]:
+            rates.append(_number("lr", group.get("initial_lr", group["lr"])))
+    if len(set(rates)) > 1:
+        shown = ", ".join(f"{rate:g}" for rate in rates)
+        yield (
+            f"The param groups had different rates in torch ({shown}), and `learning_rate` is one "
+            "for all of them. For a rate of each group pass a list, learning_rate=[..., ...]."
+        )
+
+
 def _dtype_name(value: Any) -> str:
     return str(getattr(value, "dtype", "")).removeprefix("torch.")
