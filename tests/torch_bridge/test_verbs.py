@@ -406,9 +406,15 @@ def test_a_run_prints_in_one_line():
 
 def test_parameters_of_16_bits_are_named_where_like_has_more():
     source = Checkpoint({"fc.weight": values(24, 32, dtype=np.float16)})
-    with pytest.warns(UserWarning, match="fc/kernel: in 16 bits, as in the file"):
+    with pytest.warns(UserWarning, match="fc/kernel: in 8 or 16 bits, as in the file"):
         there = torch_bridge.to_flax(source, kernels(fc=(32, 24)))
     assert there.params["fc"]["kernel"].dtype == np.float16
+
+
+def test_parameters_of_64_bits_are_named_where_jax_rounds_them():
+    source = Checkpoint({"fc.weight": values(24, 32, dtype=np.float64)})
+    with pytest.warns(UserWarning, match="fc/kernel: in float64, as in the file. JAX rounds"):
+        torch_bridge.to_flax(source, kernels(fc=(32, 24)))
 
 
 @pytest.mark.parametrize("name", ["opt", "optimizers"])

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -141,15 +142,23 @@ def doubts_of_file(
 
 
 def doubts_of_dtypes(params: Any, like: Any) -> Iterator[str]:
-    """Yields a warning if parameters have 16 bits, and more in the user's Flax tree."""
+    """Yields a warning if parameters have 8 or 16 bits, and more in `like`; or 64 without x64."""
     of_like = flatten_tree(like).leaves
     narrow = []
+    wide = []
     for path, leaf in flatten_tree(params).leaves.items():
         if 0 < _bits(leaf) < 32 <= _bits(of_like[path]):
             narrow.append("/".join(path))
+        if _bits(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            wide.append("/".join(path))
+    if wide:
+        yield (
+            f"{some(wide)}: in float64, as in the file. JAX rounds them to float32, unless you "
+            "first call jax.config.update('jax_enable_x64', True)."
+        )
     if narrow:
         yield (
-            f"{some(narrow)}: in 16 bits, as in the file, though `like` has more. To train in "
+            f"{some(narrow)}: in 8 or 16 bits, as in the file, though `like` has more. To train in "
             "float32 convert dataclasses.replace(checkpoint, model={name: value.astype('float32') "
             "for name, value in checkpoint.model.items()})."
         )
