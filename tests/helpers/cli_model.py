@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import torch
 
 import torch_bridge
@@ -10,6 +11,15 @@ from tests.helpers.hook_states import random_run
 
 params = functools.partial(linears, fc1=(32, 24), fc2=(24, 48))
 PARAMS = ("--params", f"{__name__}:params")
+
+
+def with_keys():
+    """Returns the parameters beside a random state, as an nnx model with dropout has one."""
+    return params() | {"dropout": {"key": jax.random.key(3)}}
+
+
+def no_keys():
+    return jax.eval_shape(with_keys)
 
 
 APPLY = ("--apply", f"{__name__}:apply")

@@ -225,6 +225,16 @@ def test_the_model_is_run_on_the_example_of_the_file(call):
     assert call(*to_flax, "--apply", "math:pi")[0] == USAGE
 
 
+def test_random_states_are_kept(call):
+    params = ("--params", "tests.helpers.cli_model:with_keys")
+    assert call("to-flax", "checkpoint.pt", *params, "--out", "run")[0] == OK
+    with ocp.CheckpointManager(pathlib.Path("run").absolute(), item_names=("state",)) as manager:
+        found = manager.restore(20, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
+    key = found["state"]["params"]["dropout"]["key"]
+    equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(3)))
+    assert call("to-torch", "run", "--like", "checkpoint.pt", "--out", "back.pt")[::2] == (OK, "")
+
+
 @pytest.mark.parametrize("of_nnx", [False, True])
 def test_back_from_what_a_training_script_saved(call, of_nnx):
     params = cli_model.params()
@@ -266,6 +276,8 @@ usage | inspect checkpoint.pt --max-bytes -1 | must be a positive number of byte
 unusable | inspect checkpoint.pt --max-bytes 10 | --max-bytes
 unusable | inspect checkpoint.pt --layout text.pt | text.pt: A bucket
 unusable | inspect checkpoint.pt --layout pipe | a pipe
+unusable | inspect checkpoint.pt --layout checkpoint.pt | checkpoint.pt is not text
+unusable | to-flax checkpoint.pt --params tests.helpers.cli_model:no_keys --out x | dropout/key
 unusable | inspect checkpoint.pt --layout big.json | --max-bytes
 unusable | to-flax checkpoint.pt PARAMS --out x --flatten fc9=2,2,2 | flatten: fc9
 unusable | to-flax checkpoint.pt PARAMS --out x --param-names names.json | --param-names must be

@@ -135,12 +135,13 @@ def test_a_flipped_bit_in_an_orbax_directory_is_named(fails, tmp_path):
     assert [line[64:66] for line in lines] == ["  "] * (len(files) - 1)
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(fails, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EIO])
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(fails, monkeypatch, number):
     def save(*_, **__):
-        raise ValueError("RESOURCE_EXHAUSTED: Error writing: Failed [os_error_code='28']")
+        raise ValueError(f"RESOURCE_EXHAUSTED: Error writing: Failed [os_error_code='{number}']")
 
     monkeypatch.setattr(ocp.CheckpointManager, "save", save)
-    assert fails(*TO_FLAX, "run", said="error: run: No space left on device\n")
+    assert fails(*TO_FLAX, "run", said=f"error: run: {os.strerror(number)}\n")
     assert not list(pathlib.Path("run").iterdir())
 
 

@@ -312,6 +312,12 @@ def test_random_state_and_caches_of_nnx_are_kept():
     filled = params_from_torch(module, model)  # a module in, a module out
     close(filled.fc(jnp.ones((1, 3))), module.fc(torch.ones(1, 3)).detach())
 
+    abstract = nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
+    with pytest.warns(UserWarning, match=r"dropout/rngs/key: torch has no values.*nnx\.reseed"):
+        filled = params_from_torch(module, abstract)
+    nnx.reseed(filled, default=0)
+    filled.dropout(filled.fc(jnp.ones((1, 3))))
+
 
 WRAPPERS = {
     "of a whole model": tnn.DataParallel,

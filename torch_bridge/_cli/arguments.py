@@ -142,6 +142,8 @@ def read_files(options: argparse.Namespace) -> None:
         try:
             Budget(size, options.max_bytes).claim(PARSED_BYTES * size)
             setattr(options, name, parse(path.read_text("utf-8")))
+        except UnicodeDecodeError as error:
+            raise CheckpointMismatch(f"{path} is not text, and must be a file of JSON.") from error
         except (ValueError, RecursionError) as error:
             parameters = getattr(error, "parameters", ())
             raise CheckpointMismatch(f"{path}: {error}", parameters=parameters) from error

@@ -19,6 +19,7 @@ from torch_bridge._base.terminal import printable
 from torch_bridge._cli.arguments import imported, imported_tree
 from torch_bridge._cli.progress import steps
 from torch_bridge._convert.optimizer_groups import MOMENTS
+from torch_bridge._convert.params import leaves_without_values
 from torch_bridge._convert.to_flax import to_flax
 from torch_bridge._convert.to_torch import to_torch
 from torch_bridge._convert.torch_updates import UnusedState
@@ -57,6 +58,14 @@ def convert_to_flax(options: argparse.Namespace) -> None:
                 kwargs["comm_dtype"] = np.dtype(kwargs["comm_dtype"]).name
             config["powersgd"] = kwargs
         begin("converting")
+        empty = leaves_without_values(params)
+        if empty:
+            raise CheckpointMismatch(
+                "torch has no values for some leaves, and --params has only their shapes, which "
+                "no directory can hold. Let --params return values for them: those of a whole "
+                "model, nnx.state(make_model()), if they are random states.",
+                missing=empty,
+            )
         run = to_flax(
             checkpoint,
             params,

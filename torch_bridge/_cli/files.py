@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -51,7 +52,7 @@ def write_flax(
     ) as folder:
         new = pathlib.Path(folder, name)
         old = pathlib.Path(f"{folder}.old")
-        _save(new.parent, int(name), jax.tree.map(np.asarray, dict(state)), dict(config))
+        _save(new.parent, int(name), jax.tree.map(_written, dict(state)), dict(config))
         (new / _SUMS).write_text("".join(f"{line}\n" for line in _sums(new)))
         if place.exists():
             place.rename(old)
@@ -64,6 +65,13 @@ def write_flax(
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _written(leaf: Any) -> Any:
+    """Returns a leaf as a NumPy array; a random key stays, because NumPy has no such dtype."""
+    if jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.prng_key):
+        return leaf
+    return np.asarray(leaf)
+
+
 def _save(folder: pathlib.Path, step: int, tree: Any, config: Any) -> None:
     args = ocp.args.Composite(state=ocp.args.StandardSave(tree), config=ocp.args.JsonSave(config))
     logger = logging.getLogger("absl")  # it would print each thread's error with its traceback
@@ -73,10 +81,11 @@ def _save(folder: pathlib.Path, step: int, tree: Any, config: Any) -> None:
         with _orbax(folder) as manager:
             manager.save(step, args=args)
     except ValueError as error:  # tensorstore raises it for an error of the system
-        for code in (errno.ENOSPC, errno.EDQUOT):
-            if f"'{code}'" in str(error):
-                raise OSError(code, os.strerror(code), str(folder.parent)) from error
-        raise
+        of_system = re.search(r"os_error_code='(\d+)'", str(error))
+        if of_system is None:
+            raise
+        code = int(of_system[1])
+        raise OSError(code, os.strerror(code), str(folder.parent)) from error
     finally:
         logger.setLevel(level)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Unpack
 
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.tensors import is_tensor, tied, to_tensor
+from torch_bridge._base.terminal import some, warn
 from torch_bridge._pairing.evidence import Apply, Example
 from torch_bridge._pairing.leaves import flatten_tree
 from torch_bridge._pairing.options import PairOptions
@@ -51,6 +52,9 @@ def params_from_torch(
       CheckpointMismatch: Leaves are missing, unexpected, mis-shaped or ambiguous; the error lists
         all. Or the Flax model does not give torch's outputs.
 
+    Warns:
+      UserWarning: Leaves that no torch model has are only shapes in `like`, and stay so.
+
     Example:
         >>> import numpy as np
         >>> model = {"fc.weight": np.ones((3, 2), np.float32), "fc.bias": np.zeros(3, np.float32)}
@@ -65,7 +69,32 @@ def params_from_torch(
     """
     tensors = named(model)
     pairing = find_or_check_pairs(model, like, pairs, options, apply, example)
-    return flatten_tree(like).with_leaves(leaves_from_torch(pairing.pairs, tensors))
+    params = flatten_tree(like).with_leaves(leaves_from_torch(pairing.pairs, tensors))
+    for doubt in doubts_of_values(params):
+        warn(doubt)
+    return params
+
+
+def doubts_of_values(params: Any) -> Iterator[str]:
+    """Yields a warning if leaves that torch does not have are shapes without values in `params`."""
+    empty = leaves_without_values(params)
+    if empty:
+        yield (
+            f"{some(empty)}: torch has no values for these leaves, and `like` has only their "
+            "shapes. Fill them before you run the model: the random states of an nnx model (for "
+            "dropout) with flax.nnx.reseed(model, default=0), which names each stream. Or pass a "
+            "`like` that has values."
+        )
+
+
+def leaves_without_values(params: Any) -> list[str]:
+    """Lists the paths of the leaves that torch does not have and that are only shapes."""
+    tree = flatten_tree(params)
+    empty = []
+    for path, leaf in tree.leaves.items():
+        if path not in tree.shapes and hasattr(leaf, "shape") and not hasattr(leaf, "__array__"):
+            empty.append("/".join(path))
+    return empty
 
 
 def params_to_torch(params: Any, like: Model, *, pairs: Pairs | None = None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch_bridge._convert.doubts import (
 )
 from torch_bridge._convert.optimizer import OptimizerPlan, Rates
 from torch_bridge._convert.optimizer_groups import ParamNames
+from torch_bridge._convert.params import doubts_of_values
 from torch_bridge._convert.powersgd import filled_state
 from torch_bridge._convert.review import reducer_of, reviewed_layout
 from torch_bridge._hook.buckets import BucketLayout
@@ -173,7 +174,7 @@ def to_flax(
         - The file has no state of PowerSGD or no optimizer, or has it in an unusual place.
         - It has a second model, further optimizers, a scheduler, or a number about clipping.
         - The model is an average (EMA). Or its parameters have 16 bits, and more in `like`; they
-          stay at 16.
+          stay at 16. Or leaves that no torch model has are only shapes in `like`, and stay so.
         - The hook's state seems to be in units of a loss scale that the file does not have.
         - The optimizer has state for leaves in no bucket of DDP, which are frozen. Or it has no
           state for some leaves, or fewer steps, and no layout says whether these are frozen.
@@ -245,6 +246,7 @@ def to_flax(
     doubts = list(doubts_of_absence(checkpoint, unread))
     doubts += doubts_of_file(checkpoint, unread, learning_rate is not None)
     doubts += doubts_of_dtypes(params, like)
+    doubts += doubts_of_values(params)
     if plan:
         doubts += doubts_of_steps(plan, layout, calls, step)
         if mean is not None and checkpoint.loss_scale is None:
