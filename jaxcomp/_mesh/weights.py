@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp._base.checks import answers_other_names
-from jaxcomp._base.leaves import compute_dtype, floating_leaves, is_floating, with_leaves
+from jaxcomp._base.leaves import compute_dtype, floating_leaves, is_floating, widest, with_leaves
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, mean_each, reduce_mean
 
@@ -52,15 +52,16 @@ def is_real(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_
 
 
-def share_of_mean(weight: Any, axis_name: AxisName) -> tuple[Array, Array]:
+def share_of_mean(weight: Any, axis_name: AxisName, dtype: Any) -> tuple[Array, Array]:
     """Returns this replica's weight divided by the mean weight, and the mean weight.
 
     Args:
       weight: This replica's weight: one number, not negative; with 0 the replica is ignored.
       axis_name: The mapped axis or axes.
+      dtype: The floating dtype of the results, float32 or wider.
 
     Returns:
-      Two float32 scalars. The share is NaN if a weight is negative or not finite, or the mean is
+      Two scalars. The share is NaN if a weight is negative or not finite, or the mean is
       not between 1e-30 and 1e30. Gradients that are multiplied by it become NaN.
 
     Raises:
@@ -74,9 +75,9 @@ def share_of_mean(weight: Any, axis_name: AxisName) -> tuple[Array, Array]:
             f"{weight.dtype}. Map the array of all replicas' weights along the axis, as the batch."
         )
     # `lax.psum` refuses a value whose type varies along a part of the axes only.
-    scalar = as_local(jnp.asarray(weight).astype(jnp.float32).reshape(()), axis_name)
+    scalar = as_local(jnp.asarray(weight).astype(dtype).reshape(()), axis_name)
     scalar = jnp.where(scalar >= 0, scalar, jnp.nan)
-    mean = reduce_mean([scalar], axis_name, jnp.float32).means[0]
+    mean = reduce_mean([scalar], axis_name, dtype).means[0]
     usual = (mean >= _LEAST) & (mean <= 1 / _LEAST)
     return jnp.where(usual, scalar / mean, jnp.nan), mean
 
@@ -113,7 +114,7 @@ def averaged(tree: PyTree, axis_name: AxisName, weight: Any = None) -> tuple[PyT
     wide = as_local([x.astype(compute_dtype(x.dtype)) for x in leaves], axis_name)
     counted = None
     if weight is not None:
-        share, mean_weight = share_of_mean(weight, axis_name)
+        share, mean_weight = share_of_mean(weight, axis_name, widest(x.dtype for x in wide))
         wide = weighted(wide, share)
         counted = mean_weight != 0
     means = mean_each(wide, axis_name).means
@@ -148,4 +149,5 @@ def weighted_gradients(gradients: PyTree, weight: Any, axis_name: AxisName) -> P
       >>> jax.vmap(mean, axis_name="data")(jnp.array([1.0, 5.0]), jnp.array([3, 1])).tolist()
       [2.0, 2.0]
     """
-    return weighted(gradients, share_of_mean(weight, axis_name)[0])
+    dtype = widest(leaf.dtype for leaf in floating_leaves(gradients))
+    return weighted(gradients, share_of_mean(weight, axis_name, dtype)[0])

@@ -66,7 +66,7 @@ class Counted:
           in total. A ring all-reduce over ``n`` replicas sends ``2 (n - 1) / n`` times as much; so
           do an all-to-all and an all-gather of this payload together. XLA's CPU backend sends
           bfloat16 as float32; the count is for backends that send 16 bits. With a weight there is
-          one more all-reduce of four bytes, which is not counted, and uncompressed 16-bit leaves
+          one more all-reduce of one number, which is not counted, and uncompressed 16-bit leaves
           are sent as float32 (except by `allreduce`).
 
         Raises:

@@ -322,7 +322,7 @@ class DataParallel:
         """
         outputs, gradients = compute(arrays)
         if weight is not None:
-            counts = jnp.asarray(weight).astype(jnp.float32)
+            counts = jnp.asarray(weight).astype(float)  # float32, or float64 if JAX has it
             # A negative weight makes the step not finite, even if the sum is positive.
             usable = jnp.all(counts >= 0)
             weight = jnp.where(usable, jnp.sum(counts), jnp.nan)

@@ -127,3 +127,21 @@ def test_a_uniform_number_needs_no_array():
 def test_weights_that_are_no_number_of_this_replica_are_refused(weight, message):
     with pytest.raises(ValueError, match=message):
         updated(allreduce(), gradients(), weight=weight)
+
+
+def test_the_weighted_mean_of_float64_gradients_has_their_precision():
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(8, 5))
+    weights = rng.uniform(size=8)
+    mesh = jax.make_mesh((4,), (AXIS,), devices=jax.devices()[:4])
+    value_and_grad = jaxcomp.value_and_grad(
+        lambda w, rows: jnp.mean(rows @ w), jaxcomp.allreduce(axis_name=AXIS), mesh=mesh
+    )
+    with jax.enable_x64(True):
+        w = jnp.ones(5)
+        (loss, means), _ = value_and_grad(value_and_grad.init(w), w, rows, weight=weights)
+    # Both rows of a replica have its weight.
+    of_replicas = weights.reshape(4, 2).sum(1).repeat(2)
+    expected = np.average(rows, axis=0, weights=of_replicas)
+    assert_allclose(means, expected, rtol=0, atol=1e-14)
+    assert_allclose(loss, expected.sum(), rtol=0, atol=1e-14)
