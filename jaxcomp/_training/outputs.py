@@ -197,7 +197,7 @@ def _possible(x: Array, axis_name: AxisName) -> str:
     fitting = {
         "join": x.ndim > 0,
         "mean": kind is not None,
-        "stack": kind in (None, _COMPARED),
+        "stack": kind != _EQUAL,
         "sum": not is_key(x),
     }
     return "|".join(filter(fitting.get, fitting))

@@ -117,10 +117,10 @@ def test_what_is_not_said_is_refused_in_one_error_with_the_line(replicas):
     written = eval(f"dict({line})")["aux"]
     assert written.keys() == OUTPUTS.keys()
     assert written["float sum"] == "sum"
-    assert written["exp"] == "mean|sum"
-    assert written["rows"] == "join|mean|sum"
-    assert written["statistics"] == {"mean": "join|mean|sum"}
-    with pytest.raises(ValueError, match=r"must be one of .*, got 'join\|mean\|sum'"):
+    assert written["exp"] == "mean|stack|sum"
+    assert written["rows"] == "join|mean|stack|sum"
+    assert written["statistics"] == {"mean": "join|mean|stack|sum"}
+    with pytest.raises(ValueError, match=r"must be one of .*, got 'join\|mean\|stack\|sum'"):
         make(loss_with(*OUTPUTS), aux=written)
 
 
