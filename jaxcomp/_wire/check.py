@@ -31,6 +31,11 @@ from jaxcomp._wire.program import read_program
 from jaxcomp._wire.steps import count_steps
 
 _SMALL = 1024  # bytes: losses and flags
+_HOW_TO_PASS = (
+    "Pass the reducer that is in it: the first link of a chain, or for averages along two axes "
+    "check(compiled, [first, second], [params, params]). For local SGD pass the reducer of its "
+    "averages, jaxcomp.allreduce(axis_name=...) if it has none."
+)
 
 
 @answers_other_names
@@ -185,7 +190,7 @@ def _networks(reducer: Any, params: Any, steps: Any) -> list[tuple[Reducer, PyTr
             "check(compiled, [first, second], [params, others])."
         )
     for each, count in zip(reducer, steps, strict=True):
-        check_reducer(each)
+        check_reducer(each, _HOW_TO_PASS)
         if count is not None:
             check_int("steps", count, 1)
     return list(zip(*lists, strict=True))

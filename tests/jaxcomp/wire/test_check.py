@@ -198,6 +198,9 @@ def test_a_step_without_its_reducer_is_refused():
         jaxcomp.check(local, NOW, PARAMS)
     with pytest.raises(ValueError, match=r"`reducer` must be a jaxcomp reducer, got Gradient"):
         jaxcomp.check(local, optax.chain(NOW), PARAMS)
+    rounds = jaxcomp.local_sgd(optax.sgd(0.1), sync_every=2, axis_name="data")
+    with pytest.raises(ValueError, match=r"got Transformation\. .* For local SGD pass the reducer"):
+        jaxcomp.check(local, rounds, PARAMS)
     with pytest.raises(ValueError, match=r"must be a compiled program.*\.lower\(.*\)\.compile\(\)"):
         jaxcomp.check(jax.jit(jnp.sin), NOW, PARAMS)
 
@@ -309,9 +312,11 @@ def test_a_round_of_local_steps_sends_what_its_reducer_does():
     def step(params, state, x):
         return descended(params, jax.grad(loss)(params, x)), state, None
 
-    run = jaxcomp.local_sgd_round(step, sync_every=4, axis_name="data", mesh=MESH, reducer=NOW)
-    program = compiled(run, PARAMS, run.init(PARAMS, ()), np.ones((4, 8, 256), np.float32))
-    jaxcomp.check(program, NOW, PARAMS)
+    for reducer in (NOW, None):
+        options = {"axis_name": "data", "mesh": MESH, "reducer": reducer}
+        run = jaxcomp.local_sgd_round(step, sync_every=4, **options)
+        program = compiled(run, PARAMS, run.init(PARAMS, ()), np.ones((4, 8, 256), np.float32))
+        jaxcomp.check(program, reducer or jaxcomp.allreduce(axis_name="data"), PARAMS)
 
 
 def test_a_pmean_in_a_loop_of_steps_is_refused():
