@@ -72,7 +72,8 @@ def examined(
     whole = _on_replicas(function, arrays, specs, axis_name, 1)
     swapped = _on_replicas(function, swapped_arrays, specs, axis_name, 1)
     halves = _on_replicas(function, arrays, specs, axis_name, 2)
-    judge = functools.partial(_verdict, weights)
+    equal = jax.tree.map(_same, arrays, swapped_arrays)
+    judge = functools.partial(_verdict, weights, not all(jax.tree.leaves(equal)))
     verdicts = jax.tree.map(judge, whole, swapped, halves)
     table = [("output", "type", "aux", "")]
     for (path, verdict), x in zip(
@@ -140,10 +141,26 @@ def _on_host(x: Any) -> Any:
     return np.asarray(x)
 
 
+def _same(x: Any, y: Any) -> bool:
+    return np.array_equal(in_words(x), in_words(y))
+
+
 def _verdict(
-    weights: np.ndarray, whole: np.ndarray, swapped: np.ndarray, halves: np.ndarray
+    weights: np.ndarray,
+    distinct: bool,
+    whole: np.ndarray,
+    swapped: np.ndarray,
+    halves: np.ndarray,
 ) -> Verdict:
-    """Compares an output of the whole batch with those of the swapped batch and of the halves."""
+    """Compares an output of the whole batch with those of the swapped batch and of the halves.
+
+    Args:
+      weights: The weight of each half in a mean.
+      distinct: True if the halves have different examples.
+      whole: The output of the whole batch.
+      swapped: That of the batch with its halves swapped.
+      halves: Those of both halves.
+    """
     averages = has_mean(whole)
     precision = _ROUNDING
     if averages:
@@ -173,14 +190,17 @@ def _verdict(
     }
     misses = {kind: _largest(whole - value) for kind, value in expected.items()}
     apart = _largest(first - second)
-    # Equal halves decide nothing between a mean and a maximum, but a floating output that is the
-    # same for all examples is averaged without harm.
-    if apart == 0 and misses["mean"] <= rounding < scale and averages and precision == _ROUNDING:
+    # Equal values decide nothing between a mean and a maximum, but a floating output that is the
+    # same for different examples is averaged without harm.
+    constant = distinct and apart == 0 and averages and precision == _ROUNDING
+    if constant and misses["mean"] <= rounding < scale:
         return Verdict("mean", "the same in both halves")
     # A mean in 16 bits may be off by rounding, but the larger or smaller value is exact.
     tolerances = {"mean": rounding, "sum": rounding, "larger": 0, "smaller": 0}
     fitting = [kind for kind, miss in misses.items() if miss <= tolerances[kind]]
-    if len(fitting) > 1:
+    # Equal halves tell no mean from a nonlinear function of one.
+    undecided = len(fitting) > 1 or (fitting == ["mean"] and not distinct)
+    if undecided:
         remark = f"{' or '.join(fitting)} of both halves: take another batch, or say it yourself"
         if apart == 0 and not averages:
             remark += '; "mean" keeps what is always the same, as a counter or a key'

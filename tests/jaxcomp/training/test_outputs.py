@@ -274,6 +274,14 @@ def test_outputs_that_one_batch_cannot_tell_apart_have_no_word():
     assert make(loss, mesh=grid(2)).outputs(params, x.at[0].set(60), y) == (None,) * 5
 
 
+def test_outputs_of_a_batch_with_equal_halves_tell_no_mean_from_a_maximum():
+    params, x, y = data()
+    run = make(loss_with("exp", "max", "mean", "rows"), mesh=grid(2))
+    twice = [np.concatenate([a[: EXAMPLES // 2]] * 2) for a in (x, y)]
+    words = run.outputs(params, *twice)
+    assert words == {"exp": None, "max": None, "mean": None, "rows": "join"}
+
+
 def test_outputs_looks_at_both_parts_of_complex_numbers():
     def loss(params, x, y):
         losses = per_example(params, x, y)[1]
