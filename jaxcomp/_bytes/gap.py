@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxcomp._base.checks import answers_other_names, check_function, check_static_number, is_traced
 from jaxcomp._base.leaves import is_masked, leaf_name
-from jaxcomp._base.typing import MatrixDimsFn, PyTree, RankFn
+from jaxcomp._base.typing import KeyPath, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._bytes.units import parse
 from jaxcomp._lowrank.matrices import plan_leaves
 
@@ -234,9 +234,14 @@ def read_momentum(
         finite, or its optimizer has no law and nothing was measured.
     """
     check_function("matrix_dims", matrix_dims)
-    check_on_host("opt_state", opt_state)
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: bool(_moments(node)))
-    states = [fields for fields in map(_moments, nodes) if fields]
+    nodes = jax.tree.leaves_with_path(opt_state, is_leaf=lambda node: bool(_moments(node)))
+    states = []
+    for path, node in nodes:
+        fields = _moments(node)
+        if fields:
+            # Only what is read: residuals beside it may have parts in other processes.
+            check_on_host("opt_state", node, path)
+            states.append(fields)
     with_law = [fields for fields in states if fields.keys() & _BESIDE_MU]
     if not states:
         raise ValueError(
@@ -251,7 +256,7 @@ def read_momentum(
             "far above its loss ended: measured=(16, '1.2%')."
         )
     for fields in states:
-        if any(map(np.ndim, jax.tree.leaves(fields.get("count")))):
+        if _has_leading_axis(fields):
             raise ValueError(
                 "`opt_state` is that of several replicas or models: its counter has an axis. Pass "
                 "that of one: jaxcomp.consolidate(opt_state), or without a jaxcomp state in it "
@@ -330,26 +335,29 @@ def _squared_singular_values(matrices: np.ndarray) -> np.ndarray:
     return values.sum(axis=0)[::-1]  # the largest first
 
 
-def check_on_host(name: str, tree: PyTree) -> None:
+def check_on_host(name: str, tree: PyTree, place: KeyPath = ()) -> None:
     """Refuses leaves without values that NumPy can read.
+
+    Args:
+      name: The name of an argument.
+      tree: The argument, or the part of it at the path `place`.
+      place: The path.
 
     Raises:
       ValueError: If a leaf is traced, has a part in another process, or is only a shape. The
         message has the name of the argument and of the leaf.
     """
     for path, leaf in jax.tree.leaves_with_path(tree):
+        where = leaf_name((*place, *path))
         if is_traced(leaf):
             raise ValueError(
-                f"`{name}` is traced at {leaf_name(path)}: read it outside of jax.jit, between two "
-                "steps."
+                f"`{name}` is traced at {where}: read it outside of jax.jit, between two steps."
             )
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise ValueError(
-                f"`{name}` has only a shape at {leaf_name(path)}: pass the arrays of a run."
-            )
+            raise ValueError(f"`{name}` has only a shape at {where}: pass the arrays of a run.")
         if not getattr(leaf, "is_fully_addressable", True) and not leaf.is_fully_replicated:
             raise ValueError(
-                f"`{name}` has a part of {leaf_name(path)} in another process. Gather it first, "
+                f"`{name}` has a part of {where} in another process. Gather it first, "
                 f"as with jax.experimental.multihost_utils.process_allgather({name}, tiled=True)."
             )
 
@@ -378,6 +386,17 @@ def _moments(node: Any) -> Mapping[str, Any]:
         others = [field for name, field in fields.items() if name not in _MOMENTA]
         is_state = not any(map(np.ndim, jax.tree.leaves(others)))
     return fields if is_state else {}
+
+
+def _has_leading_axis(fields: Mapping[str, Any]) -> bool:
+    """Returns whether the counter and all moments of a state begin with the same axis."""
+    counts = jax.tree.leaves(fields.get("count"))
+    if len(counts) != 1 or not np.ndim(counts[0]):
+        return False
+    axes = np.shape(counts[0])
+    moments = [fields[name] for name in _MOMENTA & fields.keys()]
+    shapes = map(np.shape, jax.tree.leaves(moments))
+    return all(shape[: len(axes)] == axes for shape in shapes)
 
 
 def _merged(parts: Sequence[PyTree]) -> PyTree:

@@ -101,6 +101,14 @@ def test_averaged_parameters_beside_the_optimizer_are_no_momentum(optimizer):
     assert found == predict_gap(state, 8, **options)
 
 
+def test_only_the_momentum_needs_values():
+    """Finds it also beside residuals, parts of which are in other processes."""
+    state = trained(optax.adam(1e-3))
+    reducer = jaxcomp.powersgd(2, axis_name="data", matrix_dims=LAYERS)
+    held = jax.eval_shape(jaxcomp.hold_state(reducer).init, PARAMS)
+    assert tails((held, state)) == tails(state)
+
+
 def test_groups_of_whole_branches():
     params = {"encoder": {"a": PARAMS["a"]}, "decoder": {"layers": PARAMS["layers"]}}
     shown = {"encoder": {"a": grads(0)["a"]}, "decoder": {"layers": grads(0)["layers"]}}
