@@ -192,8 +192,10 @@ def product(view: MatrixView, leaf: Array, factor: Array, *, transposed: bool = 
     # It contracts the last axis of the matrix, which is fast.
     multiplied = functools.partial(einsum, "...ij,...jr->...ir")
     if factor.shape[-1] > _FUSED_RANK:
-        return multiplied(matrix, factor)
-    return lax.platform_dependent(matrix, factor, cpu=multiplied, default=_summed_along_rows)
+        default = _multiplied_on_gpus
+    else:
+        default = _summed_along_rows
+    return lax.platform_dependent(matrix, factor, cpu=multiplied, default=default)
 
 
 def _piece(n: int, rank: int) -> int:
@@ -208,6 +210,17 @@ def _piece(n: int, rank: int) -> int:
             if n % size == 0:
                 return size
     return n
+
+
+def _multiplied_on_gpus(matrix: Array, factor: Array) -> Array:
+    """Multiplies a matrix with a factor of more than `_FUSED_RANK` columns.
+
+    Programs for several GPUs lose the algorithm of a product of two matrices that contracts the
+    last axis of the first and the first of the second, and with it float32's precision: Shardy
+    converts it to an operation without one (jaxlib 0.11.2). So the factor comes first, and a
+    barrier prevents that XLA exchanges them again.
+    """
+    return _held(exact_einsum("...jr,...ij->...ri", factor, matrix)).mT
 
 
 def _summed_along_rows(matrix: Array, factor: Array) -> Array:
@@ -225,6 +238,17 @@ def _held(x: Array) -> Array:
     larger array.
     """
     return lax.platform_dependent(x, cpu=lambda x: x, default=lax.optimization_barrier)
+
+
+def _after(done: Array, factor: Array) -> Array:
+    """Prevents XLA on GPUs from using a factor of more than `_FUSED_RANK` columns before `done`.
+
+    With several GPUs XLA would compute the dense products of all leaves while the last all-reduce
+    runs, and keep them: as much memory as the gradients.
+    """
+    if factor.shape[-1] <= _FUSED_RANK:
+        return factor
+    return lax.platform_dependent(factor, cpu=lambda x: x, default=lambda x: jnp.where(done, x, 0))
 
 
 def by_columns(factor: Array) -> Array:
@@ -300,7 +324,7 @@ def unsent(
         # prevent XLA from writing the new residual in the place of the old one.
         # Held, because XLA on GPUs would make one kernel of output and residual, which cannot write
         # the output in the place of the sum.
-        product = outer(view, _held(p), _held(q_sent))
+        product = outer(view, _held(p), _held(_after(commit, q_sent)))
         return remaining(product[None], total[None], old[None]).reshape(old.shape)
 
     def in_blocks() -> Array:

@@ -272,8 +272,8 @@ def _round(
     inverse, lost = inverse_factors(gram, jnp.asarray(lost_below, gram.dtype))
     ends = np.cumsum(list(map(len, stacks)))[:-1]
     columns = []
-    for x, upper in zip(stacks, jnp.split(inverse, ends), strict=True):
-        columns.append(exact_einsum("mbni,mij->mbnj", x, upper))
+    for x, lower in zip(stacks, jnp.split(inverse, ends), strict=True):
+        columns.append(exact_einsum("mbni,mji->mbnj", x, lower))
     return columns, gram, jnp.split(lost, ends)
 
 
@@ -290,8 +290,8 @@ def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
         the span of the columns before it.
 
     Returns:
-      Upper triangular matrices ``(number, r, r)`` to multiply from the right, with zeros for lost
-      columns; and which columns are lost, bool ``(number, r)``.
+      Lower triangular matrices ``(number, r, r)``, whose transposes are to multiply from the right,
+      with zeros for lost columns; and which columns are lost, bool ``(number, r)``.
     """
     rank = gram.shape[-1]
     unit = jnp.eye(rank, dtype=bool)
@@ -325,7 +325,7 @@ def inverse_factors(gram: Array, lost_below: Array) -> tuple[Array, Array]:
     pivots -= jnp.where(failed[..., 0], 2 * _LARGE_SHIFT, 0)
     lost = (pivots <= lost_below) | (norm == 0)
     inverse = jnp.where(lost[..., None], 0, inverse)
-    return norm[..., None] * inverse.mT, lost
+    return norm[..., None, :] * inverse, lost
 
 
 def spare_directions(n: int, rank: int, dtype: Any) -> Array:

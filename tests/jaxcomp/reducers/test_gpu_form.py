@@ -122,6 +122,41 @@ def test_a_product_over_a_long_axis_is_summed_in_equal_pieces(on_gpus):
     assert_allclose(transposed(leaf, factor), expected, atol=3e-6 * np.abs(expected).max())
 
 
+def is_plain(subscripts, first, second):
+    """Returns whether the last axis of one matrix meets the first of another, without a batch.
+
+    Axes of length 1 do not count, because XLA removes them.
+    """
+    inputs, output = subscripts.split("->")
+    axes = []
+    for letters, array in zip(inputs.split(","), (first, second), strict=True):
+        batch = array.ndim - len(letters.replace("...", ""))
+        letters = letters.replace("...", "ABCD"[:batch])
+        axes.append([x for x, size in zip(letters, array.shape, strict=True) if size > 1])
+    shared = [x for x in axes[0] if x in axes[1]]
+    contracted = [x for x in shared if x not in output and x.islower()]
+    return shared == contracted == axes[0][-1:] == axes[1][:1]
+
+
+def test_products_of_parts_keep_their_precision_on_several_gpus(on_gpus, monkeypatch):
+    """Programs for several GPUs lose it where the last axis of a matrix meets another's first."""
+    on_gpus()
+    einsum = jnp.einsum
+    seen = []
+
+    def recorded(subscripts, *arrays, precision=None, **others):
+        if precision == lax.DotAlgorithmPreset.BF16_BF16_F32_X6:
+            seen.append(is_plain(subscripts, *arrays))
+        return einsum(subscripts, *arrays, precision=precision, **others)
+
+    monkeypatch.setattr(jnp, "einsum", recorded)
+    tx = jaxcomp.powersgd(16, axis_name=AXIS, start_step=0, min_compression_rate=0.5)
+    for shapes in ({"alone": (64, 96)}, {"tall": (96, 64), "wide": (40, 96), "kernel": (3, 8, 40)}):
+        simulate("shard_map", tx, random_grads(shapes, 2, 1))
+    assert len(seen) > 10
+    assert not any(seen)
+
+
 def training(rank):
     """Returns a function that trains a small network for 20 steps, and returns the losses.
 
