@@ -35,7 +35,7 @@ from torch_bridge._pairing.proposals import (
     single,
 )
 
-_BATCH = 60  # changes of the nearest reading to try before the best changes are combined
+_BATCH = 30  # changes of the nearest reading to try before the best changes are combined
 _GLANCE = 20  # the same for the other readings
 _SURE = 0.5  # a change that reduces the distance to less than this share is kept at once
 # After this number of tried changes, the nearest reading comes after one that is twice as far off.
@@ -123,14 +123,12 @@ class Search:
         for reading in self._first_readings():
             states += self._run(reading, 0)
         # The nearest reading may be near by chance, so other readings are tried in turn with it.
-        turns = itertools.cycle(
-            [(_State.cost_by_depth, _GLANCE), (_State.cost_by_distance, _BATCH)]
-        )
+        turns = itertools.cycle([_State.cost_by_depth, _State.cost_by_distance])
         while states and not self._is_over():
-            cost, size = next(turns)
+            cost = next(turns)
             state = min(states, key=cost)
             before = state.taken
-            children = self._batch(state, size)
+            children = self._batch(state, goes_deep=cost == _State.cost_by_distance)
             states += children + self._together(state, children)
             if state.taken == before:
                 states.remove(state)
@@ -156,18 +154,23 @@ class Search:
         self._tried.append((difference, reading))
         return [_State(reading, difference.mean, self._changes(reading), depth)]
 
-    def _batch(self, state: _State, size: int) -> list[_State]:
-        """Tries the next `size` changes of a reading, or fewer if one reduces the distance much.
+    def _batch(self, state: _State, goes_deep: bool) -> list[_State]:
+        """Tries the next changes of a reading.
+
+        Args:
+          state: The reading.
+          goes_deep: Whether to stop at a change that reduces the distance much, and go on from
+            there. Other readings get all their turn, because such a change may help by chance.
 
         Returns:
           The states of the changed readings.
         """
         children = []
-        for change in itertools.islice(state.changes, size):
+        for change in itertools.islice(state.changes, _BATCH if goes_deep else _GLANCE):
             state.taken += 1
             children += self._run(change.reading, state.depth + 1)
             is_near = bool(children) and children[-1].distance < _SURE * state.distance
-            if is_near or self._is_over():
+            if (is_near and goes_deep) or self._is_over():
                 break
         state.tried += len(children)
         return children
