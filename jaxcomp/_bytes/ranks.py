@@ -88,8 +88,8 @@ def ranks_by_spectrum(
     the predicted gap is within `loss_budget`. The division by the root mean square makes leaves
     comparable: Adam divides by about that value, so a leaf lowers the loss by
     :math:`|G|^2 / \mathrm{rms}(G)` and not by :math:`|G|^2`. For a loss budget the singular values
-    are those of :math:`\mu / \sqrt{\nu}`, and :math:`s = 1`. A leaf that has as many columns as
-    `min_compression_rate` allows may become uncompressed as the last step.
+    are those of :math:`\mu / \sqrt{\nu}`, and :math:`s = 1`. If a leaf has the highest rank that
+    `min_compression_rate` allows, what is left is to send it uncompressed.
 
     Args:
       gradients: With `ratio`, typical gradients: Adam's first moment after some hundred exact
@@ -161,7 +161,7 @@ def ranks_by_spectrum(
     if momentum is None:
         _spend_bytes(in_order, plans, wire, check_static_number("ratio", ratio, 1), ranks)
         return Ranks(ranks)
-    most = momentum.law.tail(parse("loss_budget", loss_budget or 0.0))
+    most = momentum.law.largest_tail(parse("loss_budget", loss_budget or 0.0))
     tail = momentum.tail({path: 1 for path, rank in ranks.items() if rank})
     for offer in in_order:
         if tail <= most:
