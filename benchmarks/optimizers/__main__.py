@@ -33,6 +33,7 @@ from benchmarks.convergence.optimizers import OPTIMIZERS
 from benchmarks.convergence.runs import Runs
 from benchmarks.optimizers import laws, report, tail
 from benchmarks.optimizers.settings import (
+    BY_KIND,
     FIRST_STEPS,
     FROM_ONE_RANK,
     OTHERS,
@@ -94,7 +95,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.report:
         studies: Sequence[Study] = SCALE
         if not options.scale:
-            studies = (*STUDIES, *OTHERS, *FIRST_STEPS, *PREDICTED, *FROM_ONE_RANK, *UNSEEN)
+            studies = (
+                *STUDIES,
+                BY_KIND,
+                *OTHERS,
+                *FIRST_STEPS,
+                *PREDICTED,
+                *FROM_ONE_RANK,
+                *UNSEEN,
+            )
         for study in studies:
             if study.optimizer in options.optimizers:
                 make(study, options.out, tail.OUT)

@@ -22,6 +22,7 @@ from benchmarks.convergence.runs import results
 from benchmarks.optimizers import tail
 from benchmarks.optimizers.report import made
 from benchmarks.optimizers.settings import (
+    BY_KIND,
     FIRST_STEPS,
     FROM_ONE_RANK,
     OTHERS,
@@ -32,11 +33,12 @@ from benchmarks.optimizers.settings import (
 )
 from benchmarks.time_to_loss import report as over_links
 from benchmarks.time_to_loss.task import Config as OverLinks
-from jaxcomp._bytes.gap import LAWS, TAIL_LAWS, Law, TailLaw
+from jaxcomp._bytes.gap import LAWS, TAIL_LAWS, USUAL_TOKENS, Law, TailLaw
 
 LAW = "python -m benchmarks.optimizers --law"
 TAIL = "python -m benchmarks.optimizers --tail"
 _LEAST_STEPS = 480  # runs of fewer are not fitted: they lose less
+_LEAST_SEEDS = 8  # of a rank that a law of the tail is fitted to
 # Of `benchmarks.time_to_loss`, with what sets them apart.
 _OVER_LINKS = {
     "jax/powersgd-32-int6": "int6",
@@ -90,7 +92,7 @@ def points(studies: Iterable[Study], runs: Finished, rows: Finished = ()) -> Ite
         for setting, result in by_setting.items():
             if setting.rank:
                 percents = result.gaps(next(iter(by_setting.values())))
-                known = tails.get(setting.rank) if setting.wire == "int6" else None
+                known = tails.get(setting.kept) if setting.wire == "int6" else None
                 yield Point(
                     study.optimizer,
                     study.name,
@@ -142,23 +144,21 @@ def _law(optimizer: str, several: Sequence[Point], error: float) -> Law:
             for percent in point.percents:
                 rows.append((point.width, point.tokens, point.rank, percent))
     widths, tokens, ranks, percents = np.array(rows, float).T
-    times = np.sqrt(tokens / 1024)
+    times = np.sqrt(tokens / USUAL_TOKENS)
     columns = np.stack([times / ranks, -times / widths], axis=1)
     (a, ak), *_ = np.linalg.lstsq(columns, percents, rcond=None)
-    off = (percents - columns @ [a, ak]) / times
     return Law(
         runs=len(rows),
         widths=(int(widths.min()), int(widths.max())),
         tokens=(int(tokens.min()), int(tokens.max())),
         a=float(a),
         k=float(ak / a),
-        spread=float(np.sqrt(np.sum(off**2) / (len(rows) - 2))),
         error=error,
     )
 
 
 def tail_laws(runs: Finished, rows: Finished) -> dict[str, TailLaw]:
-    """Fits the law of the tail for each optimizer; takes its error from `PREDICTED`.
+    """Fits the law of the tail for each optimizer; the error is that of AdamW's in `PREDICTED`.
 
     Args:
       runs: Those that were made.
@@ -184,8 +184,10 @@ def _fitted(optimizer: str, several: Iterable[Point]) -> list[Point]:
     """Returns the settings of an optimizer that a law of the tail is fitted to."""
     fitted = []
     for point in several:
+        # A gap below zero has no logarithm.
         fits = point.optimizer == optimizer and point.steps >= _LEAST_STEPS and point.gap > 0
-        if fits and point.tail:
+        enough = len(point.percents) >= _LEAST_SEEDS or optimizer in _WITHOUT_LAW
+        if fits and enough and point.tail:
             fitted.append(point)
     return fitted
 
@@ -334,6 +336,27 @@ def without_law(runs: Finished, rows: Finished) -> str:
     return markdown([*_MEASURED, "AdamW's formula", "its own fit"], lines)
 
 
+def by_kind(runs: Finished, rows: Finished) -> str:
+    """Returns a table of the gaps of one kind of leaf each.
+
+    Args:
+      runs: Those that were made.
+      rows: Of `tail.measure`.
+    """
+    by_setting = made(BY_KIND, runs)
+    exact = next(iter(by_setting.values()))
+    tails = tail.find(BY_KIND, rows)
+    lines = []
+    for setting, result in by_setting.items():
+        if setting.only:
+            decrease = tails[f"{setting.kept}{tail.OF_DECREASE}"]
+            line = [setting.only.replace("|", " and "), f"{tails[setting.kept]:.3f}"]
+            line += [f"{decrease:.3f}", str(len(result.losses))]
+            lines.append([*line, with_interval(result.gaps(exact), "+.1f", "%")])
+    header = ["compressed", "tail", "of the decrease", "seeds", "above exact (95%)"]
+    return markdown(header, lines)
+
+
 def _row(name: str, point: Point, *predicted: float) -> list[str]:
     """Returns the cells of a point: those of `_MEASURED`, and predicted gaps in per cent."""
     above = with_interval(point.percents, "+.1f", "%")
@@ -353,8 +376,9 @@ def paged(page: str, runs: Finished) -> str:
     page = in_page(page, LAW, f"{compared(runs)}\n")
     fit = foretold((*STUDIES, *UNSEEN), runs, rows)
     page = in_page(page, f"{TAIL}, others", f"{without_law(runs, rows)}\n")
-    page = in_page(page, TAIL, f"{fit}\n\n{made_on(rows)}\n")
+    page = in_page(page, TAIL, f"{fit}\n\nThe tails of all tables on this page: {made_on(rows)}\n")
     page = in_page(page, f"{TAIL}, predicted", f"{foretold(PREDICTED, runs, rows)}\n")
+    page = in_page(page, f"{TAIL}, by kind", f"{by_kind(runs, rows)}\n")
     return in_page(page, f"{TAIL}, from one rank", f"{_table_from_one_rank(runs, rows)}\n")
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import jax
 import optax
 
 import jaxcomp
@@ -31,6 +33,7 @@ class Setting(Compared):
       min_compression_rate: That of PowerSGD. In six bits leaves shrink also below the default, 2.
       exact_steps: The number of exact steps, in float32, before the first compressed step.
       first_rank: A rank for these first steps, which then are not exact.
+      only: A regular expression for the paths of the only leaves that are compressed; "" for all.
     """
 
     optimizer: str
@@ -42,6 +45,7 @@ class Setting(Compared):
     min_compression_rate: float = 2.0
     exact_steps: int = 0
     first_rank: int = 0
+    only: str = ""
 
     def behind(self, config: Config) -> optax.GradientTransformation:
         """Makes the optimizer."""
@@ -62,8 +66,22 @@ class Setting(Compared):
             steps = self.exact_steps or config.steps // 4
             momentum = early_momentum(config, exact, steps)
             rank = jaxcomp.ranks_by_spectrum(momentum, ratio=self.ratio, **options)
+        elif self.only:
+            rank = self.rank_of
         start_step = self.exact_steps - self.steps_before
         return jaxcomp.powersgd(rank, axis_name=AXIS, start_step=start_step, **options)
+
+    @property
+    def kept(self) -> str:
+        """Names what the factors keep, for the tails of exact runs: the rank, and the leaves."""
+        return f"{self.rank} {self.only}".strip()
+
+    def rank_of(self, path: jax.tree_util.KeyPath, leaf: Any) -> int | None:
+        """Returns the rank of a leaf, or None for a leaf that is not among the `only` ones."""
+        del leaf
+        if re.search(self.only, jax.tree_util.keystr(path)):
+            return self.rank
+        return None
 
     @property
     def before(self) -> Setting:
@@ -100,6 +118,8 @@ class Setting(Compared):
             return "int8 all-reduce"
         if self.wire != "float32":
             sent += f", {self.wire}"
+        if self.only:
+            sent += f", only {self.only.replace('|', ' and ')}"
         if self.first_rank:
             sent += f" after {self.exact_steps} steps of rank {self.first_rank}"
         elif self.exact_steps:
@@ -135,6 +155,11 @@ class Study:
     rates: Sequence[tuple[float, float | None]]
     sent: Sequence[Fields]
     seeds: int
+
+    @property
+    def by_kind(self) -> bool:
+        """Returns whether single kinds of leaves are compressed."""
+        return any(sent.get("only") for sent in self.sent)
 
     def exact(self, loss: Callable[[Setting, int], float]) -> Setting:
         """Returns the exact average at its best rate and momentum, by the final loss of seed 0."""
@@ -178,19 +203,29 @@ _MANY = replace(_ONCE, replicas=16, batch_size=1)
 _WIDE_RATES = _with(None, 2.5e-4, 3.5e-4, 5e-4, 7e-4, 1e-3)
 
 STUDIES = (
-    Study("adamw", "", Config(), (*_with(None, 2e-3), *_with(0.7, 2e-3), *_RATES), _ALL, 3),
-    Study("adamw", "width 64", _64, _with(0.8, 2e-3, 4e-3, 8e-3), _int6(11, 5), 4),
-    Study("adamw", "240 steps", _SHORT, _with(0.8, 2e-3, 4e-3), _int6(21, 11), 4),
+    Study("adamw", "", Config(), (*_with(None, 2e-3), *_with(0.7, 2e-3), *_RATES), _ALL, 8),
+    Study("adamw", "width 64", _64, _with(0.8, 2e-3, 4e-3, 8e-3), _int6(11, 5), 8),
+    Study("adamw", "240 steps", _SHORT, _with(0.8, 2e-3, 4e-3), _int6(21, 11), 8),
     Study("adamw", "1,920 steps", _LONG, _with(0.8, 2e-3), _int6(21), 2),
-    Study("adamw", "2,048 tokens a step", _2048, _with(0.8, 2e-3, 4e-3), _int6(21, 11), 4),
+    Study("adamw", "2,048 tokens a step", _2048, _with(0.8, 2e-3, 4e-3), _int6(21, 11), 8),
     Study(
         "adamw", "4,096 tokens a step", _4096, _with(0.8, 2e-3, 4e-3, 8e-3), _int6(32, 21, 11), 8
     ),
     Study("adamw", "width 256, 4,096 tokens", _256, _with(0.8, 2e-3), _int6(64, 42, **_WHOLE), 2),
     Study("adamw", "width 512", WIDE_ONCE, _WIDE_RATES, _ADAMW_WIDE, 8),
-    Study("muon", "", Config(), (*_with(None, 2e-3), *_with(0.9, 2e-3), *_RATES), _ALL, 3),
+    Study("muon", "", Config(), (*_with(None, 2e-3), *_with(0.9, 2e-3), *_RATES), _ALL, 8),
     Study("muon", "width 512", _WIDE, _RATES, _MUON_WIDE, 8),
 )
+# One kind of leaf is compressed at a time; and two ranks with factors in float32.
+_KINDS = (
+    *_int6(5, only="embedding|output"),
+    *_int6(5, only="qkv"),
+    *_int6(5, only="attention_out"),
+    *_int6(5, only="mlp_in"),
+    *_int6(5, only="mlp_out"),
+)
+_WIRES = (*_int6(5), {"rank": 5}, *_int6(11), {"rank": 11})
+BY_KIND = Study("adamw", "width 64, kinds", _64, _with(0.8, 4e-3), (*_KINDS, *_WIRES), 8)
 # Behind optimizers for which `jaxcomp.predict_gap` has no law; their states have a momentum.
 _LOW = _int6(11, 5, 3)
 OTHERS = (
@@ -202,7 +237,7 @@ OTHERS = (
 # are left after 1, 3 and 10% of the steps in float32, in bfloat16 or through an int8 all-reduce. In
 # bfloat16 and int8 exact steps lose nothing that could be seen, so that one run stands for all
 # three. The last setting begins with a higher rank. Width 64 has the bytes of ranks 11 and 5; width
-# 128 has those of ranks 21 and 11.
+# 128 has those of ranks 21 and 11, and width 512 those of rank 48.
 _FIRST_64 = (
     {"wire": "int8"},
     *_int6(11),
@@ -227,9 +262,11 @@ _FIRST_128 = (
     *_int6(10, exact_steps=48, first_rank=21),
 )
 _TWICE = {"eval_every": 240}
+_FIRST_512 = (*_int6(48), *_int6(43, exact_steps=5), *_int6(35, exact_steps=14))
 FIRST_STEPS = (
     Study("adamw", "width 64", replace(_64, **_TWICE), _with(0.8, 4e-3), _FIRST_64, 8),
     Study("adamw", "width 128", replace(_ONCE, **_TWICE), _with(0.8, 2e-3), _FIRST_128, 8),
+    Study("adamw", "width 512", replace(WIDE_ONCE, **_TWICE), _with(None, 5e-4), _FIRST_512, 4),
 )
 
 

@@ -79,7 +79,8 @@ def advise(
         ``"0.5%"``, or 0.005.
       opt_state: The optimizer's state from an exact run of this model, after a quarter to a half of
         its steps, as for `predict_gap`.
-      measured: With `opt_state`: a rank that was run, and its gap, as for `predict_gap`.
+      measured: With `opt_state`: a rank that was run with ``min_compression_rate=1.0``, as
+        ``advice.reducer`` has it, and its gap, as for `predict_gap`.
       tokens: The tokens in a step of all workers together: 8_192 or ``"512k"``; a larger batch
         loses more. None estimates them from parameters, step time and device. Ignored with
         `opt_state`.
@@ -204,8 +205,8 @@ def _losses_of_run(
     least, largest = law.tails
     if measured is None:
         evidence = (
-            f"read off the momentum in opt_state, by a law from {law.settings} settings of models "
-            "of up to 12.9 million parameters; it holds for a state from an exact run, between a "
+            f"read off the momentum in opt_state, by a law from {law.ranks} ranks in models of up "
+            "to 12.9 million parameters; it holds for a state from an exact run, between a "
             "quarter and a half of its steps"
         )
     else:
@@ -224,6 +225,7 @@ def _losses_of_run(
             )
         return Loss(expected.gap, expected.half_width, doubt)
 
+    evidence += f"; the loss budget is {budget:.1%}"
     highest = max(map(len, momentum.spectra.values()))
     lowest = 8  # multiples of 8, as in the law for runs that were not made yet
     while lowest < highest and gap(lowest).gap > budget:
@@ -264,7 +266,9 @@ def _losses_by_law(
     else:
         lowest = 8 * math.ceil(width / 16 / 8)
         evidence = "not predicted; ranks from a sixteenth of the width on are tried,"
-    evidence += f" for width {width:,} and {tokens:,.0f} tokens a step"
+    evidence += (
+        f" for a loss budget of {budget:.1%}, width {width:,} and {tokens:,.0f} tokens a step"
+    )
     return lowest, loss, evidence
 
 
@@ -344,7 +348,8 @@ def _recommended(predictions: list[Prediction], baseline: Prediction) -> Predict
     """Returns the prediction that sends most bytes among those about as fast as the fastest.
 
     Only reducers that pay are considered, or the baseline if none does. All of them are expected to
-    keep the budget. If this is certain for some ranks, the uncertain ones are left out.
+    keep the budget, or their gap is not known. If some rank is certain to keep it, those that are
+    not are left out.
     """
     paying = []
     sure = []

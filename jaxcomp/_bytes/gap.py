@@ -1,10 +1,10 @@
 """Predicts how much loss a rank costs, from the momentum of an exact run or before any run.
 
-There are two laws, both fitted to recorded runs. `TailLaw` reads the momentum of an exact run: what
-lies beyond the rank in its spectrum is what compression delays, and it needs neither width nor
-batch. The gap that was measured with one rank takes the place of its constant. `Law` predicts
-before a run, from width and tokens, and is less certain. `predict_gap` and `ranks_by_spectrum` use
-the first, `advise` either.
+There are two laws, both fitted to recorded runs. `TailLaw` reads the momentum of an exact run.
+Compression sends the part beyond the rank late; the law uses the size of this part, and neither
+width nor batch. The gap that was measured with one rank takes the place of its constant. `Law`
+predicts before a run, from width and tokens, and is less certain. `predict_gap` and
+`ranks_by_spectrum` use the first, `advise` either.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class TailLaw:
     in per cent of the held-out loss. ``python -m benchmarks.optimizers --tail`` fits it again.
     """
 
-    settings: int  # number of fitted settings: each is a model, a batch, a text and a rank
-    tails: tuple[float, float]  # smallest and largest tail of the settings
+    ranks: int  # number of fitted ranks, in models with several batches and texts
+    tails: tuple[float, float]  # smallest and largest tail of these ranks
     c: float  # per cent
     power: float
     error: float  # root mean square error of log(gap), in settings predicted before they ran
@@ -80,24 +80,25 @@ class TailLaw:
     def through(self, tail: float, gap: float) -> TailLaw:
         """Returns the law with the same power that has this gap, which was measured, at a tail.
 
-        The measured run takes the place of those of the fit, so that the law holds for all tails.
+        The constant comes from the measured run, so the law holds for all tails, and its error is
+        that of predictions from a measured gap.
         """
         constant = 100 * gap / tail**self.power
         return dataclasses.replace(self, tails=(0.0, 1.0), c=constant, error=_ERROR_IF_MEASURED)
 
-    def tail(self, gap: float) -> float:
+    def largest_tail(self, gap: float) -> float:
         """Returns the largest tail whose expected gap is at most `gap` (a fraction)."""
         return (100 * gap / self.c) ** (1 / self.power)
 
 
-# Means over three to eight seeds have at least this uncertainty.
+# Most means over eight seeds have at most this uncertainty, below which nothing is known.
 _LEAST_HALF_WIDTH = 0.002
 # Root mean square error of log(gap), if the gap of another rank was measured in the same setting.
 _ERROR_IF_MEASURED = 0.22
 # python -m benchmarks.optimizers --tail
 TAIL_LAWS = {
-    "adamw": TailLaw(19, (0.045, 0.417), c=23.3, power=1.35, error=0.70),
-    "muon": TailLaw(4, (0.058, 0.473), c=56.6, power=1.38, error=0.70),
+    "adamw": TailLaw(14, (0.045, 0.417), c=22.2, power=1.32, error=0.70),
+    "muon": TailLaw(4, (0.058, 0.473), c=48.4, power=1.22, error=0.70),
 }
 
 
@@ -106,7 +107,7 @@ class Momentum:
     """Holds an optimizer's momentum, and its energy along each singular direction."""
 
     law: TailLaw
-    tree: PyTree  # the parameters' structure; MaskedNode where no optimizer has a moment
+    tree: PyTree  # steps such as mu / sqrt(nu); MaskedNode where no optimizer has a moment
     spectra: Mapping[str, np.ndarray]  # squared singular values of each leaf, largest first
 
     def tail(self, ranks: Mapping[str, int]) -> float:
@@ -170,13 +171,13 @@ def predict_gap(
         the like), or of ``optax.contrib.muon``: alone, in a chain, masked, injected, or in a whole
         ``TrainState``. With `measured` also that of ``optax.sgd`` or ``optax.adafactor`` with a
         momentum, or of ``optax.lion``. Take it from an *exact* run, after a quarter to a half of
-        its steps. Leaves without such a moment, as frozen ones, are left out; and beside Adam or
-        Muon those that another optimizer trains.
+        its steps. Leaves without such a moment (frozen ones, for example) are ignored. If Adam or
+        Muon trains some leaves, those that another optimizer trains are ignored too.
       rank: A rank for all leaves, or a function of (key path, leaf), as for `powersgd`; for example
         the result of `ranks_by_spectrum`.
       measured: The rank of a compressed run of this model, as for `rank`, and its gap: how far its
         held-out loss lay above that of the exact run at the same step, as a fraction or as
-        ``"1.2%"``. Three quarters of both runs are enough.
+        ``"1.2%"``. Three quarters of both runs are enough, with the schedule of whole runs.
       min_compression_rate: The least compression rate of a leaf, as for `powersgd`.
       matrix_dims: The function that views leaves as matrices, as for `powersgd`.
 
@@ -288,7 +289,7 @@ def _checked(measured: Measured) -> tuple[int | RankFn, float]:
     """Checks what was measured; returns the rank, and the gap as a fraction.
 
     Raises:
-      ValueError: If it is not a rank and a positive gap.
+      ValueError: If it is not a pair with a positive gap; `ranks_of` checks the rank.
     """
     if not isinstance(measured, tuple) or len(measured) != 2:
         raise ValueError(
@@ -483,7 +484,6 @@ class Law:
     tokens: tuple[int, int]
     a: float  # per cent
     k: float
-    spread: float  # standard deviation of a run from the law, in points, at 1,024 tokens
     error: float  # root mean square error of log(gap), in settings of other depths and contexts
 
     def gap(self, rank: int, width: float, tokens: float) -> float:
@@ -491,13 +491,12 @@ class Law:
         return self._slope(tokens) * max(0.0, 1 / rank - self.k / width)
 
     def half_width(self, rank: int, width: float, tokens: float) -> float:
-        """Returns the half-width of the 95% interval of one run, as a fraction.
+        """Returns how far above the expected gap 95% of the settings lie at most, as a fraction.
 
-        The law uses neither depth nor context, and these change the gap more than the seed does.
+        A setting's gap is the mean over seeds. The law uses neither depth nor context, and these
+        change the gap by more than a seed does.
         """
-        # 2.1 is Student's 97.5% quantile for about twenty runs.
-        of_seeds = 2.1 * self.spread * math.sqrt(tokens / USUAL_TOKENS) / 100
-        return max(of_seeds, _possible_excess(self.gap(rank, width, tokens), self.error))
+        return max(_possible_excess(self.gap(rank, width, tokens), self.error), _LEAST_HALF_WIDTH)
 
     def rank(self, budget: float, width: float, tokens: float) -> int:
         """Returns the smallest rank, a multiple of 8, with an expected gap within `budget`."""
@@ -516,6 +515,6 @@ class Law:
 
 # python -m benchmarks.optimizers --law
 LAWS = {
-    "adamw": Law(69, (64, 512), (512, 4096), a=41.4, k=2.86, spread=0.33, error=0.46),
-    "muon": Law(21, (128, 512), (512, 1024), a=106.1, k=1.57, spread=1.02, error=0.46),
+    "adamw": Law(113, (64, 512), (512, 4096), a=39.4, k=2.61, error=0.45),
+    "muon": Law(46, (128, 512), (512, 1024), a=103.1, k=0.87, error=0.45),
 }

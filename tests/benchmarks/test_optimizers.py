@@ -49,7 +49,7 @@ def test_the_page_shows_the_committed_runs_of_each_search_that_came_to_its_end()
 def test_the_law_of_the_adviser_is_fitted_to_the_committed_runs(name):
     law = LAWS[name]
     found = laws(read_runs(command.OUT))[name]
-    for field, digits in (("a", 1), ("k", 2), ("spread", 2), ("error", 2)):
+    for field, digits in (("a", 1), ("k", 2), ("error", 2)):
         written = getattr(law, field)
         now = getattr(found, field)
         assert written == pytest.approx(now, abs=0.51 * 10**-digits)
@@ -75,7 +75,7 @@ def test_the_law_is_compared_with_every_run_that_it_has_not_seen(capsys):
 def test_the_law_of_the_tail_is_fitted_to_the_committed_runs(name):
     law = TAIL_LAWS[name]
     fitted = tail_laws(read_runs(command.OUT), read_runs(tail.OUT))[name]
-    assert law.settings == fitted.settings
+    assert law.ranks == fitted.ranks
     assert law.tails == pytest.approx(fitted.tails, abs=0.00051)
     assert law.c == pytest.approx(fitted.c, abs=0.051)
     assert law.power == pytest.approx(fitted.power, abs=0.0051)
@@ -113,7 +113,7 @@ def test_a_tail_is_what_predict_gap_reads_and_is_read_once(tmp_path, capsys):
     expected = jaxcomp.predict_gap(carry[1], 2).tail
     assert row["tails"]["4"]["2"] == pytest.approx(expected, abs=1e-3)
     several = [row["tails"][step]["2"] for step in ("2", "3", "4")]
-    assert tail.find(study, [row]) == {2: pytest.approx(mean(several))}
+    assert tail.find(study, [row]) == {"2": pytest.approx(mean(several))}
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -185,12 +185,10 @@ def test_inside_of_what_was_run_there_is_a_rank_and_outside_none():
 
 
 def test_an_interval_wider_than_three_budgets_leaves_the_question_open():
-    wide = jaxcomp.advise(PARAMS, **INSIDE | {"loss_budget": "0.3%"})
+    wide = jaxcomp.advise(PARAMS, **INSIDE | {"loss_budget": "0.1%"})
     assert wide.compress is None
-    assert "points wide, for a budget of 0.3%" in wide.reason
-    muon = jaxcomp.advise(PARAMS, optimizer="muon", **INSIDE)
-    assert muon.compress is None
-    assert jaxcomp.advise(PARAMS, optimizer="muon", **INSIDE | {"loss_budget": "4%"}).compress
+    assert "points wide, for a budget of 0.1%" in wide.reason
+    assert jaxcomp.advise(PARAMS, optimizer="muon", **INSIDE).compress
 
 
 def test_tokens_are_estimated_and_said():
