@@ -1,7 +1,7 @@
 """Classes of the results of this package's functions, for type annotations."""
 
-from jaxcomp._adviser.advice import Advice, Prediction
-from jaxcomp._adviser.model import Calibration
+from jaxcomp._adviser.advise import Advice, Prediction
+from jaxcomp._adviser.measure import Calibration
 from jaxcomp._base.stats import CompressionStats, LeafStats
 from jaxcomp._bytes.gap import Gap, Law
 from jaxcomp._local.round import LocalSGDRound
