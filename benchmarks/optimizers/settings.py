@@ -266,7 +266,7 @@ _FIRST_512 = (*_int6(48), *_int6(43, exact_steps=5), *_int6(35, exact_steps=14))
 FIRST_STEPS = (
     Study("adamw", "width 64", replace(_64, **_TWICE), _with(0.8, 4e-3), _FIRST_64, 8),
     Study("adamw", "width 128", replace(_ONCE, **_TWICE), _with(0.8, 2e-3), _FIRST_128, 8),
-    Study("adamw", "width 512", replace(WIDE_ONCE, **_TWICE), _with(None, 5e-4), _FIRST_512, 4),
+    Study("adamw", "width 512", replace(WIDE_ONCE, **_TWICE), _with(None, 5e-4), _FIRST_512, 3),
 )
 
 
