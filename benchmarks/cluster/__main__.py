@@ -46,8 +46,9 @@ def parser() -> argparse.ArgumentParser:
     add("--processes", type=at_least(int, 2), default=2, metavar="N", help="at least 2")
     rates = "unlimited,1gbit,100mbit,10mbit"
     add("--rates", type=listed(parse_rate), default=rates, help="rates of the links")
-    for name, known in (("--models", MODELS), ("--frameworks", FRAMEWORKS)):
-        add(name, type=listed(one_of(known)), default=",".join(known), help="separated by commas")
+    add("--models", type=listed(one_of(MODELS)), default="transformer", help=", ".join(MODELS))
+    frameworks = ",".join(FRAMEWORKS)
+    add("--frameworks", type=listed(one_of(FRAMEWORKS)), default=frameworks, help=frameworks)
     add("--strategies", type=listed(_of_one_phase), default=STRATEGIES, help="any rank")
     add("--steps", type=at_least(int, 2), default=40, help="steps per case, at most")
     fewer = "a case whose steps take longer gets by on fewer, at least 2"

@@ -9,8 +9,8 @@ from jaxcomp._bytes.units import with_unit
 
 FRAMEWORKS = ("jax", "torch")
 STRATEGIES = (
-    "none,allreduce,fp16,powersgd-1,powersgd-2,powersgd-4,powersgd-4-fp16,powersgd-4-int8,"
-    "local-sgd-8,int8"
+    "none,allreduce,fp16,powersgd-4,powersgd-4-fp16,powersgd-4-int6,powersgd-32,powersgd-32-fp16,"
+    "powersgd-32-int6,local-sgd-8,int8"
 )
 # Strategies without a number. In PyTorch "fp16" as the wire of powersgd is its
 # fp16_compress_wrapper around the hook; it has no integer factors, and its quantization hooks work

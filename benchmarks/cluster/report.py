@@ -162,11 +162,11 @@ def write_report(content: Run, out: Path) -> None:
 # What a reader decides between, by strategy and framework; the table has the others.
 _LINES = {
     ("none", "jax"): ("no communication", style.MUTED),
-    ("allreduce", "jax"): ("all-reduce", style.INK),
+    ("fp16", "torch"): ("16-bit all-reduce, torch", style.INK),
     ("local-sgd-8", "jax"): ("local SGD, every 8 steps", style.GREEN),
-    ("powersgd-4", "torch"): ("rank 4, torch", style.ORANGE),
-    ("powersgd-4", "jax"): ("rank 4, jaxcomp", style.BLUE),
-    ("powersgd-4-int8", "jax"): ("rank 4 int8, jaxcomp", style.PURPLE),
+    ("powersgd-32", "torch"): ("rank 32, torch's hook", style.ORANGE),
+    ("powersgd-32", "jax"): ("rank 32, jaxcomp", style.BLUE),
+    ("powersgd-32-int6", "jax"): ("rank 32 int6, jaxcomp", style.PURPLE),
 }
 
 
