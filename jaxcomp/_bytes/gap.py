@@ -47,10 +47,14 @@ class Gap(NamedTuple):
         )
 
 
-def _possible_excess(gap: float, error: float) -> float:
-    """Returns how far above `gap` the true gap lies at most in 95% of the cases."""
+# Most means over eight seeds have at most this uncertainty, below which nothing is known.
+_LEAST_HALF_WIDTH = 0.002
+
+
+def _half_width(gap: float, error: float) -> float:
+    """Returns how far above a predicted gap the true one lies at most in 95% of the cases."""
     # The error is that of log(gap), and two standard deviations hold 95%.
-    return (math.exp(2 * error) - 1) * gap
+    return max((math.exp(2 * error) - 1) * gap, _LEAST_HALF_WIDTH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +79,7 @@ class TailLaw:
 
     def half_width(self, tail: float) -> float:
         """Returns how far above the expected gap 95% of the settings lie at most, as a fraction."""
-        return max(_possible_excess(self.gap(tail), self.error), _LEAST_HALF_WIDTH)
+        return _half_width(self.gap(tail), self.error)
 
     def through(self, tail: float, gap: float) -> TailLaw:
         """Returns the law with the same power that has this gap, which was measured, at a tail.
@@ -91,8 +95,6 @@ class TailLaw:
         return (100 * gap / self.c) ** (1 / self.power)
 
 
-# Most means over eight seeds have at most this uncertainty, below which nothing is known.
-_LEAST_HALF_WIDTH = 0.002
 # Root mean square error of log(gap), if the gap of another rank was measured in the same setting.
 _ERROR_IF_MEASURED = 0.22
 # python -m benchmarks.optimizers --tail
@@ -496,7 +498,7 @@ class Law:
         A setting's gap is the mean over seeds. The law uses neither depth nor context, and these
         change the gap by more than a seed does.
         """
-        return max(_possible_excess(self.gap(rank, width, tokens), self.error), _LEAST_HALF_WIDTH)
+        return _half_width(self.gap(rank, width, tokens), self.error)
 
     def rank(self, budget: float, width: float, tokens: float) -> int:
         """Returns the smallest rank, a multiple of 8, with an expected gap within `budget`."""
