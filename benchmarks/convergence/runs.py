@@ -66,10 +66,10 @@ class Compared:
 
 
 @functools.cache
-def early_momentum(config: Config, exact: Compared, steps: int) -> Any:
-    """Returns the first moment after the first steps of an exact run, with a seed of its own."""
+def early_momentum(config: Config, setting: Compared, steps: int) -> Any:
+    """Returns the first moment after the first steps of a run, with a seed of its own."""
     seed = 7
-    trainer = Trainer(config, exact.build(config))
+    trainer = Trainer(config, setting.build(config))
     _, state = trainer.advance(trainer.start(seed), seed, 0, max(1, steps))
     moments = [moment for _, moment in optax.tree.get_all_with_path(state, "mu")]
     # Of several optimizers each leaf has one, and is masked for the others.

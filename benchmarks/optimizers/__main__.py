@@ -36,6 +36,7 @@ from benchmarks.optimizers.settings import (
     BY_KIND,
     FIRST_STEPS,
     FROM_ONE_RANK,
+    LARGER,
     OTHERS,
     PREDICTED,
     SCALE,
@@ -102,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 *FIRST_STEPS,
                 *PREDICTED,
                 *FROM_ONE_RANK,
+                *LARGER,
                 *UNSEEN,
             )
         for study in studies:

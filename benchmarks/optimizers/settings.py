@@ -61,10 +61,12 @@ class Setting(Compared):
         options["min_compression_rate"] = self.min_compression_rate
         rank: Any = self.rank
         if self.ratio:
-            exact = Setting(self.optimizer, self.rate, self.momentum)
-            # Ranks after exact steps come from those steps, others from a quarter of an exact run.
+            first = Setting(self.optimizer, self.rate, self.momentum)
+            if self.first_rank:
+                first = self.before
+            # Ranks after first steps come from those steps, others from a quarter of an exact run.
             steps = self.exact_steps or config.steps // 4
-            momentum = early_momentum(config, exact, steps)
+            momentum = early_momentum(config, first, steps)
             rank = jaxcomp.ranks_by_spectrum(momentum, ratio=self.ratio, **options)
         elif self.only:
             rank = self.rank_of
@@ -86,7 +88,7 @@ class Setting(Compared):
     @property
     def before(self) -> Setting:
         """Returns the setting of the first steps, if they have another rank."""
-        return replace(self, rank=self.first_rank, first_rank=0, exact_steps=0)
+        return replace(self, rank=self.first_rank, ratio=0.0, first_rank=0, exact_steps=0)
 
     @property
     def steps_before(self) -> int:
@@ -262,7 +264,14 @@ _FIRST_128 = (
     *_int6(10, exact_steps=48, first_rank=21),
 )
 _TWICE = {"eval_every": 240}
-_FIRST_512 = (*_int6(48), *_int6(43, exact_steps=5), *_int6(35, exact_steps=14))
+_FIRST_512 = (
+    *_int6(48),
+    *_int6(43, exact_steps=5),
+    *_int6(35, exact_steps=14),
+    {"ratio": 47.4, "wire": "int6", "exact_steps": 14},
+    *_int6(5, exact_steps=48),
+    *_int6(45, exact_steps=48, first_rank=72),
+)
 FIRST_STEPS = (
     Study("adamw", "width 64", replace(_64, **_TWICE), _with(0.8, 4e-3), _FIRST_64, 8),
     Study("adamw", "width 128", replace(_ONCE, **_TWICE), _with(0.8, 2e-3), _FIRST_128, 8),
@@ -299,6 +308,20 @@ PREDICTED = (
 )
 
 
+def _larger(name: str, rate: float, **changed: Any) -> Study:
+    """Makes a study of a model with more parameters than any that the law is fitted to."""
+    config = replace(_WIDE, eval_every=120, eval_sequences=1024, **changed)
+    return Study("adamw", name, config, _with(None, rate), _int6(24, 12), 3)
+
+
+# With 29 and 25 million parameters. The gap of rank 24 was predicted from its tail, and that of
+# rank 12 from rank 24 too.
+LARGER = (
+    _larger("width 768", 3.5e-4, width=768, heads=12),
+    _larger("width 512, 8 blocks", 5e-4, layers=8),
+)
+
+
 def _from_one_rank(study: Study) -> Study:
     """Makes a study of half the rank and of three columns more, in the setting of `study`."""
     rank = study.sent[0]["rank"]
@@ -307,8 +330,8 @@ def _from_one_rank(study: Study) -> Study:
     return replace(study, config=config, sent=others, seeds=3)
 
 
-# The gaps of their last two ranks were predicted from three quarters of the runs of the first one,
-# but for rank 4 of the last two settings, which had been run before.
+# The gaps of their other ranks were predicted from three quarters of the runs of the first one, but
+# for rank 4 of the convolutions and the encoder, which had been run before.
 FROM_ONE_RANK = tuple(_from_one_rank(study) for study in PREDICTED)
 UNSEEN = (
     Study("adamw", "C headers in place of Python", _HEADERS, _RATES, _int6(21), 8),
