@@ -30,7 +30,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxcomp._base.checks import answers_other_names, check_int
-from jaxcomp._base.leaves import floating_leaves
+from jaxcomp._base.leaves import checked_params, floating_leaves
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import MatrixDimsFn, PyTree
 from jaxcomp._bytes.units import parse
@@ -195,9 +195,15 @@ def shapes_of(params: PyTree) -> tuple[PyTree, str]:
       The tree, and a sentence with the assumptions (empty if `params` is a tree).
 
     Raises:
-      ValueError: If the number is below 10,000 or above 10^12.
+      ValueError: If the number is below 10,000 or above 10^12, or the tree is not one of
+        parameters.
     """
-    if not isinstance(params, (int, np.integer, str)):
+    if not isinstance(params, (int, float, np.number, str)):
+        params = checked_params("params", params)
+        if not floating_leaves(params):
+            raise ValueError(
+                "`params` holds no floating array. Pass the parameters that are trained."
+            )
         return params, ""
     count = round(parse("params", params))
     if not _SMALLEST <= count <= _LARGEST:

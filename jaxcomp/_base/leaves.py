@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,9 @@ WIRE_DTYPES = ("float32", "bfloat16", "float16")
 FACTOR_DTYPES = (*WIRE_DTYPES, "int8", "int6")
 # Not float16: a residual may exceed its range, and would then stay infinite.
 RESIDUAL_DTYPES = ("float32", "bfloat16")
+# What flax's modules hold beside parameters: linen's collections, and nnx's classes of variables.
+_COLLECTIONS = ("batch_stats", "cache", "intermediates")
+_NOT_TRAINED = ("BatchStat", "Cache", "Intermediate")
 
 
 # Not a dtype, because NumPy has no integers of six bits.
@@ -76,6 +79,51 @@ def named_dtype(path: KeyPath, leaf: Any) -> Any:
             "module pass eqx.filter(model, eqx.is_inexact_array), for other trees the arrays that "
             "are trained."
         ) from error
+
+
+def checked_params(name: str, tree: PyTree) -> PyTree:
+    """Returns parameters, or a tree like them, without boxes; refuses other trees.
+
+    Args:
+      name: The name of the argument.
+      tree: The argument.
+
+    Raises:
+      ValueError: If it is a count of parameters, a part of it is a state or is not trained, or a
+        leaf is neither an array nor a number. The message names the part or leaf.
+    """
+    for path, node in jax.tree.leaves_with_path(tree, is_leaf=_is_no_parameter):
+        if not _is_no_parameter(node) and not isinstance(tree, int):
+            continue
+        kind = type(node).__name__
+        if isinstance(node, Mapping):
+            kind += f" of {', '.join(map(repr, node))}"
+        raise ValueError(
+            f"`{name}` must be a tree of parameters alone, or one like it, and {leaf_name(path)} "
+            f"is of type {kind}. Pass state.params of a TrainState, nnx.state(model, nnx.Param), "
+            "linen's variables['params'], or mu of Adam's state."
+        )
+    tree = unboxed(tree)
+    jax.tree.map_with_path(named_dtype, tree)  # refuses other objects than arrays
+    return tree
+
+
+def _is_no_parameter(node: Any) -> bool:
+    """Returns whether a node is a state, an optimizer, or holds values that are not trained.
+
+    Those of flax are recognised by their names, so that it is not imported.
+    """
+    if isinstance(node, Mapping):
+        return "params" in node and not node.keys().isdisjoint(_COLLECTIONS)
+    if isinstance(node, optax.GradientTransformation):
+        return True
+    kind = type(node)
+    if issubclass(kind, tuple) and kind.__module__.startswith("optax"):
+        # Optax also wraps parameters, as split_real_and_imaginary does.
+        return kind.__name__.endswith("State")
+    if hasattr(kind, "per_replica") or hasattr(node, "opt_state"):
+        return True
+    return any(base.__name__ in _NOT_TRAINED for base in kind.__mro__)
 
 
 def widest(dtypes: Iterable[Any], least: Any = jnp.float32) -> Any:

@@ -23,7 +23,13 @@ from jaxcomp._base.checks import (
     check_function,
     check_static_number,
 )
-from jaxcomp._base.leaves import FACTOR_DTYPES, checked_dtype, is_floating, leaf_name
+from jaxcomp._base.leaves import (
+    FACTOR_DTYPES,
+    checked_dtype,
+    checked_params,
+    is_floating,
+    leaf_name,
+)
 from jaxcomp._base.typing import DType, KeyPath, MatrixDimsFn, PyTree
 from jaxcomp._bytes.gap import Measured, check_on_host, read_momentum, spectra_of
 from jaxcomp._bytes.units import parse
@@ -139,6 +145,7 @@ def ranks_by_spectrum(
     rate = check_static_number("min_compression_rate", min_compression_rate, 0)
     momentum = None
     if loss_budget is None:
+        gradients = checked_params("gradients", gradients)
         check_on_host("gradients", gradients)
         spectra: Mapping[str, np.ndarray] = spectra_of(gradients, matrix_dims)
     else:

@@ -24,10 +24,10 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import (
     boxed_as,
+    checked_params,
     is_floating,
     is_masked,
     leaf_name,
-    named_dtype,
     saturated,
     unboxed,
 )
@@ -116,10 +116,8 @@ class Reducer(Transformation):
         """Makes an ``update`` that checks its arguments and calls `reduce`."""
         check_axis_name(axis_name)
 
-        def unboxed_init(params: PyTree) -> PyTree:
-            params = unboxed(params)
-            jax.tree.map_with_path(named_dtype, params)  # refuses other objects than arrays
-            return init(params)
+        def checked_init(params: PyTree) -> PyTree:
+            return init(checked_params("params", params))
 
         def update(
             updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
@@ -127,7 +125,7 @@ class Reducer(Transformation):
             reduction = self.reduce(updates, state, params, **extra_args)
             return reduction.updates, reduction.state
 
-        self = super().__new__(cls, unboxed_init, update, count_bytes=count_bytes)
+        self = super().__new__(cls, checked_init, update, count_bytes=count_bytes)
         self.made_by = made_by or f"{cls.__name__}(axis_name={axis_name!r})"
         self.axis_name = axis_name
         self.keeps_residual = keeps_residual

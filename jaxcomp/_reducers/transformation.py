@@ -17,7 +17,7 @@ import jax
 import optax
 
 from jaxcomp._base.checks import answers_other_names, check_int
-from jaxcomp._base.leaves import unboxed
+from jaxcomp._base.leaves import checked_params
 from jaxcomp._base.stats import CompressionStats, whole_run
 from jaxcomp._base.typing import PyTree
 from jaxcomp._mesh.per_replica import has_replica_axis, with_replica_axis, without_replica_axis
@@ -94,7 +94,7 @@ class Counted:
                 f"{self!r} does not know what it sends. Make it with count_bytes=, a function of "
                 "(params, replicas, step) that returns jaxcomp.types.CompressionStats."
             )
-        params = unboxed(params)
+        params = checked_params("params", params)
         if steps is None:
             return self.count_bytes(params, replicas, step)
         steps = check_int("steps", steps, 1)

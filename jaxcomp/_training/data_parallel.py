@@ -114,8 +114,8 @@ class DataParallel:
         params = arrays_only(params)
         mesh = the_mesh(self.mesh, self.axis_name, params)
         check_params(params, mesh, axis_tuple(self.axis_name))
-        check_differentiable(params)
         state = self.reducer.init(params)
+        check_differentiable(params)
         note_stacked_layers(params, state)
         return shard_state(state, mesh, self._axes_of_state(params, mesh))
 

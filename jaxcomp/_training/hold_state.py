@@ -123,6 +123,8 @@ def state_in(
                 "are already averaged. Accumulate in the gradient function, as docs/adopt.md "
                 "shows, or after it: optax.chain(hold_state(reducer), optax.MultiSteps(...))."
             )
+    if is_reducer_state(params):
+        raise ValueError(_not_the_order(tree, "none"))
     fresh_state = jax.eval_shape(reducer.init, params)
     fresh = jax.tree.structure(fresh_state)
     expected = [fresh]
@@ -175,12 +177,16 @@ def _not_one_state(tree: PyTree, fresh: PyTree, fitting: int) -> str:
             "separate argument after the parameters, with jax.P() in batch_specs; "
             "then it has no gradient to send."
         )
+    if fitting:
+        return _not_the_order(tree, f"{fitting} that may be it")
+    return _not_the_order(tree, "none")
+
+
+def _not_the_order(tree: PyTree, held: str) -> str:
+    """Returns the message for a first argument that is something else."""
     names = f"a {type(tree).__name__}"
     if isinstance(tree, dict):
         names += f" of {', '.join(map(repr, tree))}"
-    held = "none"
-    if fitting:
-        held = f"{fitting} that may be it"
     return (
         "The first argument must be the reducer's state, as init(params) gives it, or a tree that "
         f"holds it, and the second the parameters; got {names} first, which has {held}."

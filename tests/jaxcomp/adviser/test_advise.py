@@ -396,4 +396,4 @@ def test_measured_constants_are_positive_and_finite(number, monkeypatch):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nothing_to_measure(rank):
     with pytest.raises(ValueError, match=r"positive integer|nothing of this model"):
-        jaxcomp.measure({"n": jnp.zeros(3, jnp.int32)}, rank=rank)
+        jaxcomp.measure({"n": jnp.zeros(3)}, rank=rank)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
 
 import jaxcomp
 from tests.helpers import hlo
@@ -235,6 +237,72 @@ def test_stats_read_well_and_follow_the_arguments():
 
 
 OWN = jaxcomp.Reducer(lambda params: (), lambda *args: None, AXIS)
+
+
+class Normed(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.Linear(24, 16, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+
+
+ADAM = optax.adam(1e-3)
+NO_PARAMETERS = {
+    "an optimizer's state": (ADAM.init(PARAMS), r"\[0\] is of type ScaleByAdamState"),
+    "a chain's": (optax.chain(POWERSGD, SGD).init(PARAMS), r"\[0\] is of type PowerSGDState"),
+    "a state without arrays": (optax.sgd(0.1).init(PARAMS), r"\[0\] is of type EmptyState"),
+    "an optimizer": ((ADAM, PARAMS), r"\[0\] is of type GradientTransformation"),
+    "a TrainState": (
+        TrainState.create(apply_fn=None, params=PARAMS, tx=ADAM),
+        r"\(root\) is of type TrainState\. Pass state.params",
+    ),
+    "nnx's optimizer": (
+        nnx.Optimizer(Normed(), ADAM, wrt=nnx.Param),
+        r"\(root\) is of type Optimizer",
+    ),
+    "a module with statistics": (Normed(), r"\.norm\.mean is of type BatchStat"),
+    "variables of linen": (
+        {"model": {"params": PARAMS, "batch_stats": {"mean": jnp.zeros(3)}}},
+        r"\['model'\] is of type dict of .*'batch_stats'",
+    ),
+}
+LINK = {"workers": 2, "bandwidth": "1Gbit", "step_time": "20ms"}
+TAKES_PARAMETERS = {
+    "params": [
+        POWERSGD.bytes,
+        allreduce().bytes,
+        POWERSGD.init,
+        jaxcomp.value_and_grad(jnp.sum, POWERSGD, mesh=mesh_of(2)).init,
+        functools.partial(jaxcomp.advise, **LINK),
+        jaxcomp.measure,
+    ],
+    "gradients": [functools.partial(jaxcomp.ranks_by_spectrum, ratio=2)],
+}
+
+
+@pytest.mark.parametrize(("tree", "message"), NO_PARAMETERS.values(), ids=NO_PARAMETERS)
+def test_what_holds_more_than_parameters_is_not_counted(tree, message):
+    for name, functions in TAKES_PARAMETERS.items():
+        for function in functions:
+            with pytest.raises(ValueError, match=f"`{name}` must be a tree of par.*{message}"):
+                function(tree)
+
+
+def test_a_number_of_parameters_is_for_the_adviser_only():
+    with pytest.raises(ValueError, match=r"and \(root\) is of type int"):
+        POWERSGD.bytes(124_000_000)
+    by_number = jaxcomp.advise(124e6, **LINK)
+    assert str(by_number) == str(jaxcomp.advise("124M", **LINK))
+    for nothing in (None, {}, {"count": jnp.zeros(3, jnp.int32)}):
+        with pytest.raises(ValueError, match="`params` holds no floating array"):
+            jaxcomp.advise(nothing, **LINK)
+
+
+def test_parameters_alone_are_counted_in_any_container():
+    counted = POWERSGD.bytes(nnx.state(Normed(), nnx.Param))
+    assert not any("mean" in leaf.path for leaf in counted.leaves)
+    wrapped = optax.contrib.split_real_and_imaginary(POWERSGD)
+    assert wrapped.init({"w": jnp.zeros((24, 16), jnp.complex64)})
+    assert POWERSGD.bytes(ADAM.init(PARAMS)[0].mu) == POWERSGD.bytes(PARAMS)
 
 
 @pytest.mark.parametrize(
