@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxcomp._base.checks import answers_other_names, check_function, check_static_number, is_traced
-from jaxcomp._base.leaves import is_masked, leaf_name
+from jaxcomp._base.leaves import is_masked, leaf_name, unboxed
 from jaxcomp._base.typing import KeyPath, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._bytes.units import parse
 from jaxcomp._lowrank.matrices import plan_leaves
@@ -266,7 +266,7 @@ def read_momentum(
                 "jax.tree.map(lambda x: x[0], opt_state)."
             )
     # With several optimizers, each leaf belongs to one of them and is masked for the others.
-    tree = _merged(list(map(_steps, with_law or states)))
+    tree = unboxed(_merged(list(map(_steps, with_law or states))))
     law = "adamw"
     if any(_MUON in fields for fields in with_law):
         law = "muon"

@@ -6,7 +6,9 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -142,6 +144,19 @@ def test_the_ratio_that_the_message_names_can_be_reached():
         ranks_by_spectrum(grads, ratio=100.0)
     *_, last = str(caught.value).split()
     assert ranks_by_spectrum(grads, ratio=float(last.strip("."))).by_leaf == {"['a']": 1}
+
+
+def test_ranks_of_boxed_gradients_are_for_the_boxed_parameters():
+    model = nnx.Linear(24, 16, rngs=nnx.Rngs(0))
+    params = nnx.state(model, nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    with jax.numpy_dtype_promotion("standard"):  # Adam does not run under strict promotion
+        optimizer.update(model, params)
+    by_ratio = ranks_by_spectrum(params, ratio=2.5)
+    by_loss = ranks_by_spectrum(optimizer, loss_budget="50%")
+    for chosen in (by_ratio, by_loss):
+        assert chosen.by_leaf.keys() == {"['bias']", "['kernel']"}
+        assert jaxcomp.powersgd(chosen, axis_name="data").bytes(params).ratio > 1
 
 
 def test_messages():
