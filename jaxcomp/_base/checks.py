@@ -136,8 +136,12 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_number(name: str, value: Any, minimum: float, maximum: float = math.inf) -> Any:
-    """Returns `value` if it is a number in the closed interval; tracers pass unchecked.
+def check_number(
+    name: str, value: Any, minimum: float, maximum: float = math.inf, *, below: float = math.inf
+) -> Any:
+    """Returns `value` if it is a number in the closed interval and below a bound.
+
+    The value of a tracer is not known, only whether it is a single number.
 
     A number is returned as a Python float, which does not change the dtype of arrays in arithmetic.
     An array is returned as it is.
@@ -145,17 +149,20 @@ def check_number(name: str, value: Any, minimum: float, maximum: float = math.in
     Raises:
       ValueError: If it is no number, or outside the interval.
     """
-    if is_traced(value):
-        return value
     number = value
     if isinstance(value, jax.Array) and value.ndim == 0:
+        if is_traced(value):
+            return value
         number = value.item()
-    usable = isinstance(number, (int, float, np.number)) and not isinstance(number, bool)
-    # NaN fails both comparisons; infinity passes them if there is no maximum.
-    if not usable or not minimum <= number <= maximum or number == math.inf:
+    usable = isinstance(number, (int, float, np.integer, np.floating))
+    # NaN fails all comparisons; infinity is not below infinity.
+    inside = usable and minimum <= number <= maximum and number < below
+    if not inside or isinstance(number, bool):
         bounds = f"at least {minimum:g}"
         if maximum < math.inf:
             bounds += f" and at most {maximum:g}"
+        if below < math.inf:
+            bounds += f" and below {below:g}"
         raise ValueError(f"`{name}` must be a finite number, {bounds}, got {value!r}.")
     if isinstance(value, jax.Array):
         return value

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxcomp._base.checks import answers_other_names, check_function, check_static_number, is_traced
+from jaxcomp._base.checks import answers_other_names, check_function, is_traced
 from jaxcomp._base.leaves import is_masked, leaf_name, unboxed
 from jaxcomp._base.typing import KeyPath, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._bytes.units import parse
@@ -210,9 +210,8 @@ def ranks_of(
     tree: PyTree, rank: int | RankFn, min_compression_rate: float, matrix_dims: MatrixDimsFn | None
 ) -> dict[str, int]:
     """Returns the rank of each compressed leaf, by its path."""
-    rate = check_static_number("min_compression_rate", min_compression_rate, 0)
     ranks = {}
-    for plan in plan_leaves(tree, rank, rate, matrix_dims):
+    for plan in plan_leaves(tree, rank, min_compression_rate, matrix_dims):
         if plan.view is not None:
             ranks[plan.path] = plan.rank
     return ranks

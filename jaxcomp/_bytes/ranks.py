@@ -168,7 +168,8 @@ def ranks_by_spectrum(
     if momentum is None:
         _spend_bytes(in_order, plans, wire, check_static_number("ratio", ratio, 1), ranks)
         return Ranks(ranks)
-    most = momentum.law.largest_tail(parse("loss_budget", loss_budget or 0.0))
+    assert loss_budget is not None
+    most = momentum.law.largest_tail(parse("loss_budget", loss_budget))
     tail = momentum.tail({path: 1 for path, rank in ranks.items() if rank})
     for offer in in_order:
         if tail <= most:

@@ -53,7 +53,7 @@ def parse(name: str, value: str | SupportsFloat) -> float:
         match = _NUMBER.fullmatch(value.strip())
         if match is not None and match[3] in argument.units:
             number = float(match[1]) * _PREFIXES[match[2]] * argument.units[match[3]]
-    else:
+    elif not isinstance(value, bool):
         with contextlib.suppress(TypeError):  # None, for example
             number = float(value)
     # A comparison with NaN is false.

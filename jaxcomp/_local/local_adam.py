@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._base.checks import answers_other_names, check_int
+from jaxcomp._base.checks import answers_other_names, check_int, check_number
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_size
 
@@ -42,16 +42,15 @@ def scale_by_local_adam(
       axis_name: The mapped axis (or axes) of the replicas that take local steps.
       start_step: The `start_step` of `local_sgd`, or the number of steps before the first round.
         Before that step gradients are averaged, and the update is Adam's.
-      b1: Decay of the first moment.
-      b2: Decay of the second moment.
-      eps: Added to the root of the second moment.
+      b1: Decay of the first moment, below 1.
+      b2: Decay of the second moment, below 1.
+      eps: Added to the root of the second moment; not negative.
 
     Returns:
       A transformation whose state holds that of `optax.scale_by_adam`.
 
     Raises:
-      ValueError: If `start_step` is not a non-negative integer; when traced, if the axis is not
-        bound.
+      ValueError: If an argument is unusable; when traced, if the axis is not bound.
 
     Example:
       >>> import jaxcomp, optax
@@ -60,6 +59,9 @@ def scale_by_local_adam(
       >>> tx = jaxcomp.local_sgd(inner, sync_every=4, start_step=100, axis_name="data")
     """
     check_int("start_step", start_step, 0)
+    check_number("b1", b1, 0, below=1)
+    check_number("b2", b2, 0, below=1)
+    check_number("eps", eps, 0)
     begin = optax.scale_by_adam(b1, b2, eps).init
 
     def init(params: PyTree) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp._base.checks import check_axis_name, check_int
+from jaxcomp._base.checks import check_axis_name, check_int, check_number
 from jaxcomp._base.typing import Array, AxisName, Schedule
 from jaxcomp._mesh.collectives import axis_tuple
 
@@ -51,7 +51,8 @@ class Periods(NamedTuple):
         level = numpy.zeros_like(count)
         if self.schedule is not None:
             # The round's length is fixed when it begins. Schedules give floats: 7.9999 means 8.
-            length = jnp.maximum(jnp.round(self.schedule(last_sync)), 1)
+            length = check_number("sync_every", self.schedule(last_sync), 0)
+            length = jnp.maximum(jnp.round(length), 1)
             level = (count - last_sync >= length.astype(jnp.int32)).astype(jnp.int32)
         else:
             for number, (_, period) in enumerate(self.levels, start=1):

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxcomp._base.checks import answers_other_names, check_flag, check_transformation
@@ -227,7 +228,7 @@ def average(
       ``shard_map(check_vma=True)``.
 
     Raises:
-      ValueError: If the axis is not bound, or a leaf is complex.
+      ValueError: If the axis is not bound, a leaf is complex, or `when` is not a bool.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -243,6 +244,9 @@ def average(
 
     if when is None:
         return means()
+    kind = getattr(when, "dtype", type(when))
+    if np.shape(when) or kind not in (bool, np.dtype(bool)):
+        raise ValueError(f"`when` must be a single True or False, got {when!r}.")
     return switch(jnp.asarray(when).astype(jnp.int32), [lambda: tree, means])
 
 

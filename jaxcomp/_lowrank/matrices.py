@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp._base.checks import answers_other_names, is_integer
+from jaxcomp._base.checks import answers_other_names, check_int, check_static_number, is_integer
 from jaxcomp._base.leaves import (
     clipped,
     is_floating,
@@ -428,6 +428,8 @@ def plan_leaves(
       >>> bias.view is None, kernel.p_shape, kernel.q_shape
       (True, (64, 4), (288, 4))
     """
+    if not callable(rank):
+        check_int("rank", rank, 1)
     leaves = jax.tree.leaves_with_path(tree)
     # `jaxcomp.stacked` checks here that the tree has its names: a misspelt name would do nothing.
     check_leaves = getattr(matrix_dims, "check_leaves", None)
@@ -449,7 +451,8 @@ def is_compressed(rows: int, cols: int, rank: int, min_compression_rate: float) 
       >>> extend.is_compressed(64, 64, 16, 2.0), extend.is_compressed(64, 64, 15, 2.0)
       (False, True)
     """
-    return (rows + cols) * rank * min_compression_rate < rows * cols
+    rate = check_static_number("min_compression_rate", min_compression_rate, 0)
+    return (rows + cols) * rank * rate < rows * cols
 
 
 def _plan(

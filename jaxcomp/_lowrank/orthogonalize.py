@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp._base.checks import answers_other_names
+from jaxcomp._base.checks import answers_other_names, check_number
 from jaxcomp._base.leaves import alike, put_at
 from jaxcomp._base.typing import Array
 from jaxcomp._lowrank.matrices import exact_einsum, factors_of
@@ -85,7 +85,7 @@ def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
       >>> bool(jnp.allclose(basis.T @ basis, jnp.eye(3), atol=1e-5))
       True
     """
-    return orthonormal_bases([matrix], eps)[0]
+    return orthonormal_bases([matrix], check_number("eps", eps, 0))[0]
 
 
 def orthonormal_bases(

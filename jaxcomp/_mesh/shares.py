@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp._base.checks import answers_other_names
+from jaxcomp._base.checks import answers_other_names, check_int
 from jaxcomp._base.leaves import alike, all_finite, put_at
 from jaxcomp._base.typing import Array, AxisName, Shape
 from jaxcomp._mesh.collectives import Reduced, axis_size, exchange, gather
@@ -91,7 +91,9 @@ class BlockLayout(_Layout):
     @classmethod
     def of(cls, size: int, replicas: int, block_size: int | None, bits: int = 8) -> BlockLayout:
         """Makes equal blocks of at most `block_size` values, with little padding."""
-        share = _quotient_up(size, replicas)
+        share = _quotient_up(check_int("size", size, 0), check_int("replicas", replicas, 1))
+        if block_size is not None:
+            check_int("block_size", block_size, 1)
         blocks = _quotient_up(share, block_size or max(share, 1))
         return cls(size, replicas, blocks, _quotient_up(share, max(blocks, 1)), bits)
 

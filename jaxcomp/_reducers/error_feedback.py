@@ -144,7 +144,7 @@ def error_feedback(
         residual = as_local(jax.tree.leaves(state.residual), axis_name)
         scale: Any = decay
         if callable(decay):
-            scale = decay(state.count)
+            scale = check_number("decay", decay(state.count), 0, 1)
         # Counted from 1, so that a whole period comes before the first residual is added.
         due = (state.count + 1) % every == 0
         if every > 1:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
 
@@ -303,7 +302,8 @@ def weight_spec(
         raise ValueError(
             f"`weight` must be an array, got a dict of {', '.join(map(repr, weight))}."
         )
-    weight = jnp.asarray(weight)
+    if not hasattr(weight, "dtype"):
+        weight = np.asarray(weight)
     if not is_real(weight.dtype):
         raise ValueError(f"`weight` must hold real numbers, got dtype {weight.dtype}.")
     # One number for each replica comes first: with as many examples as replicas both are the same.

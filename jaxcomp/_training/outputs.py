@@ -294,7 +294,8 @@ def check_aux(aux: PyTree) -> None:
       ValueError: If it finds one; the message shows it.
     """
     for word in jax.tree.leaves(aux):
-        if word not in WORDS and not is_integer(word):
+        is_word = isinstance(word, str) and word in WORDS
+        if not is_word and not is_integer(word):
             raise ValueError(
                 f"`aux` must be one of {WORDS}, an axis along which rows are joined, a tree of "
                 f"these, or None, got {word!r}."

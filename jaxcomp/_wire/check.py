@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._base.checks import answers_other_names, check_int
+from jaxcomp._base.checks import answers_other_names, check_int, check_number
 from jaxcomp._base.leaves import is_floating
 from jaxcomp._base.stats import dense_stats
 from jaxcomp._base.typing import Array, Axes, PyTree
@@ -94,6 +94,8 @@ def check(
       True
     """
     networks = _networks(reducer, params, steps)
+    if allow is not None:
+        allow = check_number("allow", allow, 0)
     program = read_program(compiled)  # refuses what is not compiled
     mesh = mesh or mesh_of(compiled)
     listed = collectives(compiled, mesh=mesh)

@@ -1,10 +1,13 @@
 """Unusable arguments and gradients: one clear sentence, when built or traced."""
 
+import functools
+import math
 import re
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
@@ -39,6 +42,65 @@ def test_powersgd_refuses_when_built(argument, values, message):
     for value in values:
         with pytest.raises(ValueError, match=f"`{argument}` {message}"):
             jaxcomp.powersgd(**{"axis_name": AXIS, argument: value})
+
+
+def averaged_when(value):
+    return jax.vmap(lambda x: jaxcomp.average(x, AXIS, when=value), axis_name=AXIS)(jnp.ones(2))
+
+
+def first_update(tx):
+    """Calls the update of two replicas, outside of jit, so that a schedule returns numbers."""
+    params = zeros({"w": (24, 16)})
+    grads = zeros({"w": (2, 24, 16)})
+    return jax.vmap(lambda g: tx.update(g, tx.init(params), params), axis_name=AXIS)(grads)
+
+
+SGD = optax.sgd(0.1)
+LINK = {"workers": 4, "bandwidth": "1Gbit", "step_time": "20ms"}
+MATRIX = jax.random.normal(jax.random.key(0), (24, 16))
+local_adam = functools.partial(jaxcomp.scale_by_local_adam, axis_name=AXIS)
+local_sgd = functools.partial(jaxcomp.local_sgd, axis_name=AXIS)
+# Each function with the arguments for which it gets one of the numbers; it must refuse all of them.
+NUMBERS = [math.nan, math.inf, -1, True, "four", 1 + 1j, np.array([2, 3])]
+TAKES_A_NUMBER = {
+    "b1": lambda x: local_adam(b1=x),
+    "b2": lambda x: local_adam(b2=x),
+    "eps": lambda x: local_adam(eps=x),
+    "decay": lambda x: first_update(feedback(allreduce(), decay=lambda count: x)),
+    "sync_every": lambda x: first_update(local_sgd(SGD, sync_every=lambda count: x)),
+    "fragment_update_alpha": lambda x: jaxcomp.local_sgd_round(
+        print, sync_every=4, axis_name=AXIS, fragment_update_alpha=x
+    ),
+    "replicas": lambda x: jaxcomp.extend.BlockLayout.of(100, x, 8),
+    "block_size": lambda x: jaxcomp.extend.BlockLayout.of(100, 2, x),
+    "rank": lambda x: jaxcomp.extend.plan_leaves(MATRIX, x, 2.0),
+    "min_compression_rate": lambda x: jaxcomp.extend.is_compressed(24, 16, 1, x),
+    "ratio": lambda x: jaxcomp.ranks_by_spectrum(MATRIX, ratio=x),
+    "bandwidth": lambda x: jaxcomp.advise("124M", **LINK | {"bandwidth": x}),
+    "step_time": lambda x: jaxcomp.advise("124M", **LINK | {"step_time": x}),
+    "tokens": lambda x: jaxcomp.advise("124M", **LINK, tokens=x),
+}
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=str)
+@pytest.mark.parametrize("argument", TAKES_A_NUMBER)
+def test_numbers_outside_of_their_range_are_refused_by_name(argument, value):
+    with pytest.raises(ValueError, match=f"^`{argument}` must be "):
+        TAKES_A_NUMBER[argument](value)
+
+
+def test_bounds_are_told():
+    with pytest.raises(ValueError, match="`b1` must be a finite number, at least 0 and below 1, g"):
+        local_adam(b1=1.0)
+    with pytest.raises(ValueError, match=r"`decay` must be .*, at least 0 and at most 1, got 1"):
+        first_update(feedback(allreduce(), decay=lambda count: 1.5))
+    with pytest.raises(ValueError, match="`eps` must be a finite number"):
+        jax.jit(lambda eps: jaxcomp.extend.orthogonalize(MATRIX[:, :2], eps))(jnp.ones(2))
+    for value in (0.5, 1, "yes", jnp.array([True, True])):
+        with pytest.raises(ValueError, match="`when` must be a single True or False"):
+            averaged_when(value)
+    for value in (True, np.True_, jnp.array(True)):
+        assert averaged_when(value).tolist() == [1.0, 1.0]
 
 
 OVERFLOWS = ": a sum of 8-bit integers overflows. Use jaxcomp.quantized_allreduce, or jax"

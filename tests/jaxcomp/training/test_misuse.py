@@ -43,6 +43,7 @@ CASES = {
     "another mesh": (lambda: make(mesh=jax.make_mesh((8,), ("replica",))), "no axis 'data'"),
     "a shape": (lambda: make(mesh=(8,)), "`mesh` must be a mesh, as jax.make_mesh.* a tuple"),
     "aux": (lambda: make(aux="first"), "`aux` must be one of"),
+    "aux in an array": (lambda: make(aux=np.arange(2)), "`aux` must be one of"),
     "no function": (lambda: make(None, loss), "must be a function, and the second the reducer"),
     "no gradients": (
         lambda: jaxcomp.data_parallel(loss, REDUCER, mesh=MESH)(state(), PARAMS, X),
@@ -129,6 +130,10 @@ CASES = {
     "weights in a dict": (
         lambda: make()(state(), PARAMS, X, weight={"mask": np.ones(16)}),
         r"`weight` must be an array, got a dict of 'mask'",
+    ),
+    "a weight in words": (
+        lambda: make()(state(), PARAMS, X, weight="equal"),
+        "`weight` must hold real numbers, got dtype <U5",
     ),
     "spread": (
         lambda: make().init(placed(MESH, PARAMS, P("data"))),

@@ -203,6 +203,9 @@ def test_a_step_without_its_reducer_is_refused():
         jaxcomp.check(local, rounds, PARAMS)
     with pytest.raises(ValueError, match=r"must be a compiled program.*\.lower\(.*\)\.compile\(\)"):
         jaxcomp.check(jax.jit(jnp.sin), NOW, PARAMS)
+    for bytes_allowed in (-1, "1 kB", float("nan")):
+        with pytest.raises(ValueError, match="`allow` must be a finite number, at least 0"):
+            jaxcomp.check(local, NOW, PARAMS, allow=bytes_allowed)
 
 
 # Several steps or several networks in one program.
