@@ -13,7 +13,7 @@ the step is finite. `error_feedback` needs both.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -302,24 +302,16 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
     is_array = isinstance(fresh, jax.ShapeDtypeStruct)  # a user's state may be one array
     if not is_array:
         check_class(state, type(fresh))
-    shapes = _shapes(state)
-    expected = _shapes(fresh)
-    wrong = []
-    for name in dict.fromkeys([*expected, *shapes]):
-        shape = shapes.get(name)
-        if shape != expected.get(name):
-            line = f"{name}: expected {expected.get(name)}, got {shape}"
-            wrong.append(line.replace("None", "none"))
-    # Masked leaves have no shape, so trees may still differ.
-    if not wrong and jax.tree.structure(state) != jax.tree.structure(fresh):
-        wrong = _leaves_of_one(shapes, expected)
+    wrong = differences(state, fresh)
     if not wrong:
         return
-    hint = (
-        "Make the state with init() of a tree like the gradients and keep the reducer's arguments, "
-        "or convert the state with jaxcomp.adapt_state"
-    )
+    hint = "Make the state with init() of a tree like the gradients"
+    if leaves_of_one(state, fresh):
+        hint += ", in which a Python number must be an array"
+    else:
+        hint += " and keep the reducer's arguments, or convert it with jaxcomp.adapt_state"
     axes = []
+    shapes = _shapes(state)
     for name, leaf in leaves_marked(fresh, PER_REPLICA).items():
         axes.append(len(shapes.get(_plain(name)) or leaf.shape) - leaf.ndim)
     if any(axes):
@@ -333,18 +325,38 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
     )
 
 
-def _leaves_of_one(names: Collection[str], expected: Collection[str]) -> list[str]:
-    """Lists the leaves that only one of two states has, if all their arrays are equal."""
-    lacking = (
-        "the state has none, as for a Python number among the parameters: make it an array, "
-        "jnp.asarray(number)"
-    )
-    wrong = []
-    for these, others, cause in ((names, expected, "no gradient"), (expected, names, lacking)):
-        alone = [name for name in these if name not in others]
-        if alone:
-            wrong.append(f"{', '.join(alone)}: {cause}")
-    return wrong or ["its trees have other containers than the gradients"]
+def differences(state: PyTree, fresh: PyTree, *, any_axes: bool = False) -> list[str]:
+    """Lists the leaves by which a state differs from a fresh one for the parameters.
+
+    Args:
+      state: The state.
+      fresh: The fresh state.
+      any_axes: True if the state may have axes of replicas; then only masked leaves, which have no
+        shape, differ from others.
+    """
+    lines = leaves_of_one(state, fresh)
+    expected = _shapes(fresh)
+    for name, shape in _shapes(state).items():
+        other = expected.get(name, shape)
+        if shape != other and (None in (shape, other) or not any_axes):
+            lines.append(f"{name}: expected {other}, got {shape}".replace("None", "none"))
+    if not lines and jax.tree.structure(state) != jax.tree.structure(fresh):
+        lines.append("all leaves are in other containers, such as a dict and a FrozenDict")
+    return lines
+
+
+def leaves_of_one(state: PyTree, fresh: PyTree) -> list[str]:
+    """Lists the leaves that only a state has, or only a fresh one for the parameters."""
+    names = _shapes(state)
+    expected = _shapes(fresh)
+    lines = []
+    for name in expected:
+        if name not in names:
+            lines.append(f"{name}: only the parameters have this leaf")
+    for name in names:
+        if name not in expected:
+            lines.append(f"{name}: only the state has this leaf")
+    return lines
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...] | None]:

@@ -21,7 +21,7 @@ from jaxcomp._lowrank.orthogonalize import orthogonalize
 from jaxcomp._mesh.per_replica import has_replica_axis
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.powersgd import PowerSGDState
-from jaxcomp._reducers.reducer import Reducer, check_reducer
+from jaxcomp._reducers.reducer import Reducer, check_reducer, leaves_of_one
 from jaxcomp._states.consolidate import consolidate
 
 
@@ -116,16 +116,19 @@ def _carried_over(
     Raises:
       ValueError: If the function returns None for a leaf; the message lists these leaves.
     """
-    leaves, treedef = jax.tree.flatten_with_path(new, is_leaf=is_masked)
-    values = jax.tree.leaves(old, is_leaf=is_masked)
-    if len(values) != len(leaves):
+    alone = leaves_of_one(old, new)
+    if alone:
+        listed = "\n  ".join(alone)
         raise ValueError(
-            f"The {field} of the state has {len(values)} leaves and the parameters have "
-            f"{len(leaves)}. Pass the parameters that the state was made for."
+            f"The {field} of the state is that of other parameters:\n  {listed}\nPass those that "
+            "the state was made for."
         )
+    leaves, treedef = jax.tree.flatten_with_path(new, is_leaf=is_masked)
+    values = dict(jax.tree.leaves_with_path(old, is_leaf=is_masked))
     results: list[Any] = []
     wrong = ""
-    for (path, fresh), value in zip(leaves, values, strict=True):
+    for path, fresh in leaves:
+        value = values[path]
         if is_masked(fresh) or is_masked(value):
             results.append(fresh)
             continue

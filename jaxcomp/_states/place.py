@@ -30,7 +30,7 @@ from jaxcomp._mesh.per_replica import (
     marks,
     reducer_states,
 )
-from jaxcomp._reducers.reducer import check_state
+from jaxcomp._reducers.reducer import check_state, differences
 from jaxcomp._states.consolidate import Layout, consolidate, layout_of
 
 
@@ -220,8 +220,10 @@ def _check_structure(state: PyTree, like: PyTree) -> None:
     expected = type(like).__name__
     kind = type(state).__name__
     if kind == expected:
+        listed = "\n  ".join(differences(state, like, any_axes=True))
         raise ValueError(
-            f"The {kind} is that of other parameters, or of another chain of transformations."
+            f"The {kind} does not fit the parameters and the reducer:\n  {listed}\nPass those that "
+            "it was made for, or begin with a new state, init(params)."
         )
     raise ValueError(
         f"The state must be a {expected}, got a {kind}. To keep the classes, restore a checkpoint "

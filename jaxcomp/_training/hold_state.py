@@ -19,7 +19,6 @@ from jaxcomp._base.leaves import (
     boxed_as,
     is_array,
     is_floating,
-    leaf_name,
     nodes_of,
     replaced,
     unboxed,
@@ -27,7 +26,7 @@ from jaxcomp._base.leaves import (
 from jaxcomp._base.typing import PyTree
 from jaxcomp._mesh.collectives import is_bound, known_equal
 from jaxcomp._mesh.per_replica import is_accumulator, is_reducer_state, reducer_states
-from jaxcomp._reducers.reducer import Reducer, check_reducer
+from jaxcomp._reducers.reducer import Reducer, check_reducer, differences, leaves_of_one
 
 
 class Held(NamedTuple):
@@ -162,20 +161,19 @@ def _not_one_state(tree: PyTree, fresh: PyTree, fitting: int) -> str:
     same_kind = list(filter(lambda node: type(node) is kind, reducer_states(tree)))
     # A state of the right class that does not fit is the likely one, so the message is about it.
     if not fitting and same_kind:
-        if _names(fresh) == _names(unboxed(same_kind[0])):
-            return (
-                f"The {kind.__name__} in the first argument has a leaf for each of the parameters, "
-                "in other containers than theirs, such as a dict and a FrozenDict. Use the same "
-                "containers for both."
+        held = unboxed(same_kind[0])
+        listed = "\n  ".join(differences(held, fresh, any_axes=True))
+        hint = "Make it with init of these parameters, outside of optax.flatten."
+        if not leaves_of_one(held, fresh):
+            hint = (
+                "Inside of optax.partition or optax.masked, hold_state gets only a part of the "
+                "parameters. Put it outside: optax.chain(jaxcomp.hold_state(reducer), "
+                "optax.partition(...)). To freeze a part, pass it as a separate argument after the "
+                "parameters, with jax.P() in batch_specs; then it has no gradient to send."
             )
         return (
-            f"The {kind.__name__} in the first argument is that of other parameters than the "
-            "second. Inside of optax.partition or optax.masked, hold_state gets only a part of the "
-            "parameters, and inside of optax.flatten one vector, but the gradients of all "
-            "parameters are averaged. Put it outside: optax.chain("
-            "jaxcomp.hold_state(reducer), optax.partition(...)). To freeze a part, pass it as a "
-            "separate argument after the parameters, with jax.P() in batch_specs; "
-            "then it has no gradient to send."
+            f"The {kind.__name__} in the first argument does not fit the parameters:\n  {listed}\n"
+            f"{hint}"
         )
     if fitting:
         return _not_the_order(tree, f"{fitting} that may be it")
@@ -191,7 +189,3 @@ def _not_the_order(tree: PyTree, held: str) -> str:
         "The first argument must be the reducer's state, as init(params) gives it, or a tree that "
         f"holds it, and the second the parameters; got {names} first, which has {held}."
     )
-
-
-def _names(tree: PyTree) -> list[str]:
-    return [leaf_name(path) for path, _ in jax.tree.leaves_with_path(tree)]

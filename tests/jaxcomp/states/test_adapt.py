@@ -94,3 +94,8 @@ def test_what_does_not_fit_is_named():
     ):
         with pytest.raises(ValueError, match=message):
             jaxcomp.adapt_state(state, other, reducer)
+    # Of the same shapes in the same order, but other leaves: a residual must not change its leaf.
+    square = jnp.zeros((24, 24))
+    state = powersgd(2).init({"a": square, "b": square})
+    with pytest.raises(ValueError, match=r"(?s)\['c'\]: only the par.*\['a'\]: only the state has"):
+        jaxcomp.adapt_state(state, {"b": square, "c": square}, powersgd(3))

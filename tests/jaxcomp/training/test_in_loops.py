@@ -201,14 +201,14 @@ def held_by(optimizer, mesh):
 )
 def test_a_state_held_for_a_part_of_the_parameters_is_refused(optimizer):
     mesh = grid(2)
-    with pytest.raises(ValueError, match=r"of other parameters .* To freeze a part, pass it"):
+    with pytest.raises(ValueError, match=r"(?s)down'\]: expected .*, got none\n.* To freeze a p"):
         mean_gradients(mesh)(held_by(optimizer, mesh), PARAMS, *DATA)
 
 
 def test_a_state_held_in_other_containers_than_the_parameters_is_refused():
     mesh = grid(2)
     state = optax.chain(jaxcomp.hold_state(TX)).init(flax.core.freeze(PARAMS))
-    with pytest.raises(ValueError, match="in other containers than theirs, such as a dict and a F"):
+    with pytest.raises(ValueError, match="in other containers, such as a dict and a Froz"):
         mean_gradients(mesh)(jaxcomp.shard_state(state, mesh, "data"), PARAMS, *DATA)
 
 

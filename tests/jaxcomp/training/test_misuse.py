@@ -125,7 +125,7 @@ CASES = {
         lambda: jax.jit(make(lambda params, x: loss(params[0], x) * params[1]))(
             make().init((PARAMS, 0.5)), (PARAMS, 0.5), X
         ),
-        r"a Python number among the parameters: make it an array",
+        r"(?s)\[1\]: only the parameters have this leaf.* a Python number must be an array",
     ),
     "weights in a dict": (
         lambda: make()(state(), PARAMS, X, weight={"mask": np.ones(16)}),
@@ -160,9 +160,13 @@ CASES = {
         lambda: make().restore(optax.EmptyState(), PARAMS),
         "got a EmptyState.*adapt_state",
     ),
+    "held for fewer parameters": (
+        lambda: make()({"held": REDUCER.init({"up": PARAMS["up"]})}, PARAMS, X),
+        r"(?s)does not fit the parameters:.*q\['down'\]: only the parameters have this leaf",
+    ),
     "restored of other parameters": (
-        lambda: make().restore(REDUCER.init({"w": PARAMS["up"]}), PARAMS),
-        "is that of other parameters",
+        lambda: make().restore(REDUCER.init({"up": PARAMS["up"]}), PARAMS),
+        r"(?s)residual\['bias'\]: only the parameters have this leaf.* new state, init\(params\)",
     ),
 }
 SPECS = {
