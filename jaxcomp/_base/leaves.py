@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._base.checks import answers_other_names
+from jaxcomp._base.checks import answers_other_names, is_traced
 from jaxcomp._base.typing import Array, KeyPath, PyTree
 
 # What an all-reduce can sum; and, beside these, integers, which are never summed on the wire.
@@ -275,6 +275,28 @@ def without_arrays(tree: PyTree) -> PyTree:
 def with_arrays(tree: PyTree, arrays: PyTree) -> PyTree:
     """Inverts `arrays_only`: returns the tree with its arrays replaced by those of `arrays`."""
     return jax.tree.map(lambda x, array: x if array is None else array, tree, arrays)
+
+
+def check_values(name: str, tree: PyTree, place: KeyPath = ()) -> None:
+    """Refuses leaves without values: shapes, and arrays that were donated.
+
+    Args:
+      name: The name of an argument.
+      tree: The argument, or the part of it at the path `place`.
+      place: The path.
+
+    Raises:
+      ValueError: If it finds one; the message has the name of the argument and of the leaf.
+    """
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        where = leaf_name((*place, *path))
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(f"`{name}` has only a shape at {where}: pass the arrays of a run.")
+        if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.is_deleted():
+            raise ValueError(
+                f"`{name}` was deleted at {where}, as by jax.jit(step, donate_argnums=...): pass "
+                "what the last step returned."
+            )
 
 
 def nodes_of(tree: PyTree, is_node: Callable[[Any], bool]) -> list[Any]:

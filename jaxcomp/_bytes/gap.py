@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxcomp._base.checks import answers_other_names, check_function, is_traced
-from jaxcomp._base.leaves import is_masked, leaf_name, unboxed
+from jaxcomp._base.leaves import check_values, is_masked, leaf_name, unboxed
 from jaxcomp._base.typing import KeyPath, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._bytes.units import parse
 from jaxcomp._lowrank.matrices import plan_leaves
@@ -346,17 +346,16 @@ def check_on_host(name: str, tree: PyTree, place: KeyPath = ()) -> None:
       place: The path.
 
     Raises:
-      ValueError: If a leaf is traced, has a part in another process, or is only a shape. The
-        message has the name of the argument and of the leaf.
+      ValueError: If a leaf is traced, has a part in another process, is only a shape, or was
+        deleted. The message has the name of the argument and of the leaf.
     """
+    check_values(name, tree, place)
     for path, leaf in jax.tree.leaves_with_path(tree):
         where = leaf_name((*place, *path))
         if is_traced(leaf):
             raise ValueError(
                 f"`{name}` is traced at {where}: read it outside of jax.jit, between two steps."
             )
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise ValueError(f"`{name}` has only a shape at {where}: pass the arrays of a run.")
         if not getattr(leaf, "is_fully_addressable", True) and not leaf.is_fully_replicated:
             raise ValueError(
                 f"`{name}` has a part of {where} in another process. Gather it first, "

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp._base.checks import answers_other_names
-from jaxcomp._base.leaves import is_masked, leaf_name, nodes_of, replaced
+from jaxcomp._base.leaves import check_values, is_masked, leaf_name, nodes_of, replaced
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._lowrank.orthogonalize import orthogonalize
 from jaxcomp._mesh.per_replica import has_replica_axis
@@ -66,6 +66,7 @@ def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
       ((32, 4), True)
     """
     check_reducer(reducer)
+    check_values("state", state)
     if has_replica_axis(state):
         state = consolidate(state)
     states = nodes_of(state, _has_residual)

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from jaxcomp._base.checks import answers_other_names, check_axis_name, is_traced
-from jaxcomp._base.leaves import compute_dtype, in_words, is_floating, is_key
+from jaxcomp._base.leaves import check_values, compute_dtype, in_words, is_floating, is_key
 from jaxcomp._base.typing import Array, AxisName, PyTree, Shape
 from jaxcomp._mesh.collectives import axis_size, maximum, mesh_axes, owner_id
 from jaxcomp._mesh.per_replica import (
@@ -107,8 +107,9 @@ def layout_of(state: PyTree) -> Layout:
 
     Raises:
       ValueError: If per-replica leaves have no common leading axis, or do not come from all
-        replicas; or the rows of a replicated leaf differ.
+        replicas; the rows of a replicated leaf differ; or a leaf has no values.
     """
+    check_values("state", state)
     owners = leaves_marked(state, OWNER)
     local = leaves_marked(state, PER_REPLICA, OWNER)
     for name, owner in owners.items():

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomp._base.checks import answers_other_names, is_traced
-from jaxcomp._base.leaves import compute_dtype, is_masked, leaf_name, widest
+from jaxcomp._base.leaves import check_values, compute_dtype, is_masked, leaf_name, widest
 from jaxcomp._base.stats import aligned
 from jaxcomp._base.typing import Array, PyTree
 from jaxcomp._mesh.collectives import varying
@@ -103,9 +103,9 @@ def diagnostics(state: PyTree) -> Diagnostics:
       path of its state comes first if several states have a leaf of that name.
 
     Raises:
-      ValueError: If no leaf has both a residual and a factor, or if the state is known to belong to
-        one replica only, as inside of a mapped function. If this cannot be known, the result is
-        NaN.
+      ValueError: If no leaf has both a residual and a factor, a leaf has no values, leaves are on
+        different devices, or the state is known to belong to one replica only, as inside of a
+        mapped function. If this cannot be known, the result is NaN.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomp
@@ -127,10 +127,20 @@ def diagnostics(state: PyTree) -> Diagnostics:
     nodes = {}
     for path, node in jax.tree.leaves_with_path(state, is_leaf=_is_low_rank):
         if _is_low_rank(node):
+            check_values("state", node, path)
             _check_not_local(node)
             nodes[jax.tree_util.keystr(path)] = node
-    # Compiled as one program: op by op, a float32 copy of all residuals would be made on the way.
-    return jax.jit(_measured)(nodes)
+    try:
+        # Compiled as one program: op by op, a float32 copy of all residuals would be made on the
+        # way.
+        return jax.jit(_measured)(nodes)
+    except ValueError as error:
+        if "incompatible devices" not in str(error):
+            raise
+        raise ValueError(
+            "The leaves of `state` are on different devices. Place all of them on one mesh: "
+            "jaxcomp.shard_state(state, mesh, axis_name)."
+        ) from error
 
 
 def _measured(nodes: dict[str, Any]) -> Diagnostics:

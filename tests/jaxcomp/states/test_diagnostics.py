@@ -155,6 +155,42 @@ def test_what_cannot_be_told_is_refused():
         jaxcomp.diagnostics(powersgd(3).init(PARAMS)._asdict())
 
 
+TAKES_A_STATE = {
+    "diagnostics": jaxcomp.diagnostics,
+    "consolidate": jaxcomp.consolidate,
+    "stack_replicas": lambda state: jaxcomp.stack_replicas(state, 2),
+    "shard_state": lambda state: jaxcomp.shard_state(state, grid(2), "data"),
+    "adapt_state": lambda state: jaxcomp.adapt_state(state, PARAMS, powersgd(2)),
+}
+
+
+@pytest.mark.parametrize("name", TAKES_A_STATE)
+def test_a_state_without_values_is_refused(name):
+    """Shapes alone, arrays that a step has taken over, and one leaf of these."""
+    function = TAKES_A_STATE[name]
+    state = trained(powersgd(3))
+    shapes = jax.eval_shape(lambda: state)
+    with pytest.raises(ValueError, match=r"`state` has only a shape at .*\.count: pass the arrays"):
+        function(shapes)
+    with pytest.raises(ValueError, match=r"`state` has only a shape at .*\.residual\['stack'\]"):
+        function(state._replace(residual=shapes.residual))
+    donated = jax.tree.map(jnp.copy, state)
+    donated.q["wide"].delete()
+    with pytest.raises(ValueError, match=r"`state` was deleted at .*q\['wide'\], .* last step re"):
+        function(donated)
+
+
+def test_a_state_on_different_devices_is_refused():
+    state = trained(powersgd(3))
+    first, second = jax.devices()[:2]
+    apart = jax.device_put(state, first)._replace(q=jax.device_put(state.q, second))
+    with pytest.raises(
+        ValueError, match=r"on different devices.*jaxcomp\.shard_state\(state, mesh"
+    ):
+        jaxcomp.diagnostics(apart)
+    jaxcomp.diagnostics(jaxcomp.shard_state(apart, grid(REPLICAS), "data"))
+
+
 def test_the_table_says_which_ranks_are_off():
     rng = np.random.default_rng(0)
     one = rng.normal(size=(24, 1)) @ rng.normal(size=(1, 40))  # rank 1
