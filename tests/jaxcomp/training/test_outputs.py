@@ -282,6 +282,19 @@ def test_outputs_of_a_batch_with_equal_halves_tell_no_mean_from_a_maximum():
     assert words == {"exp": None, "max": None, "mean": None, "rows": "join"}
 
 
+def test_outputs_of_one_place_are_no_means_where_all_examples_are_alike():
+    """Asks at the start of training, where all losses are about the logarithm of the classes."""
+
+    def loss(params, x, y):
+        losses = per_example(params, x, y)[1]
+        of_micro_batches = losses.reshape(2, -1).mean(1)
+        places = (losses[0], losses[: len(y) // 2].mean(), of_micro_batches[-1], of_micro_batches)
+        return losses.mean(), (*places, losses.mean())
+
+    params, x, y = data()
+    assert make(loss, mesh=grid(2)).outputs(1e-3 * params, x, y) == (None,) * 4 + ("mean",)
+
+
 def test_outputs_looks_at_both_parts_of_complex_numbers():
     def loss(params, x, y):
         losses = per_example(params, x, y)[1]
