@@ -119,6 +119,10 @@ _NOTES = {
         "the type to arrays that every replica gets whole. Or pass check_vma=False: the gradients "
         "are the same, but then only jaxcomp.check detects a pmean of your own."
     ),
+    r"Closing over inputs to shard_map(?:.|\n)*Manual": (
+        "JAX cannot differentiate through this call on a mesh that has a further Explicit axis. "
+        "Make the mesh with Auto axes: axis_types=(jax.sharding.AxisType.Auto, ...)."
+    ),
     "Closing over inputs to shard_map": (
         "The function closes over an array on a mesh with Explicit axes. Pass the array as an "
         "argument after the batch: scalars and random keys are the same for all replicas."

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from numpy.testing import assert_allclose
 
 import jaxcomp
@@ -349,6 +349,20 @@ def test_shardings_within_the_loss_name_the_other_axes_only():
                 call(sharding)
             assert "must not name 'data'" in error.value.__notes__[0]
     assert call(P(None, "model")).shape == ()
+
+
+def test_differentiating_through_a_call_needs_auto_axes():
+    """Differentiates the loss that a call returns, which JAX can do on a mesh with Auto axes."""
+
+    def gradient(kind):
+        mesh = jax.make_mesh((2, 2), ("data", "model"), (kind, kind), devices=jax.devices()[:4])
+        run = make(tx=reducer("allreduce"), mesh=mesh)
+        return jax.jit(jax.grad(lambda params: run((), params, X)[0][0]))(PARAMS)
+
+    close(gradient(AxisType.Auto), jax.grad(loss)(PARAMS, X), rtol=1e-4)
+    with pytest.raises(NotImplementedError, match="Closing over inputs") as error:
+        gradient(AxisType.Explicit)
+    assert "cannot differentiate through this call" in error.value.__notes__[0]
 
 
 MISSPELT = """weights weigths weight_ sampleWeight wgt num_examples wieght ewight waights weigt
