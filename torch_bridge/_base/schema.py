@@ -117,6 +117,9 @@ COUNTERS = (
     "total_numel_after_compression",
     "next_stats_report",
 )
+# Of each array that parameters are applied to, a file has so many of the largest values, and of the
+# smallest.
+EXTREMES = 4
 BUFFERS = ("error_dict", "p_memory_dict", "q_memory_dict")
 # The slots of the first release of the hook; later releases added others, which have defaults.
 _REQUIRED = ("matrix_approximation_rank", "iter", *BUFFERS)

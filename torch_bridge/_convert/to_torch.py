@@ -250,9 +250,9 @@ def _refuse_other_outputs(
         )
     loaded = copy.deepcopy(module)
     loaded.load_state_dict(model)
-    of_torch = run_example(loaded, list(map(to_tensor, example[0])))
+    inputs, outputs, _ = run_example(loaded, list(map(to_tensor, example[0])))
     tree = flatten_tree(params)
-    evidence = Evidence(apply, of_torch, tree, list(model.values()))
+    evidence = Evidence(apply, (inputs, outputs), tree, list(model.values()))
     nearest = evidence.nearest(tree.leaves)
     if not nearest.is_rounding:
         raise CheckpointMismatch(

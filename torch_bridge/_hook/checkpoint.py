@@ -40,6 +40,9 @@ class Checkpoint:
         None if the file does not have it. `powersgd_kwargs_from_torch` takes this name.
       example: Inputs of the torch module, a tuple of arrays, and its outputs in evaluation mode,
         arrays in dictionaries and tuples. None if the file has no example.
+      calls: Parameter name -> the extremes of the array that torch first applied the parameter to
+        when it ran the example: its four largest and four smallest values, or NaN if unknown. The
+        names are in the order of use. Empty if the file has no such record.
       loss_scale: The scale of the training loop's ``GradScaler``. The hook's errors and factors are
         in units of the scaled loss. None if the file has no such entry; then the scale of the only
         scaler in `extra` is used or, without a scaler, 1.
@@ -61,6 +64,14 @@ class Checkpoint:
     hook: str | None = None
     example: tuple[tuple[Any, ...], Any] | None = None
     loss_scale: float | None = None
+    calls: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    @property
+    def recorded_example(self) -> tuple[Any, ...] | None:
+        """Returns the inputs, the outputs and the calls, which `pair` takes as its example."""
+        if self.example is None:
+            return None
+        return (*self.example, self.calls)
 
     @property
     def missing_ranks(self) -> bool:

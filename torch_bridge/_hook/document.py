@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.schema import PowerSGDRecord, random_state, record_from_slots
+from torch_bridge._base.schema import EXTREMES, PowerSGDRecord, random_state, record_from_slots
 from torch_bridge._base.tensors import to_tensor
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._read.values import brief
@@ -50,6 +50,9 @@ def make_document(checkpoint: Checkpoint) -> dict[str, Any]:
     if checkpoint.example is not None:
         inputs, outputs = checkpoint.example
         example = {"inputs": list(inputs), "outputs": outputs}
+        if checkpoint.calls:
+            extremes = to_tensor(np.stack(list(checkpoint.calls.values())))
+            example["calls"] = {"names": list(checkpoint.calls), "extremes": extremes}
     return {
         "format": FORMAT,
         "version": _VERSION,
@@ -107,9 +110,31 @@ def read_document(value: Mapping[str, Any]) -> dict[str, Any]:
         if kinds != {np.ndarray} or "outputs" not in example:
             raise CheckpointMismatch("`example` must have tensors as `inputs`, and `outputs`")
         fields["example"] = (tuple(inputs), example["outputs"])
+        fields["calls"] = _calls(example.get("calls"))
     slots = fields["powersgd"]
     fields["powersgd"] = () if slots is None else _records(slots, value.get("errors"))
     return fields
+
+
+def _calls(calls: Any) -> dict[str, np.ndarray]:
+    """Reads the calls of an example; there are none in files of earlier releases.
+
+    Raises:
+      CheckpointMismatch: They have another form.
+    """
+    if calls is None:
+        return {}
+    if isinstance(calls, dict):
+        names: Any = calls.get("names")
+        extremes: Any = calls.get("extremes")
+        are_names = isinstance(names, list) and set(map(type, names)) == {str}
+        if are_names and isinstance(extremes, np.ndarray) and extremes.dtype == np.float32:
+            is_one_each = len(set(names)) == len(names)
+            if is_one_each and extremes.shape == (len(names), 2 * EXTREMES):
+                return dict(zip(names, extremes, strict=True))
+    raise CheckpointMismatch(
+        "`calls` of the example must have `names`, each once, and their `extremes`"
+    )
 
 
 def _records(slots: Mapping[str, Any], errors: Any) -> tuple[PowerSGDRecord, ...]:

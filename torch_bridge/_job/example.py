@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from torch_bridge._base.framework import import_torch
 from torch_bridge._base.tensors import is_tensor
+from torch_bridge._job.calls import recorded_calls
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +48,7 @@ def example_inputs(example: Any) -> tuple[torch.Tensor, ...]:
 
 def run_example(
     module: torch.nn.Module, inputs: Sequence[torch.Tensor]
-) -> tuple[tuple[torch.Tensor, ...], Any]:
+) -> tuple[tuple[torch.Tensor, ...], Any, dict[str, np.ndarray]]:
     """Runs a module in evaluation mode, in full precision and without gradients.
 
     Afterwards the modes of all submodules, the buffers and torch's random number generators are as
@@ -57,8 +59,9 @@ def run_example(
       inputs: The module's positional arguments, on any device.
 
     Returns:
-      The inputs and the outputs, on the CPU. The outputs are tensors and plain values in
-      dictionaries and tuples; any other object (a cache of keys and values) becomes None.
+      The inputs, the outputs and the calls, on the CPU. The outputs are tensors and plain values in
+      dictionaries and tuples; any other object (a cache of keys and values) becomes None. The calls
+      are those of `recorded_calls`.
 
     Raises:
       ValueError: The module fails on the inputs, or returns no tensor.
@@ -67,7 +70,7 @@ def run_example(
     parameter = next(module.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     placed = [value.detach().to(device) for value in inputs]
-    with _evaluation(module, device):
+    with _evaluation(module, device), recorded_calls(module) as calls:
         try:
             # The inputs are cloned, because a module may write into its arguments.
             outputs = _plain(module(*map(torch.clone, placed)))
@@ -78,7 +81,7 @@ def run_example(
             ) from error
     if not any(map(is_tensor, jax.tree.leaves(outputs))):
         raise ValueError("the model gives no tensor for `example`")
-    return tuple(map(torch.Tensor.cpu, placed)), outputs
+    return tuple(map(torch.Tensor.cpu, placed)), outputs, calls
 
 
 @contextlib.contextmanager

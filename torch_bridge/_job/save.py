@@ -210,8 +210,11 @@ def save_checkpoint(
         ``{"epoch": 3}``. The `extra` of rank 0 is saved.
       example: Inputs of the model, a tensor or a tuple of tensors; a few rows are enough. The file
         stores them with the model's outputs in evaluation mode. With these a conversion finds out
-        which layer is which, and proves that the outputs are equal. Rank 0 runs the module once;
-        its modes, buffers, gradients and random number generators stay as they were.
+        which layer is which, and proves that the outputs are equal. The file also says in which
+        order parameters are used, and of each array that they are applied to it has the four
+        largest and the four smallest values; with these a conversion finds layers one after the
+        other. Rank 0 runs the module once; its modes, buffers, gradients and random number
+        generators stay as they were. ``torch.compile`` is off in this run.
       scaler: The ``GradScaler`` of the training loop, or None. Under a scaler the errors are in
         units of its scale, and a conversion divides by it. Its ``state_dict()`` is saved as
         ``extra["scaler"]``, unless `extra` has such an entry.
@@ -262,6 +265,11 @@ def save_checkpoint(
             groups = None
             if optimizer is not None:
                 groups = _plain(_named_groups(optimizer, module), "the optimizer")
+            recorded = None
+            calls = {}
+            if inputs is not None:
+                arrays, outputs, calls = run_example(module, inputs)
+                recorded = (arrays, outputs)
             checkpoint = Checkpoint(
                 model=_plain(module.state_dict(), "the model"),
                 powersgd=_records(state, errors),
@@ -270,8 +278,9 @@ def save_checkpoint(
                 extra=_plain(beside, "`extra`"),
                 world_size=dist.get_world_size(group),
                 hook=hook,
-                example=None if inputs is None else run_example(module, inputs),
+                example=recorded,
                 loss_scale=scale,
+                calls=calls,
             )
             write_document(pathlib.Path(path), make_document(checkpoint))
         except Exception as error:  # of any class, because the other ranks wait for the message
