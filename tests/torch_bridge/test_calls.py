@@ -1,5 +1,8 @@
-"""What `save_checkpoint` records of a run of the example."""
+"""What `save_checkpoint` records of a run of the example: it finds layers one after the other."""
 
+from functools import partial
+
+import jax
 import numpy as np
 import pytest
 import torch
@@ -7,8 +10,10 @@ from numpy.testing import assert_array_equal
 from torch import nn as tnn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.helpers.bridge import values
-from torch_bridge import CheckpointMismatch, load, save_checkpoint
+import torch_bridge
+from tests.helpers.bridge import randomize, values
+from tests.helpers.two_frameworks import FlaxModel, TorchModel, attend
+from torch_bridge import Checkpoint, CheckpointMismatch, load, save_checkpoint, to_flax
 
 
 def extremes(values):
@@ -102,3 +107,120 @@ def test_records_of_another_form_are_refused_in_one_sentence(alone, tmp_path, ca
     torch.save(document, tmp_path / "x.pt")
     with pytest.raises(CheckpointMismatch, match="`calls` of the example must have `names`"):
         load(tmp_path / "x.pt")
+
+
+def gated(n, x, attention, product):
+    """Computes two blocks of attention and of a gated product, whose layers have one shape."""
+    for k in range(2):
+        y = n.ln(x, f"{k}.norm1")
+        rows = {word: n.dense(y, f"{k}.{word}", 8) for word in attention}
+        x = x + n.dense(attend(n, rows["q"], rows["k"], rows["v"]), f"{k}.o", 8)
+        y = n.ln(x, f"{k}.norm2")
+        rows = {word: n.dense(y, f"{k}.{word}", 8) for word in product}
+        x = x + n.dense(n.silu(rows["gate"]) * rows["up"], f"{k}.down", 8)
+    return n.dense(x, "head", 3)
+
+
+def conformer(n, x):
+    """Computes two Conformer blocks, with the convolution before the attention."""
+
+    def feed_forward(x, name):
+        return n.dense(n.silu(n.dense(n.ln(x, f"{name}.0"), f"{name}.1", 16)), f"{name}.4", 8) / 2
+
+    for k in range(2):
+        x = x + feed_forward(x, f"ffn1.{k}")
+        y = n.pointwise(n.ln(x, f"conv.{k}.norm"), f"conv.{k}.0", 16)
+        y = n.conv(y[..., :8] * n.sigmoid(y[..., 8:]), f"conv.{k}.2", 8, 3, p=1, groups=8)
+        x = x + n.pointwise(n.silu(n.bn(y, f"conv.{k}.3")), f"conv.{k}.5", 8)
+        x = x + n.attention(n.ln(x, f"attn_norm.{k}"), f"attn.{k}", 2)
+        x = n.ln(x + feed_forward(x, f"ffn2.{k}"), f"final.{k}")
+    return n.dense(x, "out", 5)
+
+
+def triangle(n, z, order):
+    """Computes a triangle multiplication and a transition, as AlphaFold does, twice."""
+    for k in range(2):
+        y = n.ln(z, f"{k}.norm_in")
+        rows = {word: n.dense(y, f"{k}.{word}", 8) for word in order}
+        left, right = (n.sigmoid(rows[f"{side}_gate"]) * rows[f"{side}_part"] for side in "ab")
+        y = n.ln(n.einsum("bikc,bjkc->bijc", left, right), f"{k}.norm_out")
+        z = z + n.dense(y, f"{k}.linear_z", 8) * n.sigmoid(rows["g"])
+        z = z + n.dense(n.relu(n.dense(z, f"{k}.linear_1", 8)), f"{k}.linear_2", 8)
+    return n.dense(z, "head", 3)
+
+
+THEIRS = ("a_gate", "a_part", "b_gate", "b_part", "g")
+OURS = ("a_part", "b_part", "a_gate", "b_gate", "g")
+MODELS = {
+    "gated": (
+        partial(gated, attention="qkv", product=("gate", "up")),
+        partial(gated, attention="vkq", product=("up", "gate")),
+        values(3, 6, 8),
+        "",
+    ),
+    "conformer": (conformer, conformer, values(3, 6, 8), "attn_norm attn conv ffn1 ffn2 final"),
+    "triangle": (
+        partial(triangle, order=THEIRS),
+        partial(triangle, order=OURS),
+        values(2, 5, 5, 8),
+        "",
+    ),
+}
+
+
+def built(name, path):
+    """Returns the recorded checkpoint of a model, the Flax model and its abstract parameters."""
+    theirs, ours, x, declared = MODELS[name]
+    module = TorchModel(theirs, declared)
+    torch.manual_seed(0)
+    module.eval()(torch.from_numpy(x))  # the first call makes the layers
+    model = FlaxModel(ours, names={})
+    like = jax.eval_shape(model.init, jax.random.key(0), x)
+    return recorded(path, randomize(module), torch.from_numpy(x)), model, like
+
+
+@pytest.mark.parametrize("wrap", [lambda apply: apply, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_are_found_one_after_the_other(alone, tmp_path, name, wrap):
+    checkpoint, model, like = built(name, tmp_path)
+    run = to_flax(checkpoint, like, apply=wrap(model.apply))
+    assert run.difference <= 1e-5
+    back = torch_bridge.to_torch(run.params, (), checkpoint, apply=model.apply)
+    for key, value in back["state_dict"].items():
+        assert_array_equal(value, checkpoint.model[key])
+
+
+def nested(n, x):
+    return n.tanh(n.dense(n.tanh(n.dense(x, "last.0", 8)), "first.0", 8))
+
+
+@pytest.mark.parametrize("harm", ["shuffled", "other names", "infinite"])
+def test_a_wrong_record_leaves_the_search_as_it_was(alone, tmp_path, harm):
+    module = TorchModel(nested)
+    model = FlaxModel(nested, names={"last.0": "b", "first.0": "a"})
+    x = values(4, 8)
+    module(torch.from_numpy(x))
+    saved = recorded(tmp_path, randomize(module), torch.from_numpy(x))
+    calls = {
+        "shuffled": dict(zip(saved.calls, list(saved.calls.values())[::-1], strict=True)),
+        "other names": {"x" + name: value for name, value in saved.calls.items()},
+        "infinite": {name: value + np.inf for name, value in saved.calls.items()},
+    }[harm]
+    checkpoint = Checkpoint(saved.model, example=saved.example, calls=calls)
+    like = jax.eval_shape(model.init, jax.random.key(0), x)
+    assert to_flax(checkpoint, like, apply=model.apply).difference < 1e-6
+
+
+def branching(params, x):
+    """Decides by values, so that it cannot be traced."""
+    sign = 1 if float(x.sum()) > 1e9 else -1
+    return -sign * FlaxModel(nested, names={}).apply(params, x)
+
+
+def test_a_model_that_cannot_be_traced_is_searched_as_without_a_record(alone, tmp_path):
+    module = TorchModel(nested)
+    x = values(4, 8)
+    module(torch.from_numpy(x))
+    checkpoint = recorded(tmp_path, randomize(module), torch.from_numpy(x))
+    like = jax.eval_shape(FlaxModel(nested, names={}).init, jax.random.key(0), x)
+    assert to_flax(checkpoint, like, apply=branching).difference < 1e-6

@@ -108,7 +108,7 @@ def convert_to_torch(options: argparse.Namespace) -> None:
         from torch_bridge._cli.files import FlaxFile
 
         apply = _imported_apply(options)
-        example = like.example if apply else None
+        example = like.recorded_example if apply else None
         if apply:
             apply = functools.partial(_apply_to_variables, apply)
         file = FlaxFile(options.checkpoint)

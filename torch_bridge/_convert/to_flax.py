@@ -140,7 +140,8 @@ def to_flax(
         tree of the structure of `like`. The model is run on the example with likely pairs, or with
         `pairs`, and parameters that do not give torch's outputs are refused.
       example: Inputs of the torch module, a tuple of arrays, and its outputs in evaluation mode.
-        None means the example in the file, which `save_checkpoint` stores.
+        None means the example in the file, which `save_checkpoint` stores with a record of torch's
+        calls.
       axis_name: The mapped axis (or axes) of the replicas.
       layout: The bucket layout, as for `powersgd_from_torch`. A parameter in no bucket gets no
         gradient in torch, so it is frozen here, even if the optimizer has it.
@@ -195,7 +196,7 @@ def to_flax(
     """
     refuse_other_than_checkpoint(checkpoint, "checkpoint")
     if apply:
-        example = example or checkpoint.example
+        example = example or checkpoint.recorded_example
     # Which tensor is which leaf, and where in the hook's buffers it is.
     problems = Problems()
     pairing = Pairing(())

@@ -125,7 +125,7 @@ def to_torch(
             f"`opt_state` must hold one jaxcomp.PowerSGDState, as the checkpoint does; it holds "
             f"{len(reducers)}. Pass the whole state of the optax.chain."
         )
-    example = like.example if apply else None
+    example = like.recorded_example if apply else None
     runner = apply
     if pairs is not None:
         _refuse_others(pairs, params, like.model)

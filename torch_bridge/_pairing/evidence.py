@@ -20,14 +20,18 @@ from torch_bridge._pairing.kinds import without_ones
 from torch_bridge._pairing.leaves import Tree
 from torch_bridge._pairing.pairs import Path
 from torch_bridge._pairing.trace import Trace
+from torch_bridge._pairing.watch import Use
 
 Apply: TypeAlias = Callable[..., Any]
-Example: TypeAlias = tuple[Sequence[Any], Any]  # inputs and outputs of the torch module
+Calls: TypeAlias = Mapping[str, np.ndarray]  # as in `Checkpoint`
+# Inputs and outputs of the torch module and, in files of `save_checkpoint`, its calls.
+Example: TypeAlias = tuple[Sequence[Any], Any] | tuple[Sequence[Any], Any, Calls]
 TRIES = 500  # the most runs of the Flax model until one gives torch's outputs
 # The largest difference that is allowed, relative to the largest output: about 84 units of
 # rounding in float32, and 16 units in a narrower dtype, since every layer rounds by such a unit.
 _MOST = 1e-5
 _MOST_UNITS = 16
+_MOST_OF_INPUTS = 1e-4  # the same for the extremes of a layer's inputs
 # Two correct runs round in every operation, but a control rounds only once, at its beginning.
 # Correct conversions of 54 kinds of models differ from torch by at most 2 controls, and one wide
 # convolution by 8. With a tenth of the eps in their norms 29 of them differ by 1 to 280 controls,
@@ -49,12 +53,14 @@ class Difference(NamedTuple):
         leaves and inputs changed by one rounding. If the outputs differ too much from torch's, no
         control is run and this is infinite.
       allowed: The largest difference that rounding explains, relative to the largest output.
+      uses: Path of a leaf -> its first use in the Flax model; None without torch's calls.
     """
 
     largest: float
     mean: float
     control: float = math.inf
     allowed: float = 0.0
+    uses: Mapping[Path, Use] | None = None
 
     @property
     def is_rounding(self) -> bool:
@@ -89,13 +95,14 @@ class Evidence:
           ValueError: The example has another form, or `apply` does not run on it.
         """
         self._tree = tree
-        inputs, self._theirs = _read(example)
+        inputs, self._theirs, self.calls = _read(example)
         dtypes = []
         for array in filter(_is_real, map(to_numpy, tensors)):
             # JAX computes in float32 instead of float64, unless x64 is enabled.
             dtypes.append(jax.dtypes.canonicalize_dtype(array.dtype))
         dtypes = dtypes or [np.dtype(np.float32)]
         self._unit = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
+        self.rounding = max(_MOST_OF_INPUTS, _MOST_UNITS * self._unit)
         self._leaves = {}
         for path, leaf in tree.leaves.items():
             self._leaves[path] = _filled(leaf)
@@ -105,6 +112,9 @@ class Evidence:
         self._run: Callable[..., Any] = jax.jit(apply)
         self.traces = self._traced(apply, inputs)
         self.trace = self.traces[0]
+        for trace in self.traces:
+            if not (self.calls and trace.watch and trace.watch.can_run()):
+                self.calls = {}
 
     @classmethod
     def of(
@@ -144,8 +154,14 @@ class Evidence:
           leaves: Path -> leaf, for all leaves that come from torch.
         """
         self.runs += 1
-        outputs = self._outputs(leaves, self.trace.inputs)
-        difference = _difference(outputs, self._theirs)
+        uses = None
+        if self.calls and self.trace.watch:
+            params = self._tree.with_leaves(self._leaves | dict(leaves))
+            arguments = jax.tree.leaves((params, self.trace.inputs))
+            outputs, uses = self.trace.watch.run(arguments)
+        else:
+            outputs = self._outputs(leaves, self.trace.inputs)
+        difference = _difference(outputs, self._theirs)._replace(uses=uses)
         most = max(_MOST, _MOST_UNITS * self._unit)
         if difference.largest > most:
             return difference._replace(allowed=most)
@@ -198,7 +214,8 @@ class Evidence:
         params = self._tree.with_leaves(self._leaves)
         for arrays in itertools.product(*map(_in_orders, inputs)):
             try:
-                program, outputs = jax.make_jaxpr(apply, return_shape=True)(params, *arrays)
+                with jax.default_matmul_precision("highest"):
+                    program, outputs = jax.make_jaxpr(apply, return_shape=True)(params, *arrays)
             except jax.errors.ConcretizationTypeError:
                 self._run = apply  # a model that branches on values cannot be compiled
                 traces.append(Trace(arrays, None, self._leaves))
@@ -208,7 +225,7 @@ class Evidence:
                 error = f"{type(raised).__name__}: {text}"
             else:
                 if _matched(outputs, self._theirs):
-                    traces.append(Trace(arrays, program.jaxpr, self._leaves))
+                    traces.append(Trace(arrays, program, self._leaves))
                     continue
                 shown = _shapes(jax.tree.leaves(outputs)) or "nothing"
                 error = f"the Flax model gives outputs of {shown}"
@@ -269,14 +286,17 @@ def _difference_of_one(mine: np.ndarray, other: np.ndarray) -> Difference:
     return Difference(float(largest), float(mean))
 
 
-def _read(example: Example) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns the inputs in JAX's dtypes, and the floating-point outputs as float64.
+def _read(example: Example) -> tuple[list[np.ndarray], list[np.ndarray], Calls]:
+    """Returns the inputs in JAX's dtypes, the floating-point outputs as float64, and the calls.
 
     Raises:
       ValueError: The example has another form, or no finite floating-point outputs.
     """
     try:
-        inputs, outputs = example
+        inputs, outputs, *rest = example
+        calls: Any = {}
+        if rest:
+            (calls,) = rest
     except (TypeError, ValueError) as error:
         raise ValueError(
             "`example` must be (inputs, outputs) of the torch module in evaluation mode: a tuple "
@@ -294,7 +314,7 @@ def _read(example: Example) -> tuple[list[np.ndarray], list[np.ndarray]]:
             raise ValueError("torch's outputs in `example` are not finite. Take other inputs.")
     if not theirs:
         raise ValueError("`example` has no floating-point outputs to compare with.")
-    return arrays, theirs
+    return arrays, theirs, calls
 
 
 def _numbers(outputs: Any) -> list[np.ndarray]:

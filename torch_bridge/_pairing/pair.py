@@ -97,7 +97,8 @@ def pair(
       apply: ``apply(params, *inputs) -> outputs``, the Flax model in evaluation mode; `params` is a
         tree of the structure of `like`. The inputs are arrays. Floating-point inputs with three or
         more axes are tried as they are, and with their second axis moved to the end.
-      example: Inputs of the torch module (a tuple of arrays) and its outputs in evaluation mode.
+      example: Inputs of the torch module (a tuple of arrays) and its outputs in evaluation mode. Or
+        `Checkpoint.recorded_example`, with which the layers are found one after the other.
 
     Returns:
       The pairs, in the natural order of the leaves. Every conversion takes them as `pairs`.

@@ -1,7 +1,8 @@
 """Searches for the reading of two models with which Flax gives torch's outputs.
 
-A reading has the pairs of layers, the form of each weight, and the flattened maps. The search tries
-a few likely readings first. Then it tries single changes of the reading that came nearest, the
+A reading has the pairs of layers, the form of each weight, and the flattened maps. If the example
+has torch's calls, the search first follows them from layer to layer. Then it tries a few likely
+readings. Then it tries single changes of the reading that came nearest, the
 likeliest change first, for a limited number of runs. Changes that help are combined. In turn with
 the nearest reading, it also tries changes of other readings.
 """
@@ -17,10 +18,11 @@ import numpy as np
 
 from torch_bridge._pairing.evidence import TRIES, Difference
 from torch_bridge._pairing.exchanges import exchanged, exchanges_of, in_alternation
+from torch_bridge._pairing.follow import Follower
 from torch_bridge._pairing.kinds import CONV_TRANSPOSE, Answer
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.maps import Reading
-from torch_bridge._pairing.match import Group, grouped
+from torch_bridge._pairing.match import Group, Partners, grouped
 from torch_bridge._pairing.neighbours import refusal, refuse_doubtful
 from torch_bridge._pairing.pairs import Path, leaves_from_torch
 from torch_bridge._pairing.proposals import (
@@ -120,6 +122,16 @@ class Search:
     def _search(self) -> None:
         """Tries readings with the current order of the inputs, until one gives torch's outputs."""
         states = []
+        evidence = self._case.evidence
+        if evidence.calls:
+
+            def compare(reading: Reading) -> Difference:
+                states.extend(self._run(reading, 1))
+                return self._tried[-1][0]
+
+            follower = Follower(self._case, compare, (self._limit - evidence.runs) // 2)
+            for decided in (self._case.match.partners, self._case.match.ruled.partners):
+                follower.follow(self._completed(decided, follower.layers))
         for reading in self._first_readings():
             states += self._run(reading, 0)
         # The nearest reading may be near by chance, so other readings are tried in turn with it.
@@ -215,7 +227,6 @@ class Search:
         Then it yields these readings with likely orders of packed rows.
         """
         match = self._case.match
-        upward = self._case.evidence.trace.upward
         torch, flax = match.layers
         by_use = sorted(flax, key=self._case.place)
         turns = _in_turns(torch)
@@ -228,16 +239,23 @@ class Search:
         orders += itertools.product((match.partners,), (by_use,), turns[:-1])
         readings = []
         for decided, targets, layers in orders:
-            partners = match.in_order(match.assign(decided, Group(layers, targets)))
-            reading = Reading(partners, dict(self._case.answered.answers))
-            for layer, several in reading.forms().items():
-                is_upward = not upward.isdisjoint(partners[layer].tensors())
-                if is_upward and CONV_TRANSPOSE in several:
-                    reading.answers.setdefault(layer, Answer(CONV_TRANSPOSE))
+            reading = self._completed(decided, Group(layers, targets))
             readings.append(reading)
             yield reading
         for reading in readings:
             yield from likely_packings(self._case, reading)
+
+    def _completed(self, decided: Partners, layers: Group) -> Reading:
+        """Pairs the layers that are not decided by their positions, with the likeliest answers."""
+        match = self._case.match
+        partners = match.in_order(match.assign(decided, layers))
+        reading = Reading(partners, dict(self._case.answered.answers))
+        upward = self._case.evidence.trace.upward
+        for layer, several in reading.forms().items():
+            is_upward = not upward.isdisjoint(partners[layer].tensors())
+            if is_upward and CONV_TRANSPOSE in several:
+                reading.answers.setdefault(layer, Answer(CONV_TRANSPOSE))
+        return reading
 
     def _changes(self, reading: Reading) -> Iterator[Change]:
         """Yields the single changes of a reading, the likeliest first."""

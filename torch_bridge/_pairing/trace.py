@@ -16,6 +16,7 @@ from jax.extend import core
 
 from torch_bridge._pairing.kinds import without_ones
 from torch_bridge._pairing.pairs import Path, Shape
+from torch_bridge._pairing.watch import Watch
 
 # Operations whose result is still the same leaf.
 _VIEWS = frozenset(
@@ -34,11 +35,15 @@ class Trace:
       upward: Paths of the kernels that the model uses in a ConvTranspose with a stride.
       feature_maps: (number of values, number of channels) of each map that the model flattens or
         unflattens.
+      watch: The program, to run it and watch what it applies its leaves to; None without a program.
       splits: The axes that the model divides into a few parts: (length, ratio of the parts).
     """
 
     def __init__(
-        self, inputs: tuple[np.ndarray, ...], program: core.Jaxpr | None, paths: Iterable[Path]
+        self,
+        inputs: tuple[np.ndarray, ...],
+        program: core.ClosedJaxpr | None,
+        paths: Iterable[Path],
     ) -> None:
         """Reads the traced program of a model.
 
@@ -48,15 +53,17 @@ class Trace:
           paths: The paths of all leaves, in the order of the program's arguments.
         """
         self.inputs = inputs
+        self.watch: Watch | None = None
         self.positions = dict.fromkeys(paths, math.inf)  # unused leaves come last
         self.upward: set[Path] = set()
         self.feature_maps: dict[tuple[int, int], None] = {}  # a set that keeps its order
         self.splits = set()
         if program is None:
             return
-        leaves = dict(zip(program.invars, self.positions, strict=False))
+        self.watch = Watch(program, self.positions)
+        leaves = dict(zip(program.jaxpr.invars, self.positions, strict=False))
         cuts = {}  # (array, axis) -> where the parts that the model takes start and end
-        for place, equation in enumerate(_operations(program, leaves)):
+        for place, equation in enumerate(_operations(program.jaxpr, leaves)):
             name = equation.primitive.name
             options = equation.params
             result = equation.outvars[0]
