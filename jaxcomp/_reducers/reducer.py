@@ -115,6 +115,9 @@ class Reducer(Transformation):
     ) -> Self:
         """Makes an ``update`` that checks its arguments and calls `reduce`."""
         check_axis_name(axis_name)
+        for name, function in (("init", init), ("reduce", reduce)):
+            if not callable(function):
+                raise ValueError(f"`{name}` must be a function, got {function!r}.")
 
         def checked_init(params: PyTree) -> PyTree:
             return init(checked_params("params", params))
@@ -194,8 +197,34 @@ class Reducer(Transformation):
             # Weighted gradients are wider; the function may want the dtypes that will be returned.
             extra_args = extra_args | {"like": gradients}
         reduction = self._reduce(weighted, state, params, **extra_args)
+        _check_reduction(reduction, gradients)
         averages = in_dtypes_of(gradients, reduction.updates)
         return reduction._replace(updates=averages, sent=in_dtypes_of(gradients, reduction.sent))
+
+
+def _check_reduction(reduction: Any, gradients: PyTree) -> None:
+    """Refuses what a reducer's function must not return.
+
+    Raises:
+      ValueError: If it is not a `Reduction` with leaves like those of the gradients.
+    """
+    if not isinstance(reduction, Reduction):
+        raise ValueError(
+            "The function of a Reducer must return a jaxcomp.Reduction, got a "
+            f"{type(reduction).__name__}."
+        )
+    expected = _shapes(gradients)
+    for name, tree in (("updates", reduction.updates), ("sent", reduction.sent)):
+        shapes = _shapes(tree)
+        if shapes != expected:
+            raise ValueError(
+                f"The `{name}` of a Reduction must have the leaves and shapes of the gradients, "
+                f"{expected}, got {shapes}."
+            )
+    if np.shape(reduction.finite) or jnp.result_type(reduction.finite) != jnp.bool_:
+        raise ValueError(
+            f"`finite` of a Reduction must be a bool scalar, got {reduction.finite!r}."
+        )
 
 
 def in_dtypes_of(gradients: PyTree, averages: PyTree) -> PyTree:

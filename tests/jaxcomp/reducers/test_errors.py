@@ -277,6 +277,44 @@ def test_what_a_users_reducer_returns_has_the_names_of_the_gradients():
         updated(tx, {"a": jnp.ones((2, 3)), "b": jnp.ones((2, 3))})
 
 
+def plain(updates):
+    return jaxcomp.Reduction(updates, optax.EmptyState(), updates, jnp.array(True))
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            lambda updates: (updates, optax.EmptyState()),
+            "must return a jaxcomp.Reduction, got a tu",
+        ),
+        (lambda updates: None, "must return a jaxcomp.Reduction, got a NoneType"),
+        (
+            lambda updates: plain(updates)._replace(updates={"a": updates["a"][:1]}),
+            r"`updates` of a Reduction must .*\(2, 3\)}, got {.*: \(1, 3\)}",
+        ),
+        (lambda updates: plain(updates)._replace(sent=None), "`sent` of a Reduction must have the"),
+        (lambda updates: plain(updates)._replace(finite=None), "`finite` of .* got None"),
+        (
+            lambda updates: plain(updates)._replace(finite=1.0),
+            "`finite` of a Reduction must be a b",
+        ),
+    ],
+)
+def test_what_a_users_reducer_must_not_return(function, words):
+    def reduce(updates, state, params=None, **extra_args):
+        return function(updates)
+
+    tx = jaxcomp.Reducer(lambda params: optax.EmptyState(), reduce, AXIS)
+    with pytest.raises(ValueError, match=words):
+        updated(tx, {"a": jnp.ones((4, 2, 3))})
+
+
+def test_a_reducer_is_made_of_functions():
+    with pytest.raises(ValueError, match="`reduce` must be a function, got None"):
+        jaxcomp.Reducer(optax.init_empty_state, None, AXIS)  # type: ignore[arg-type]
+
+
 def test_a_gradient_of_another_shape_is_told_before_what_is_the_same_everywhere():
     def step(params):
         return TX.update({"w": jnp.zeros((3, 3))}, TX.init(params), params)
