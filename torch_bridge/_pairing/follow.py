@@ -204,9 +204,9 @@ class Follower:
             if layer not in case.match.ruled.partners and not self._is_confirmed(state, target):
                 open_layers.append(layer)
         suspects = [layer for layer in open_layers if layer in culprits]
-        groups = self._groups(state, open_layers)
-        for everywhere in (True, False):
-            yield from self._permuted(reading, groups, suspects, everywhere=everywhere)
+        for group in self._permutable(state, open_layers, suspects):
+            for order in itertools.permutations(range(len(group[0]))):
+                yield from self._exchanged(reading, group, order)
         choices = []
         likely, unlikely = flattened_maps(case, reading)
         for choice in (*likely, *forms(case, reading), *packed_rows(case, reading), *unlikely):
@@ -222,47 +222,35 @@ class Follower:
             for other in others[1 : _NEAR + 1]:  # the first one is the layer itself
                 yield from self._exchanged(reading, [[layer, other]], (1, 0))
 
-    def _groups(self, state: _State, layers: Collection[Layer]) -> list[list[Layer]]:
-        """Groups layers of one size that are applied to the same array."""
-        groups = []
+    def _permutable(
+        self, state: _State, layers: Collection[Layer], suspects: Collection[Layer]
+    ) -> Iterator[list[list[Layer]]]:
+        """Yields a few layers that are applied to one array, with those of the same names.
+
+        So layers of later blocks change with those of the first block that is not confirmed.
+
+        Args:
+          state: The state.
+          layers: The layers that may change.
+          suspects: Those of which one at least must be among the first layers.
+        """
         torch_of = {target: layer for layer, target in state.reading.partners.items()}
+        groups = []
         for alike in self._together(state):
             members = [torch_of[target] for target in alike if torch_of[target] in layers]
             groups += grouped(members, lambda layer: layer.sizes).values()
-        return groups
-
-    def _permuted(
-        self,
-        reading: Reading,
-        groups: Sequence[Sequence[Layer]],
-        suspects: Collection[Layer],
-        *,
-        everywhere: bool,
-    ) -> Iterator[Reading]:
-        """Yields readings with other orders of layers that are applied to one array.
-
-        Args:
-          reading: The reading.
-          groups: The layers.
-          suspects: Layers of which one at least gets another place.
-          everywhere: Whether groups of equal names change, too, as in all blocks of a model.
-        """
         for group in groups:
             first = [layer for layer in group if layer in suspects]
             for members in (first, group):
+                if not first or len(members) > _FEW:
+                    continue
                 words = [layer.words for layer in members]
-                alike = [members]
+                together = [members]
                 for other in groups:
                     same = [layer for layer in other if layer.words in words]
-                    is_alike = [layer.words for layer in same] == words
-                    if everywhere and other is not group and is_alike:
-                        alike.append(same)
-                orders = itertools.permutations(range(len(members)))
-                if len(members) > _FEW:
-                    orders = _transpositions(len(members))
-                if first:
-                    for order in orders:
-                        yield from self._exchanged(reading, alike, order)
+                    if other is not group and [layer.words for layer in same] == words:
+                        together.append(same)
+                yield together
 
     def _exchanged(
         self, reading: Reading, groups: Sequence[Sequence[Layer]], order: Sequence[int]
@@ -283,12 +271,3 @@ def _matrix(layer: Layer) -> Any:
         if len(shape) > 1:
             return name
     return None
-
-
-def _transpositions(count: int) -> Iterator[list[int]]:
-    """Yields the orders of some numbers in which two are exchanged."""
-    for one, other in itertools.combinations(range(count), 2):
-        order = list(range(count))
-        order[one] = other
-        order[other] = one
-        yield order

@@ -123,7 +123,7 @@ class Search:
         """Tries readings with the current order of the inputs, until one gives torch's outputs."""
         states = []
         evidence = self._case.evidence
-        if evidence.calls:
+        if evidence.calls and not self._is_over():
 
             def compare(reading: Reading) -> Difference:
                 states.extend(self._run(reading, 1))
