@@ -14,9 +14,8 @@ from torch_bridge._pairing.pairs import Path
 from torch_bridge._pairing.proposals import Change
 
 _T = TypeVar("_T")
-# Groups of layers. Each group takes the place of the next group, and the last that of the first.
+# Two groups of layers, of which each takes the place of the other.
 Exchange: TypeAlias = Sequence[Sequence[Layer]]
-_FEW = 5  # in a module with at most as many equal layers, three are also exchanged in a circle
 
 
 class Exchanges(NamedTuple):
@@ -25,8 +24,7 @@ class Exchanges(NamedTuple):
     Attributes:
       everywhere: Exchanges of two layers or modules inside one module, in all equal modules at
         once, such as every query with every key.
-      within: Exchanges of three layers or modules in a circle, in all equal modules at once; and of
-        two layers or modules inside a single module.
+      within: Exchanges of two layers or modules inside a single module.
       across: Exchanges of two layers or modules of different modules. Exchanges of layers that
         equal names have paired come last, of any kind.
     """
@@ -60,16 +58,16 @@ def exchanges_of(match: Match, reading: Reading) -> Exchanges:
 def exchanged(match: Match, reading: Reading, exchanges: Iterable[Exchange]) -> Iterator[Change]:
     """Yields for each exchange, if all its layers fit, the reading with exchanged partners."""
     for exchange in exchanges:
-        ones, *others = exchange
-        layers = list(itertools.chain(*exchange))
+        ones, others = exchange
+        layers = [*ones, *others]
         if not match.ruled.partners.keys().isdisjoint(layers):
             continue
         partners = dict(reading.partners)
-        for layer, other in zip(layers, itertools.chain(*others, ones), strict=True):
+        for layer, other in zip(layers, [*others, *ones], strict=True):
             partners[layer] = reading.partners[other]
         if all(map(match.fits, layers, map(partners.__getitem__, layers))):
             first = f"{ones[0]} is {reading.partners[ones[0]]}"
-            second = f"{others[0][0]} is {reading.partners[others[0][0]]}"
+            second = f"{others[0]} is {reading.partners[others[0]]}"
             text = f"{first}, and {second}, or the other way round"
             yield Change(text, Reading(partners, reading.answers))
 
@@ -96,7 +94,6 @@ def _exchanges_among(model: Iterable[Layer]) -> Exchanges:
             layers.setdefault(name, []).append(layer)
             contents.setdefault(name, []).append((layer.segments[length:], layer.sizes))
     everywhere, within, across = exchanges = Exchanges([], [], [])
-    circles = []
 
     def sizes(node: Path) -> tuple[object, ...]:
         return tuple(lengths for _, lengths in contents[node])
@@ -121,16 +118,12 @@ def _exchanges_among(model: Iterable[Layer]) -> Exchanges:
                 members.append([(*module, node[-1]) for module in modules])
             groups = list(map(together, members))
             everywhere += itertools.combinations(groups, 2)
-            if len(groups) <= _FEW:
-                for one, two, three in itertools.combinations(groups, 3):
-                    circles += [(one, two, three), (three, two, one)]
             if len(modules) > 1:
                 for nodes in zip(*members, strict=True):
                     within += itertools.combinations(map(layers.__getitem__, nodes), 2)
     # Norms come last, because their exchange changes little and may come nearer by chance.
     for kind in exchanges:
         kind.sort(key=_is_of_vectors)
-    within[:0] = circles
     return exchanges
 
 

@@ -222,24 +222,20 @@ class Search:
         return leaves
 
     def _first_readings(self) -> Iterator[Reading]:
-        """Yields likely readings: with or without equal names, by the order of use or of names.
+        """Yields likely readings, with or without equal names, by the order of use in Flax.
 
         Then it yields these readings with likely orders of packed rows.
         """
         match = self._case.match
         torch, flax = match.layers
         by_use = sorted(flax, key=self._case.place)
-        turns = _in_turns(torch)
-        orders = list(
-            itertools.product(
-                (match.partners, match.ruled.partners), (by_use, flax), (torch, turns[-1])
-            )
-        )
-        orders.append((match.partners, by_use, _last_first(torch)))
-        orders += itertools.product((match.partners,), (by_use,), turns[:-1])
+        *outer, all_lists = _in_turns(torch)
+        names = (match.partners, match.ruled.partners)
+        orders = list(itertools.product(names, (torch, all_lists)))
+        orders += itertools.product((match.partners,), outer)
         readings = []
-        for decided, targets, layers in orders:
-            reading = self._completed(decided, Group(layers, targets))
+        for decided, layers in orders:
+            reading = self._completed(decided, Group(layers, by_use))
             readings.append(reading)
             yield reading
         for reading in readings:
@@ -296,17 +292,6 @@ def _in_turns(layers: Sequence[Layer]) -> list[list[Layer]]:
             ordered += sorted(run, key=lambda layer: _places_in_lists(layer)[:loops])
         orders.append(ordered)
     return orders
-
-
-def _last_first(layers: Sequence[Layer]) -> list[Layer]:
-    """Returns layers with the last series first: the part that torch defines first is used last.
-
-    ``cross.0, cross.1, deep.0, deep.1`` become ``deep.0, deep.1, cross.0, cross.1``.
-    """
-    ordered = []
-    for _, run in itertools.groupby(layers, lambda layer: layer.words):
-        ordered[:0] = run
-    return ordered
 
 
 def _places_in_lists(layer: Layer) -> list[int]:
