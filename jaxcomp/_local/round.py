@@ -33,7 +33,7 @@ from jaxcomp._reducers.transformation import Counted
 from jaxcomp._states.place import shard_state
 from jaxcomp._training.arguments import check_keys, is_raw_key, is_shared, split_spec
 from jaxcomp._training.on_mesh import call_on_replicas, check_params, jit_of_keyed, the_mesh
-from jaxcomp._training.outputs import one_level
+from jaxcomp._training.outputs import as_array, one_level
 
 # (params, inner state, batch) -> (params, inner state, auxiliary)
 StepFn: TypeAlias = Callable[[PyTree, PyTree, Any], tuple[PyTree, PyTree, Any]]
@@ -112,6 +112,11 @@ class LocalSGDRound(Counted):
           ValueError: If a leaf of `batches` has another leading axis, `step_fn` does not return
             three values, or the axis is not bound.
         """
+        if not isinstance(state, LocalSGDState):
+            raise ValueError(
+                "A round takes (params, state, batches) with the LocalSGDState that init or the "
+                f"last round returned, got a {type(state).__name__} second."
+            )
         for path, leaf in jax.tree.leaves_with_path(batches):
             if np.shape(leaf)[:1] != (self.sync_every,):
                 raise ValueError(
@@ -266,6 +271,7 @@ class LocalSGDRound(Counted):
                 f"{one_level(result)}."
             )
         params, inner, auxiliary = result
+        auxiliary = jax.tree.map_with_path(as_array, auxiliary)
         # A step may return a constant, whose replicated type would change the type of the carry.
         return self._marked(params, inner), auxiliary
 

@@ -27,6 +27,7 @@ from jaxcomp._mesh.collectives import as_local, axis_size, axis_tuple, local_if_
 from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._mesh.weights import averaged
 from jaxcomp._reducers.allreduce import allreduce
+from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._reducers.transformation import bytes_of
 from jaxcomp._training.gradients import check_averaged, check_no_optimizer
 
@@ -270,6 +271,8 @@ def check_sync(
     for name, value in (("reducer", reducer), ("outer", outer)):
         if value is not None:
             check_transformation(name, value, " or None")
+    if isinstance(outer, Reducer):
+        raise ValueError(f"`outer` must be an optimizer, got {outer!r}. Pass it as reducer=.")
     axes = getattr(reducer, "axis_name", axis_name)
     if set(axis_tuple(axes)) != set(axis_tuple(axis_name)):
         raise ValueError(

@@ -143,8 +143,8 @@ def as_array(path: KeyPath, leaf: Any) -> Array:
     except TypeError as error:
         kind = getattr(leaf, "dtype", type(leaf).__name__)
         raise ValueError(
-            f"The auxiliary output {leaf_name(path)} is a {kind}, but a gradient function can "
-            "return only arrays of numbers. Leave it out, or close over it."
+            f"The auxiliary output {leaf_name(path)} is a {kind}, and outputs can only be arrays "
+            "of numbers. Leave it out, or close over it."
         ) from error
 
 

@@ -12,6 +12,7 @@ from numpy.testing import assert_allclose
 import jaxcomp
 from tests.helpers.leaves import close, random_grads
 from tests.helpers.local_runs import NESTEROV, PARAMS, SHAPES, rounds, run, step_of
+from tests.helpers.reducers import allreduce
 from tests.helpers.runners import AXIS, MAPPINGS
 
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
@@ -77,6 +78,20 @@ def test_bad_input_is_refused():
 
     run = jaxcomp.local_sgd_round(pair, sync_every=1, axis_name=AXIS)
     with pytest.raises(ValueError, match="must return a tuple"):
+        rounds(run, PARAMS, jnp.zeros((2, 1)), run.init(PARAMS, ()), "vmap")
+
+    with pytest.raises(
+        ValueError, match=r"A round takes \(params, state, batches\).*got a dict sec"
+    ):
+        run(run.init(PARAMS, ()), PARAMS, jnp.zeros((2, 1)))
+    with pytest.raises(ValueError, match=r"`outer` must be an optimizer, got allreduce.*as reduc"):
+        jaxcomp.local_sgd_round(pair, sync_every=1, axis_name=AXIS, outer=allreduce())
+
+    def speaking(params, state, batch):
+        return params, state, {"status": "ok"}
+
+    run = jaxcomp.local_sgd_round(speaking, sync_every=1, axis_name=AXIS)
+    with pytest.raises(ValueError, match=r"output \['status'\] is a str, and outputs can only be"):
         rounds(run, PARAMS, jnp.zeros((2, 1)), run.init(PARAMS, ()), "vmap")
 
     def swapped(params, state, batch):
