@@ -17,11 +17,11 @@ import numpy as np
 import optax
 
 from jaxcomp._base.checks import answers_other_names, check_int, check_number
-from jaxcomp._base.leaves import is_floating
+from jaxcomp._base.leaves import checked_params, is_floating
 from jaxcomp._base.stats import dense_stats
 from jaxcomp._base.typing import Array, Axes, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
-from jaxcomp._mesh.meshes import replicas_on
+from jaxcomp._mesh.meshes import check_mesh_axes, replicas_on
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import Reducer, check_reducer
 from jaxcomp._states.place import known_spec
@@ -98,6 +98,8 @@ def check(
         allow = check_number("allow", allow, 0)
     program = read_program(compiled)  # refuses what is not compiled
     mesh = mesh or mesh_of(compiled)
+    for each, _, _ in networks:
+        check_mesh_axes(mesh, each.axis_name)
     listed = collectives(compiled, mesh=mesh)
     expected = []
     axes: dict[str, None] = {}
@@ -191,8 +193,9 @@ def _networks(reducer: Any, params: Any, steps: Any) -> list[tuple[Reducer, PyTr
             f"a list; got params of type {type(params).__name__} and steps={steps}. Pass "
             "check(compiled, [first, second], [params, others])."
         )
-    for each, count in zip(reducer, steps, strict=True):
+    for each, tree, count in zip(*lists, strict=True):
         check_reducer(each, _HOW_TO_PASS)
+        checked_params("params", tree)
         if count is not None:
             check_int("steps", count, 1)
     return list(zip(*lists, strict=True))

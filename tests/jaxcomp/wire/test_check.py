@@ -203,6 +203,12 @@ def test_a_step_without_its_reducer_is_refused():
         jaxcomp.check(local, rounds, PARAMS)
     with pytest.raises(ValueError, match=r"must be a compiled program.*\.lower\(.*\)\.compile\(\)"):
         jaxcomp.check(jax.jit(jnp.sin), NOW, PARAMS)
+    with pytest.raises(ValueError, match="`params` must be a tree of parameters alone"):
+        jaxcomp.check(local, NOW, NOW.init(PARAMS))
+    with pytest.raises(ValueError, match="The mesh has no axis 'other'"):
+        jaxcomp.check(local, jaxcomp.allreduce(axis_name="other"), PARAMS)
+    with pytest.raises(ValueError, match="`mesh` must be a mesh"):
+        jaxcomp.check(local, NOW, PARAMS, mesh=(4,))
     for bytes_allowed in (-1, "1 kB", float("nan")):
         with pytest.raises(ValueError, match="`allow` must be a finite number, at least 0"):
             jaxcomp.check(local, NOW, PARAMS, allow=bytes_allowed)
