@@ -150,9 +150,11 @@ def split_specs(
         _check_lists(args, unsplit, lengths)
         if not examples:
             # Every replica would compute the whole batch, so nothing would be parallel.
+            kinds = [type(arg).__name__ for i, arg in enumerate(args) if i not in unsplit]
             raise ValueError(
                 "No argument is split between the replicas: each would compute the whole batch. "
-                "Pass the batch as an argument, not in a closure, with batch_specs that name "
+                f"Beside the parameters it got: {', '.join(kinds) or 'nothing'}. Pass the batch as "
+                "an array of JAX or NumPy, not in a closure, with batch_specs that name "
                 f"{axis_name!r}. A function that makes its own examples needs keys that are split, "
                 "jax.random.split(key, replicas)."
             )

@@ -137,6 +137,12 @@ _NOTES = {
         "NamedSharding(mesh, P('data', 'model')), and remove the axis from the rules for logical "
         "names."
     ),
+    r"reshard out_shardings\[2\]": (
+        "On a mesh with Explicit axes the gradients must have the leaves and containers of the "
+        "parameters. nnx.value_and_grad(model) returns a State: pass nnx.state(model, nnx.Param) "
+        "and merge it in the loss, as docs/adopt.md shows. Or make the mesh with Auto axes: "
+        "axis_types=(jax.sharding.AxisType.Auto, ...)."
+    ),
     "Received incompatible devices": (
         "An argument of jaxcomp.data_parallel is on other devices than the mesh, as after "
         "jax.device_put(x, device). Put all arguments on the mesh: jax.device_put(x, "

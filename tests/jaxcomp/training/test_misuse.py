@@ -117,6 +117,10 @@ CASES = {
         lambda: make(lambda p: loss(p, X))(state(), PARAMS),
         r"No argument is split .* not in a closure",
     ),
+    "no array": (
+        lambda: make(lambda p, x: loss(p, X))(state(), PARAMS, iter(X)),
+        r"Beside the parameters it got: .*iterator\. Pass the batch as an array of JAX or NumPy",
+    ),
     "consolidated": (
         lambda: make()(REDUCER.init(PARAMS), PARAMS, X),
         "4 replicas need a leading axis",
@@ -363,6 +367,25 @@ def test_differentiating_through_a_call_needs_auto_axes():
     with pytest.raises(NotImplementedError, match="Closing over inputs") as error:
         gradient(AxisType.Explicit)
     assert "cannot differentiate through this call" in error.value.__notes__[0]
+
+
+def test_gradients_in_other_containers_need_auto_axes():
+    """Makes them as nnx.value_and_grad does, which returns a State for a module."""
+
+    def listed(params, x):
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        return value, list(gradients.values())
+
+    def gradients(kind):
+        mesh = jax.make_mesh((2,), ("data",), (kind,), devices=jax.devices()[:2])
+        run = jaxcomp.data_parallel(listed, reducer("allreduce"), mesh=mesh)
+        return run((), PARAMS, X)[0][1]
+
+    close(gradients(AxisType.Auto), list(jax.grad(loss)(PARAMS, X).values()), rtol=1e-4)
+    with pytest.raises(ValueError, match="out_shardings") as error:
+        gradients(AxisType.Explicit)
+    notes = "".join(error.value.__notes__)
+    assert "must have the leaves and containers of the parameters" in notes
 
 
 MISSPELT = """weights weigths weight_ sampleWeight wgt num_examples wieght ewight waights weigt
