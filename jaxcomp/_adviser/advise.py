@@ -31,9 +31,10 @@ from jaxcomp._adviser.measure import (
     typical_width,
 )
 from jaxcomp._base.checks import answers_other_names, check_int
+from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.stats import CompressionStats, aligned
 from jaxcomp._base.typing import AxisName, MatrixDimsFn, PyTree
-from jaxcomp._bytes.gap import LAWS, Gap, Measured, ranks_of, read_momentum
+from jaxcomp._bytes.gap import LAWS, Gap, Measured, Momentum, ranks_of, read_momentum
 from jaxcomp._bytes.units import parse, with_unit
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.error_feedback import error_feedback
@@ -330,7 +331,9 @@ def advise(
         )
 
     if opt_state is not None:
-        lowest, loss, evidence = _losses_of_run(opt_state, measured, budget, matrix_dims)
+        lowest, loss, evidence, momentum = _losses_of_run(opt_state, measured, budget, matrix_dims)
+        if not assumption:
+            _check_same_model(momentum.tree, params)
     elif measured is not None:
         raise ValueError("`measured` needs `opt_state`, the optimizer's state of the exact run.")
     else:
@@ -375,11 +378,12 @@ def _losses_of_run(
     measured: Measured | None,
     budget: float,
     matrix_dims: MatrixDimsFn | None,
-) -> tuple[int, Callable[[int], Loss], str]:
+) -> tuple[int, Callable[[int], Loss], str, Momentum]:
     """Finds the lowest rank that keeps the budget, from the momentum of a run.
 
     Returns:
-      The lowest such rank, a function from rank to expected loss, and a note on the evidence.
+      The lowest such rank, a function from rank to expected loss, a note on the evidence, and the
+      momentum.
     """
     momentum = read_momentum(opt_state, matrix_dims, measured, _LEAST_RATE)
     law = momentum.law
@@ -411,7 +415,24 @@ def _losses_of_run(
     lowest = 8  # multiples of 8, as in the law for runs that were not made yet
     while lowest < highest and gap(lowest).gap > budget:
         lowest += 8
-    return lowest, loss, evidence
+    return lowest, loss, evidence, momentum
+
+
+def _check_same_model(momentum: PyTree, params: PyTree) -> None:
+    """Refuses the momentum of another model than that of the parameters.
+
+    Raises:
+      ValueError: If a shape occurs more often in the momentum; the message names the leaf.
+    """
+    # Not by names, which differ between a module of nnx and its state.
+    shapes = list(map(np.shape, jax.tree.leaves(params)))
+    for path, leaf in jax.tree.leaves_with_path(momentum):
+        if np.shape(leaf) not in shapes:
+            raise ValueError(
+                f"`opt_state` has a momentum of shape {np.shape(leaf)} for {leaf_name(path)}, and "
+                "`params` has no other leaf of that shape. Pass both of one model."
+            )
+        shapes.remove(np.shape(leaf))
 
 
 def _losses_by_law(

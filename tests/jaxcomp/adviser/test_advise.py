@@ -393,6 +393,19 @@ def test_measured_constants_are_positive_and_finite(number, monkeypatch):
     assert f"measured: {number} x" in str(advice)
 
 
+def test_the_state_of_another_model_is_refused():
+    state = optax.adam(1e-3).init({"other": jnp.zeros((96, 40))})
+    moments = state[0]._replace(
+        mu={"other": jax.random.normal(jax.random.key(0), (96, 40))},
+        nu={"other": jnp.ones((96, 40))},
+    )
+    with pytest.raises(
+        ValueError, match=r"momentum of shape \(96, 40\) for \['other'\].* one model"
+    ):
+        jaxcomp.advise({"w": jnp.zeros((96, 48))}, opt_state=moments, **SLOW)
+    jaxcomp.advise({"w": jnp.zeros((96, 40)), "frozen": jnp.zeros(3)}, opt_state=moments, **SLOW)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nothing_to_measure(rank):
     with pytest.raises(ValueError, match=r"positive integer|nothing of this model"):
