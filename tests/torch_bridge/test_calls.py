@@ -109,7 +109,7 @@ def test_records_of_another_form_are_refused_in_one_sentence(alone, tmp_path, ca
         load(tmp_path / "x.pt")
 
 
-def gated(n, x, attention, product):
+def gated(n, x, attention, product, act="silu"):
     """Computes two blocks of attention and of a gated product, whose layers have one shape."""
     for k in range(2):
         y = n.ln(x, f"{k}.norm1")
@@ -117,7 +117,7 @@ def gated(n, x, attention, product):
         x = x + n.dense(attend(n, rows["q"], rows["k"], rows["v"]), f"{k}.o", 8)
         y = n.ln(x, f"{k}.norm2")
         rows = {word: n.dense(y, f"{k}.{word}", 8) for word in product}
-        x = x + n.dense(n.silu(rows["gate"]) * rows["up"], f"{k}.down", 8)
+        x = x + n.dense(getattr(n, act)(rows["gate"]) * rows["up"], f"{k}.down", 8)
     return n.dense(x, "head", 3)
 
 
@@ -188,6 +188,15 @@ def test_layers_are_found_one_after_the_other(alone, tmp_path, name, wrap):
     back = torch_bridge.to_torch(run.params, (), checkpoint, apply=model.apply)
     for key, value in back["state_dict"].items():
         assert_array_equal(value, checkpoint.model[key])
+
+
+def test_an_error_names_the_first_layer_with_other_inputs(alone, tmp_path):
+    checkpoint, _, _ = built("gated", tmp_path)
+    other = FlaxModel(partial(gated, attention="vkq", product=("gate", "up"), act="relu"), names={})
+    like = jax.eval_shape(other.init, jax.random.key(0), values(3, 6, 8))
+    said = r"in torch is 0\.down \(Dense_6\), behind 6 layers with the same inputs"
+    with pytest.raises(CheckpointMismatch, match=said):
+        to_flax(checkpoint, like, apply=other.apply)
 
 
 def nested(n, x):

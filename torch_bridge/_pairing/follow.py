@@ -51,7 +51,12 @@ class _State(NamedTuple):
 
 
 class Follower:
-    """Follows the calls of a torch module through a Flax model."""
+    """Follows the calls of a torch module through a Flax model.
+
+    Attributes:
+      layers: The layers of both models, in the order of use.
+      first_other: A sentence about the first layer that could not be located; "" without one.
+    """
 
     def __init__(
         self, case: Case, compare: Callable[[Reading], Difference], most_runs: int
@@ -68,6 +73,8 @@ class Follower:
         self._most_runs = most_runs
         self._seen = set()
         self._is_proved = False
+        self._most_located = 0
+        self.first_other = ""
         calls = case.evidence.calls
         places = dict(zip(calls, itertools.count(), strict=False))
         used = {}  # torch layer -> its place in the order of use
@@ -89,6 +96,15 @@ class Follower:
             return
         state = self._followed(self._run(reading))
         self._better(state, itertools.islice(self._changes(state, self.layers.torch), _LAST))
+        if len(state.located) > self._most_located:
+            self._most_located = len(state.located)
+            self.first_other = ""
+            layer, target = next(self._not_located(state), (None, None))
+            if layer:
+                self.first_other = (
+                    f"The first layer with other inputs than in torch is {layer} ({target}), behind"
+                    f" {len(state.located)} layers with the same inputs. "
+                )
 
     def _followed(self, state: _State) -> _State:
         """Changes a reading as long as more layers are located."""
@@ -172,16 +188,20 @@ class Follower:
 
     def _mended(self, state: _State) -> Iterator[Reading]:
         """Yields changes of the layers between the confirmed layers and one that is not located."""
-        for layer, target in self._in_use(state):
-            is_known = layer in self._extremes and target in state.uses
-            if not is_known or layer in state.located or self._is_confirmed(state, target):
-                continue
+        for _, target in self._not_located(state):
             sources = state.uses[target].sources
             culprits = []
             for other, its_target in self._in_use(state):
                 if not sources.isdisjoint(its_target.tensors()):
                     culprits.append(other)
             yield from self._changes(state, culprits)
+
+    def _not_located(self, state: _State) -> Iterator[tuple[Layer, Layer]]:
+        """Yields the pairs with known inputs that are neither located nor confirmed."""
+        for layer, target in self._in_use(state):
+            is_known = layer in self._extremes and target in state.uses
+            if is_known and layer not in state.located and not self._is_confirmed(state, target):
+                yield layer, target
 
     def _in_use(self, state: _State) -> list[tuple[Layer, Layer]]:
         """Returns the pairs of a reading in the order in which Flax uses its layers."""

@@ -81,7 +81,11 @@ def refuse_doubtful(
 
 
 def refusal(
-    case: Case, difference: Difference, reading: Reading, tensors: Collection[str]
+    case: Case,
+    difference: Difference,
+    reading: Reading,
+    tensors: Collection[str],
+    first_other: str,
 ) -> CheckpointMismatch:
     """Returns the error if no reading gives torch's outputs, with the layers in doubt.
 
@@ -90,6 +94,7 @@ def refusal(
       difference: The difference of the nearest outputs.
       reading: The reading that gives them.
       tensors: The names of the torch tensors.
+      first_other: A sentence about the first layer with other inputs than in torch, or "".
     """
     doubtful = [text for text, _ in itertools.islice(_neighbours(case, reading), _SHOWN)]
     hint = "No layer is in doubt, so the two models seem to compute different functions"
@@ -102,7 +107,8 @@ def refusal(
         )
     return CheckpointMismatch(
         f"{reparametrized(tensors)}The Flax model does not give torch's outputs: after "
-        f"{case.evidence.runs} tries the nearest are {difference}. {hint}: {OTHER_FORMULA}",
+        f"{case.evidence.runs} tries the nearest are {difference}. {first_other}{hint}: "
+        f"{OTHER_FORMULA}",
         ambiguous=doubtful,
         parameters=("apply", "rules", "flatten", "conv1d", "conv_transpose"),
     )

@@ -92,6 +92,7 @@ class Search:
         self._leaves = {}
         self._tried = []
         self._seen = set()
+        self._first_other = ""
         self._limit = 0  # no more runs if the example has had so many
 
     def prove(self) -> tuple[Reading, Difference]:
@@ -117,7 +118,7 @@ class Search:
                 refuse_doubtful(self._case, reading, self._leaves_of)
                 return reading, difference
         difference, reading = min(self._tried, key=lambda one: one[0].mean)
-        raise refusal(self._case, difference, reading, self._tensors)
+        raise refusal(self._case, difference, reading, self._tensors, self._first_other)
 
     def _search(self) -> None:
         """Tries readings with the current order of the inputs, until one gives torch's outputs."""
@@ -132,6 +133,7 @@ class Search:
             follower = Follower(self._case, compare, (self._limit - evidence.runs) // 2)
             for decided in (self._case.match.partners, self._case.match.ruled.partners):
                 follower.follow(self._completed(decided, follower.layers))
+            self._first_other = follower.first_other
         for reading in self._first_readings():
             states += self._run(reading, 0)
         # The nearest reading may be near by chance, so other readings are tried in turn with it.
