@@ -11,7 +11,7 @@ from benchmarks.common.runs import Run, made_on
 from benchmarks.common.tables import in_page, markdown, with_interval
 from benchmarks.convergence.runs import Result, results
 from benchmarks.convergence.training import AXIS, Config
-from benchmarks.optimizers.settings import FIRST_STEPS, OTHERS, STUDIES, Setting, Study
+from benchmarks.optimizers.settings import FIRST_STEPS, LATER, OTHERS, STUDIES, Setting, Study
 
 PAGE = ROOT / "docs" / "convergence.md"
 COMMAND = "python -m benchmarks.optimizers --report"
@@ -41,12 +41,13 @@ def made(study: Study, runs: Sequence[Run]) -> dict[Setting, Result]:
 
 def _of(study: Study, runs: Sequence[Run]) -> list[Run]:
     """Returns the finished runs of a study."""
+    settings = set()
+    for rate, momentum in study.rates:
+        exact = Setting(study.optimizer, rate, momentum)
+        settings.update((exact, *study.compressed(exact)))
     several = []
     for run in runs:
-        same = Config(**run["config"]) == study.config
-        setting = run["setting"]
-        searched = (setting["rate"], setting["momentum"]) in study.rates
-        if same and searched and setting["optimizer"] == study.optimizer:
+        if Config(**run["config"]) == study.config and Setting(**run["setting"]) in settings:
             several.append(run)
     return several
 
@@ -57,9 +58,22 @@ def paged(page: str, runs: Sequence[Run]) -> str:
     Raises:
       ValueError: No search is complete, or the page has no place for the table.
     """
+    page = in_page(page, COMMAND, f"{compared((*STUDIES, *OTHERS), runs)}\n")
+    page = in_page(page, f"{COMMAND}, ranks later", f"{compared(LATER, runs)}\n")
+    for study in FIRST_STEPS:
+        page = in_page(page, f"{COMMAND}, {study.name}", f"{first_steps(study, runs)}\n")
+    return page
+
+
+def compared(studies: Sequence[Study], runs: Sequence[Run]) -> str:
+    """Returns the table of several studies.
+
+    Raises:
+      ValueError: No search is complete.
+    """
     rows = []
     sources: list[Run] = []
-    for study in (*STUDIES, *OTHERS):
+    for study in studies:
         sources += _of(study, runs)
         by_setting = made(study, runs)
         for setting, result in by_setting.items():
@@ -73,10 +87,7 @@ def paged(page: str, runs: Sequence[Run]) -> str:
     if not rows:
         raise ValueError("no search has come to its end; run python -m benchmarks.optimizers.")
     table = markdown(["sent", "seeds", "above exact (95%)", "fewer bytes"], rows)
-    page = in_page(page, COMMAND, f"{table}\n\n{made_on(sources)}\n")
-    for study in FIRST_STEPS:
-        page = in_page(page, f"{COMMAND}, {study.name}", f"{first_steps(study, runs)}\n")
-    return page
+    return f"{table}\n\n{made_on(sources)}"
 
 
 def first_steps(study: Study, runs: Sequence[Run]) -> str:

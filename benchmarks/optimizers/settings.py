@@ -279,6 +279,21 @@ FIRST_STEPS = (
 )
 
 
+def _later(name: str, config: Config, rate: float, momentum: float | None, rank: int, ratio: float):
+    """Makes a study of ranks by spectrum after a quarter of the run with one rank."""
+    begun = {"exact_steps": config.steps // 4, "first_rank": rank}
+    by_spectrum = {"ratio": ratio, "wire": "int6", **begun}
+    sent = (*_int6(rank), by_spectrum)
+    return Study("adamw", name, config, _with(momentum, rate), sent, 8)
+
+
+# A run's own first quarter, compressed with one rank, chooses a rank for each leaf.
+LATER = (
+    _later("width 128", _ONCE, 2e-3, 0.8, 21, 20.2),
+    _later("width 512", replace(WIDE_ONCE, **_TWICE), 5e-4, None, 48, 60.0),
+)
+
+
 def _predicted(
     name: str,
     *ranks: int,

@@ -224,6 +224,7 @@ def convergence():
     yield f"ended {ended_lower(narrow, (11, 0, 0), (8, 48, 21))} above rank 11"
     yield from at_width_128()
     yield from at_width_512(widest)
+    yield from later(*settings.LATER)
     yield from by_kind_of_leaf(runs, tails)
     fits = in_sample(runs, tails)
     exponents = [f"{fits[name][0].power:.2f}" for name in ("sgd", "lion", "adafactor")]
@@ -282,6 +283,18 @@ def at_width_512(study):
     after_14 = ended_lower(study, (48, 0, 0), (35, 14, 0))
     yield f"rank 43 after 5 exact steps ended {after_5} above rank 48"
     yield f"rank 35 after 14 of them {after_14}"
+    by_spectrum_after = ended_lower(study, (48, 0, 0), (0, 14, 0))
+    yield f"after 14 exact steps ended {by_spectrum_after} above rank 48"
+    yield f"steps of rank 72 ended {ended_lower(study, (48, 0, 0), (45, 48, 72))} above it"
+    yield f"go through int8, ended {ended_lower(study, (48, 0, 0), (5, 48, 0))} above rank 48"
+
+
+def later(narrow, wide):
+    """Yields what ranks from a run's own first quarter gained."""
+    by_spectrum = ended_lower(narrow, (0, 120, 21), (21, 0, 0))
+    yield f"At width 128 they ended {by_spectrum} lower than rank 21"
+    _, equal, spectrum = made(narrow, optimizers_runs()).values()
+    yield f"with {100 * (spectrum.sent / equal.sent - 1):.0f}% more bytes"
 
 
 def by_kind_of_leaf(runs, tails):
@@ -380,7 +393,7 @@ def ended_lower(study, low, high):
             gaps[key] = dict(zip(sorted(result.losses), result.gaps(exact), strict=True))
     shared = gaps[low].keys() & gaps[high].keys()
     differences = [gaps[high][seed] - gaps[low][seed] for seed in sorted(shared)]
-    return f"{mean(differences):.1f} ± {half_width(differences):.1f} points"
+    return f"{mean(differences):z.1f} ± {half_width(differences):.1f} points"
 
 
 def apart_on_two_processors():
