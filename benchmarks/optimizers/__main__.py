@@ -36,7 +36,6 @@ from benchmarks.optimizers.settings import (
     BY_KIND,
     FIRST_STEPS,
     FROM_ONE_RANK,
-    LARGER,
     LATER,
     OTHERS,
     PREDICTED,
@@ -105,7 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 *LATER,
                 *PREDICTED,
                 *FROM_ONE_RANK,
-                *LARGER,
                 *UNSEEN,
             )
         for study in studies:

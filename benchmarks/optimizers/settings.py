@@ -309,7 +309,7 @@ def _predicted(
 # Of another kind, depth, context, text, width, length and batch than those that the law of the
 # momentum's tail was fitted to: their gaps were predicted before they were run. The rates of the
 # last two are the best of four on seed 0; twice that of the convolutions ended 0.2% lower.
-PREDICTED = (
+_SMALL = (
     _predicted("6 blocks", 8, layers=6),
     _predicted("1 block, context 16", 8, layers=1, context=16, batch_size=16),
     _predicted("context 128", 8, context=128, batch_size=2),
@@ -331,10 +331,11 @@ def _larger(name: str, rate: float, **changed: Any) -> Study:
 
 # With 29 and 25 million parameters. The gap of rank 24 was predicted from its tail, and that of
 # rank 12 from rank 24 too.
-LARGER = (
+_LARGER = (
     _larger("width 768", 3.5e-4, width=768, heads=12),
     _larger("width 512, 8 blocks", 5e-4, layers=8),
 )
+PREDICTED = (*_SMALL, *_LARGER)
 
 
 def _from_one_rank(study: Study) -> Study:
@@ -347,7 +348,7 @@ def _from_one_rank(study: Study) -> Study:
 
 # The gaps of their other ranks were predicted from three quarters of the runs of the first one, but
 # for rank 4 of the convolutions and the encoder, which had been run before.
-FROM_ONE_RANK = tuple(_from_one_rank(study) for study in PREDICTED)
+FROM_ONE_RANK = (*(_from_one_rank(study) for study in _SMALL), *_LARGER)
 UNSEEN = (
     Study("adamw", "C headers in place of Python", _HEADERS, _RATES, _int6(21), 8),
     Study("adamw", "width 384, 3 replicas", _384, _with(None, 5e-4, 7e-4, 1e-3), _int6(36), 8),

@@ -39,6 +39,7 @@ PAGES = ("README.md", "docs/performance.md", "docs/convergence.md", "docs/choosi
 UNIT = r"\s?(?:%|ms\b|times\b|points\b|x\b|s\b)"
 MEASURED = re.compile(rf"(?:±\s?)?\d[\d,.]*(?:{UNIT})|±\s?\d[\d,.]*|\d[\d,.]*(?=\s?±)")
 NUMBERS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+NUMBERS += ["eleven", "twelve"]
 # A paragraph with one of these says where its numbers come from.
 SOURCES = re.compile(
     r"commit [0-9a-f]{7}, |#on-a-gpu|results/[\w-]+\.md|data sheet|arXiv|by the formula"
@@ -236,7 +237,8 @@ def convergence():
     yield f"{NUMBERS[by_tail].capitalize()} of the {NUMBERS[len(settings.PREDICTED)]} mean gaps"
     yield f"{NUMBERS[by_width].capitalize()} are within a quarter of the law in width and tokens"
     ratios = []
-    for two_ranks in settings.PREDICTED[-2:]:
+    of_other_kinds = [each for each in settings.PREDICTED if each.config.kind != "transformer"]
+    for two_ranks in of_other_kinds:
         low, high = points([two_ranks], runs, tails)
         ratios.append((high.gap / low.gap, (high.tail / low.tail) ** adamw.power))
     (convolutions, in_their_tails), (encoder, in_its_tails) = ratios
