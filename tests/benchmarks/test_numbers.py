@@ -84,7 +84,7 @@ def readme():
     yield f"{ratio:.0f} times fewer bytes than float32 ({ratio / 2:.0f} times fewer than bfloat16)"
     gap = f"{mean(gaps):.2f} ± {half_width(gaps):.2f}%"
     yield f"its loss ended {gap} above the loss without compression (rank 48"
-    yield "same bytes ended {} points lower, {} from the exact runs".format(*by_spectrum_at_512())
+    yield ranks_later_at_512(settings.LATER[1])
     yield from of_the_program()
     right, of_all = counts_from_one_rank()
     yield f"Of {of_all} predictions"
@@ -297,6 +297,18 @@ def later(narrow, wide):
     yield f"At width 128 they ended {by_spectrum} lower than rank 21"
     _, equal, spectrum = made(narrow, optimizers_runs()).values()
     yield f"with {100 * (spectrum.sent / equal.sent - 1):.0f}% more bytes"
+    yield ranks_later_at_512(wide)
+
+
+def ranks_later_at_512(wide):
+    """Writes what the whole run sent and lost with ranks from its own first quarter."""
+    exact, *_, later = made(wide, optimizers_runs()).values()
+    fewer = exact.sent / later.sent
+    gap = with_interval(later.gaps(exact), ".2f")
+    return (
+        f"the whole run sent {fewer:.0f} times fewer bytes than float32 ({fewer / 2:.0f} times "
+        f"fewer than bfloat16), and its loss ended {gap}% above the exact one"
+    )
 
 
 def by_kind_of_leaf(runs, tails):
@@ -425,6 +437,9 @@ def choosing():
     _, error = in_sample(optimizers_runs(), read_runs(tail.OUT))["adamw"]
     yield f"the formula misses the fitted gaps by {100 * error:.0f}%"
     yield f"{by_spectrum_at_512()[0]} points lower than rank 48"
+    yield ranks_later_at_512(settings.LATER[1])
+    gaps, _ = rank_in(study("width 512"), 32)
+    yield f"Rank 32 sends as much, and ended {with_interval(gaps, '.1f')}% above"
     six_bits = behind("adamw", "rank 16, int8", "rank 21, int6")
     yield f"ended {six_bits} points lower than eight bits"
     float32, int8 = by_spectrum()

@@ -26,8 +26,11 @@ def documents():
     adam = torch.optim.Adam([torch.ones(3, requires_grad=True)]).state_dict()
     state = files.hook_state()
     slots = {name: value for name, value in state.__getstate__().items() if name != "rng"}
+    calls = {"names": ["w"], "extremes": torch.zeros(1, 8)}
+    example = {"inputs": [torch.ones(2, 3)], "outputs": torch.ones(2), "calls": calls}
     return [
         files.documented(),
+        files.own_format(powersgd=None, errors=[{}], layout=None, example=example),
         {"state_dict": files.model().state_dict()},
         files.own_format(powersgd=None, errors=[{}], layout=None, extra={"epoch": 3}),
         {"comm_hook_state": state, "optimizer": adam},
