@@ -29,7 +29,7 @@ from jaxcomp._mesh.weights import averaged
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._reducers.transformation import bytes_of
-from jaxcomp._training.gradients import check_averaged, check_no_optimizer
+from jaxcomp._training.gradients import check_averaged
 
 AverageInnerState: TypeAlias = bool | Literal["reset"]
 InnerInit: TypeAlias = Callable[[PyTree], PyTree]
@@ -139,7 +139,6 @@ class Sync:
             # Momenta in the same all-reduce.
             (mean, momenta), counted = averaged((sent, momenta), axes, weight)
         else:
-            check_no_optimizer(self.reducer, sent, state.reducer, anchor)
             mean, reducer = self.reducer.update(sent, state.reducer, anchor, weight=weight)
             check_averaged(mean, self.axis_name)
             state = state._replace(reducer=reducer)

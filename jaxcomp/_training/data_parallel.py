@@ -47,7 +47,7 @@ from jaxcomp._training.arguments import (
     weight_spec,
 )
 from jaxcomp._training.examine import examined
-from jaxcomp._training.gradients import check_averaged, check_loss, check_no_optimizer
+from jaxcomp._training.gradients import check_averaged, check_loss
 from jaxcomp._training.hold_state import is_state_itself, state_in
 from jaxcomp._training.on_mesh import (
     axes_of_state,
@@ -337,7 +337,6 @@ class DataParallel:
                 weighted = weighted_gradients(gradients, weight, self.axis_name)
             # Wrapped, so that links of other libraries get no replica axis either.
             chain = Transformation(self.reducer.init, self.reducer.update)
-            check_no_optimizer(chain, weighted, state, params)
             means, state = chain.update(weighted, state, params)
             means = in_dtypes_of(gradients, means)
         check_averaged(means, self.axis_name)
@@ -402,8 +401,8 @@ def data_parallel(
         ``(value, gradients)``, ``((value, auxiliary), gradients)`` or
         ``(value, auxiliary, gradients)``. The value is a floating scalar, the mean over the
         examples; the gradients are a tree like the parameters.
-      reducer: A `Reducer`, or an Optax chain that begins with one (then pass `axis_name`). Other
-        reducers and clipping may follow in the chain, an optimizer may not.
+      reducer: A `Reducer`, or an Optax chain that begins with one (then pass `axis_name`). The call
+        returns the updates of a chain that ends with an optimizer, in place of gradients.
       mesh: The mesh; None takes the mesh of `jax.set_mesh`, else that of the state's arrays.
       argnums: Positions of the parameters, as for `jax.value_and_grad`.
       batch_specs: How the other arguments are split between the replicas: a PartitionSpec for all

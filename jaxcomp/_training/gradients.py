@@ -3,7 +3,7 @@
 Under ``shard_map(check_vma=True)`` JAX sums gradients over the replicas by itself, before a reducer
 can compress them. Marking the parameters as local prevents that. Two checks find mistakes of a
 user's code in JAX's types: `check_loss` a loss that was averaged too early, `check_averaged`
-gradients that were not averaged. `check_no_optimizer` finds an optimizer in the place of a reducer.
+gradients that were not averaged.
 """
 
 from __future__ import annotations
@@ -13,21 +13,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
-from jaxcomp._base.checks import is_traced
-from jaxcomp._base.leaves import leaf_name, nodes_of
+from jaxcomp._base.leaves import leaf_name
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axes_known_equal, axis_tuple, varying
-from jaxcomp._reducers.reducer import Reducer
-
-# States that links of optimizers have, and reducers and clipping have not.
-_OF_OPTIMIZERS = (
-    optax.InjectStatefulHyperparamsState,
-    optax.ScaleByAdamState,
-    optax.ScaleByScheduleState,
-    optax.TraceState,
-)
 
 
 def local_value_and_grad(
@@ -113,36 +102,3 @@ def check_averaged(means: PyTree, axis_name: AxisName) -> None:
                 "the parameters, as in optax.masked. Pass jaxcomp.powersgd(...) or another reducer "
                 "of jaxcomp, or an optax.chain that begins with one, and no optimizer."
             )
-
-
-def check_no_optimizer(
-    tx: optax.GradientTransformation, gradients: PyTree, state: PyTree, params: PyTree
-) -> None:
-    """Refuses a chain with an optimizer, whose updates are not gradients.
-
-    A schedule, injected hyperparameters and momenta show in the state. A constant learning rate
-    shows at the end of the update, where an optimizer multiplies by a negative number.
-
-    Raises:
-      ValueError: If it finds an optimizer.
-    """
-    if isinstance(tx, Reducer):
-        return
-    program = jax.make_jaxpr(lambda *trees: tx.update(*trees)[0])(gradients, state, params)
-    constants = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
-    results = set(program.jaxpr.outvars)
-    factors: list[Any] = []
-    for equation in program.jaxpr.eqns:
-        if equation.primitive.name == "mul" and not results.isdisjoint(equation.outvars):
-            for operand in equation.invars:
-                if hasattr(operand, "val"):  # a literal, which has no hash
-                    factors.append(operand.val)
-                elif operand in constants:
-                    factors.append(constants[operand])
-    descends = any(np.all(np.asarray(factor) < 0) for factor in factors if not is_traced(factor))
-    if descends or nodes_of(state, lambda node: isinstance(node, _OF_OPTIMIZERS)):
-        raise ValueError(
-            "`reducer` has an optimizer in it, whose updates are not gradients. Pass the reducer "
-            "alone, or a chain of reducers and clipping; and then call the optimizer's update with "
-            "the averaged gradients."
-        )

@@ -307,13 +307,6 @@ def test_bad_input_is_refused_when_used():
     tx = local_sgd(optax.sgd(0.1))
     with pytest.raises(ValueError, match="complex64"):
         tx.init({"z": jnp.zeros(2, jnp.complex64)})
-    reducer = optax.chain(powersgd(2), optax.sgd(1.0))
-    ends_in_one = local_sgd(optax.sgd(0.1), sync_every=1, reducer=reducer)
-    gradients = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), PARAMS)
-    with pytest.raises(ValueError, match="`reducer` has an optimizer in it"):
-        jax.vmap(lambda g: ends_in_one.update(g, ends_in_one.init(PARAMS), PARAMS), axis_name=AXIS)(
-            gradients
-        )
     with pytest.raises(ValueError, match="update needs them"):
         tx.update(PARAMS, tx.init(PARAMS))
     with pytest.raises(ValueError, match="update needs its own LocalSGDState, got EmptyState"):

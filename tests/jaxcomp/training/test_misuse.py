@@ -207,39 +207,6 @@ def test_names_of_other_libraries_are_answered_with_ours(function, name, message
         getattr(jaxcomp, function)(**{name: 1})
 
 
-def averaged_by(*links):
-    chain = optax.chain(REDUCER, *links)
-    return stepped(make(tx=chain, axis_name="data"), PARAMS, X)[1]
-
-
-OPTIMIZERS = {
-    "sgd": optax.sgd(0.1),
-    "a rate of JAX": optax.sgd(jnp.float32(0.1)),
-    "momentum": optax.sgd(0.1, momentum=0.9),
-    "adamw": optax.adamw(0.1),
-    "lion": optax.lion(0.1),
-    "moments alone": optax.scale_by_adam(),
-    "a schedule from zero": optax.sgd(optax.linear_schedule(0.0, 1.0, 10)),
-    "injected": optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
-    "a part": optax.masked(optax.sgd(0.1), {"up": True, "down": False, "bias": False}),
-    "within a chain": optax.chain(optax.chain(optax.sgd(0.1)), optax.identity()),
-}
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_an_optimizer_in_the_chain_is_refused(optimizer):
-    message = "`reducer` has an optimizer in it, whose updates are not gradients. Pass the reducer "
-    with jax.numpy_dtype_promotion("standard"), pytest.raises(ValueError, match=message):
-        averaged_by(optimizer)
-
-
-def test_clipping_in_the_chain_acts_on_the_averages():
-    for clip in (optax.clip(1e-3), optax.clip_by_global_norm(1e-3)):
-        expected, _ = clip.update(averaged_by(), optax.EmptyState())
-        close(averaged_by(clip), expected, rtol=1e-6)
-        assert abs(averaged_by(clip)["up"]).max() > 0
-
-
 def test_a_batch_with_texts_is_refused_outside_of_jit():
     run = jaxcomp.value_and_grad(loss, reducer("allreduce"), mesh=grid(2))
     batch = {"x": normal(4, 32), "name": np.array(["a", "b", "c", "d"])}
