@@ -154,9 +154,10 @@ def _resized(old: Array, new: Array) -> Array | None:
         return None
     rank = old.shape[-1]
     old = old.astype(new.dtype)
+    if new.shape[-1] <= rank:
+        return old[..., : new.shape[-1]]
     # The old columns go in front, so the fresh ones become orthogonal to them and the old ones
     # stay.
     candidates = jnp.concatenate([old, new[..., rank:]], axis=-1)
-    fresh = orthogonalize(candidates)[..., rank:]  # none for a lower rank; the last line cuts
-    columns = jnp.concatenate([old, fresh], axis=-1)
-    return columns[..., : new.shape[-1]]
+    fresh = orthogonalize(candidates)[..., rank:]
+    return jnp.concatenate([old, fresh], axis=-1)

@@ -99,3 +99,15 @@ def test_what_does_not_fit_is_named():
     state = powersgd(2).init({"a": square, "b": square})
     with pytest.raises(ValueError, match=r"(?s)\['c'\]: only the par.*\['a'\]: only the state has"):
         jaxcomp.adapt_state(state, {"b": square, "c": square}, powersgd(3))
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_the_state_of_an_explicit_mesh_is_adapted(rank):
+    """JAX takes no empty slice of an array on such a mesh."""
+    mesh = jax.make_mesh((4,), ("data",))
+    before = powersgd(3).init(PARAMS)
+    expected = jaxcomp.adapt_state(before, PARAMS, powersgd(rank))
+    sharded = jaxcomp.shard_state(before, mesh, "data")
+    adapted = jaxcomp.adapt_state(sharded, PARAMS, powersgd(rank))
+    for path, factor in kept(expected, "q").items():
+        assert_allclose(kept(adapted, "q")[path], factor, atol=1e-6)
