@@ -92,7 +92,7 @@ class Follower:
 
         The last layers are located whether they are right or not, so the outputs judge them.
         """
-        if reading.key() in self._seen or self._is_proved:
+        if reading.key() in self._seen or self._is_over():
             return
         state = self._followed(self._run(reading))
         self._better(state, itertools.islice(self._changes(state, self.layers.torch), _LAST))
@@ -106,6 +106,10 @@ class Follower:
                     f" {len(state.located)} layers with the same inputs. "
                 )
 
+    def _is_over(self) -> bool:
+        """Returns whether a reading gives torch's outputs, or all runs are used up."""
+        return self._is_proved or len(self._seen) >= self._most_runs
+
     def _followed(self, state: _State) -> _State:
         """Changes a reading as long as more layers are located."""
         while True:
@@ -118,7 +122,7 @@ class Follower:
     def _better(self, state: _State, readings: Iterable[Reading]) -> _State | None:
         """Runs readings until one locates more layers than a state, and returns its state."""
         for reading in readings:
-            if self._is_proved or len(self._seen) >= self._most_runs:
+            if self._is_over():
                 return None
             if reading.key() in self._seen:
                 continue
