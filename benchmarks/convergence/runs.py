@@ -67,7 +67,7 @@ class Compared:
 
 @functools.cache
 def early_momentum(config: Config, setting: Compared, steps: int) -> Any:
-    """Returns the first moment after the first steps of a run, with a seed of its own."""
+    """Returns the first moment after the first steps of a run with seed 7, for all seeds."""
     seed = 7
     trainer = Trainer(config, setting.build(config))
     _, state = trainer.advance(trainer.start(seed), seed, 0, max(1, steps))

@@ -40,14 +40,15 @@ def made(study: Study, runs: Sequence[Run]) -> dict[Setting, Result]:
 
 
 def _of(study: Study, runs: Sequence[Run]) -> list[Run]:
-    """Returns the finished runs of a study."""
+    """Returns the finished runs of a study: those with its settings and seeds."""
     settings = set()
     for rate, momentum in study.rates:
         exact = Setting(study.optimizer, rate, momentum)
         settings.update((exact, *study.compressed(exact)))
     several = []
     for run in runs:
-        if Config(**run["config"]) == study.config and Setting(**run["setting"]) in settings:
+        same = Config(**run["config"]) == study.config and run["seed"] < study.seeds
+        if same and Setting(**run["setting"]) in settings:
             several.append(run)
     return several
 

@@ -279,7 +279,9 @@ FIRST_STEPS = (
 )
 
 
-def _later(name: str, config: Config, rate: float, momentum: float | None, rank: int, ratio: float):
+def _later(
+    name: str, config: Config, rate: float, momentum: float | None, rank: int, ratio: float
+) -> Study:
     """Makes a study of ranks by spectrum after a quarter of the run with one rank."""
     begun = {"exact_steps": config.steps // 4, "first_rank": rank}
     by_spectrum = {"ratio": ratio, "wire": "int6", **begun}
