@@ -305,7 +305,7 @@ def advise(
     budget = parse("loss_budget", loss_budget)
     if isinstance(device, Calibration):
         constants = device
-    elif device in ASSUMED:
+    elif isinstance(device, str) and device in ASSUMED:
         constants = ASSUMED[device]
     else:
         raise ValueError(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxcomp._base.checks import answers_other_names, check_function, is_traced
+from jaxcomp._base.checks import answers_other_names, is_traced
 from jaxcomp._base.leaves import check_values, is_masked, leaf_name, unboxed
 from jaxcomp._base.typing import KeyPath, MatrixDimsFn, PyTree, RankFn
 from jaxcomp._bytes.units import parse
@@ -235,7 +235,6 @@ def read_momentum(
       ValueError: If the state has no momentum or several of a leaf, the momentum is zero or not
         finite, or its optimizer has no law and nothing was measured.
     """
-    check_function("matrix_dims", matrix_dims)
     nodes = jax.tree.leaves_with_path(opt_state, is_leaf=lambda node: bool(_moments(node)))
     states = []
     for path, node in nodes:

@@ -20,7 +20,6 @@ import numpy as np
 from jaxcomp._base.checks import (
     answers_other_names,
     check_flag,
-    check_function,
     check_static_number,
 )
 from jaxcomp._base.leaves import (
@@ -140,7 +139,6 @@ def ranks_by_spectrum(
     if measured is not None and loss_budget is None:
         raise ValueError("`measured` is read only with `loss_budget`: leave it out with `ratio`.")
     check_flag("adaptive", adaptive)
-    check_function("matrix_dims", matrix_dims)
     wire = checked_dtype("comm_dtype", comm_dtype, FACTOR_DTYPES)
     rate = check_static_number("min_compression_rate", min_compression_rate, 0)
     momentum = None

@@ -23,7 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxcomp._base.checks import answers_other_names, check_int, check_static_number, is_integer
+from jaxcomp._base.checks import (
+    answers_other_names,
+    check_function,
+    check_int,
+    check_static_number,
+    is_integer,
+)
 from jaxcomp._base.leaves import (
     clipped,
     is_floating,
@@ -430,6 +436,7 @@ def plan_leaves(
     """
     if not callable(rank):
         check_int("rank", rank, 1)
+    check_function("matrix_dims", matrix_dims)
     leaves = jax.tree.leaves_with_path(tree)
     # `jaxcomp.stacked` checks here that the tree has its names: a misspelt name would do nothing.
     check_leaves = getattr(matrix_dims, "check_leaves", None)

@@ -319,7 +319,8 @@ def test_units(argument, text, expected):
         ("loss_budget", ["little", 1, "100%"]),
         ("tokens", ["many", 0, math.inf]),
         ("optimizer", ["lion"]),
-        ("device", ["abacus"]),
+        ("device", ["abacus", ["cpu"]]),
+        ("matrix_dims", ["blocks"]),
     ],
 )
 def test_wrong_arguments_are_refused(argument, values):
