@@ -50,6 +50,18 @@ class Ranks:
 
     by_leaf: dict[str, int | None]
 
+    def __post_init__(self) -> None:
+        """Refuses a single rank.
+
+        Raises:
+          ValueError: If `by_leaf` is not a dict.
+        """
+        if not isinstance(self.by_leaf, Mapping):
+            raise ValueError(
+                f"`by_leaf` must be a dict of ranks by the names of leaves, got {self.by_leaf!r}. "
+                "One rank for all leaves is an integer: jaxcomp.powersgd(rank=4, ...)."
+            )
+
     def __call__(self, path: KeyPath, leaf: Any) -> int | None:
         """Returns the rank of a leaf.
 

@@ -165,6 +165,8 @@ def test_messages():
         ranks_by_spectrum(grads, ratio=100.0)
     with pytest.raises(ValueError, match=r"sends \d+ bytes, and ratio=100 allows"):
         ranks_by_spectrum(grads, ratio=100.0, comm_dtype="int8")
+    with pytest.raises(ValueError, match=r"must be a dict of ranks .*, got 4\. One rank"):
+        jaxcomp.Ranks(4)
     with pytest.raises(ValueError, match="`comm_dtype` must be one of"):
         ranks_by_spectrum(grads, ratio=3.0, comm_dtype="int4")
     chosen = jaxcomp.powersgd(ranks_by_spectrum(grads, ratio=3.0), axis_name="data")
