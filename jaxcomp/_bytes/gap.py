@@ -449,7 +449,10 @@ def _wide(moment: Any) -> np.ndarray:
 
 
 def _adam_step(mu: Any, nu: Any) -> np.ndarray:
-    return _wide(mu) / (np.sqrt(_wide(nu)) + _EPS)
+    nu = _wide(nu)
+    # Divided by an infinite moment a step would be zero, as if the leaf were not trained.
+    nu = np.where(np.isfinite(nu), nu, np.nan)
+    return _wide(mu) / (np.sqrt(nu) + _EPS)
 
 
 def _direction(mu: Any) -> np.ndarray:

@@ -258,9 +258,10 @@ def stacked_twice(leaf):
     return jnp.stack([leaf, leaf])
 
 
-def spoilt():
+def spoilt(moment, value):
     state = trained(optax.scale_by_adam())
-    state.mu["a"] = state.mu["a"].at[0, 0].set(jnp.nan)
+    moments = getattr(state, moment)
+    moments["a"] = moments["a"].at[0, 0].set(value)
     return state
 
 
@@ -278,7 +279,8 @@ def spoilt():
         (lambda: [trained(optax.adam(1e-3)), other_model()], "of several models"),
         (lambda: jax.tree.map(stacked_twice, trained(optax.adam(1e-3))), "counter has an axis"),
         (lambda: jax.eval_shape(optax.adam(1e-3).init, PARAMS), r"only a shape at \[0\]\.count"),
-        (spoilt, r"\['a'\] is not finite"),
+        (lambda: spoilt("mu", jnp.nan), r"\['a'\] is not finite"),
+        (lambda: spoilt("nu", jnp.inf), r"\['a'\] is not finite"),
     ],
     ids=[
         "momentum",
@@ -293,6 +295,7 @@ def spoilt():
         "two replicas",
         "shapes",
         "not finite",
+        "an infinite square",
     ],
 )
 def test_states_that_tell_no_gap_are_refused(make, message):
