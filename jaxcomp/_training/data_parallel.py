@@ -64,6 +64,7 @@ from jaxcomp._training.outputs import (
     by_kind,
     check_aux,
     combined,
+    one_level,
     put_together,
     taken_apart,
 )
@@ -109,12 +110,18 @@ class DataParallel:
           sharded over `axis_name`, and its other axes as those of its parameter.
 
         Raises:
-          ValueError: If there is no mesh, or parameters are sharded over `axis_name`.
+          ValueError: If there is no mesh, there are no arrays, or parameters are sharded over
+            `axis_name`.
         """
-        params = arrays_only(params)
+        arrays = arrays_only(params)
+        state = self.reducer.init(arrays)
+        if not jax.tree.leaves(arrays):
+            raise ValueError(
+                f"init takes the parameters, as arrays or their shapes, got {one_level(params)}."
+            )
+        params = arrays
         mesh = the_mesh(self.mesh, self.axis_name, params)
         check_params(params, mesh, axis_tuple(self.axis_name))
-        state = self.reducer.init(params)
         check_differentiable(params)
         note_stacked_layers(params, state)
         return shard_state(state, mesh, self._axes_of_state(params, mesh))

@@ -75,6 +75,10 @@ CASES = {
         ).init(PARAMS),
         r"the gradient \['down'\] different on every replica along 'data'",
     ),
+    "a text for parameters": (
+        lambda: make().init("model"),
+        "init takes the parameters, as arrays or their shapes, got str",
+    ),
     "outputs of a state": (
         lambda: make().outputs(state(), PARAMS, X),
         r"outputs takes the parameters first, .* got a PowerSGDState",
