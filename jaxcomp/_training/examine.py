@@ -210,6 +210,11 @@ def _verdict(
     undecided = len(fitting) > 1 or (fitting == ["mean"] and not distinct)
     if undecided:
         remark = f"{' or '.join(fitting)} of both halves: take another batch, or say it yourself"
+        if not scale:
+            remark = (
+                "zero in the batch and in both halves, which fits every word: take parameters "
+                "after some steps or another batch, or say it yourself"
+            )
         if apart == 0 and not averages:
             remark += '; "mean" keeps what is always the same, as a counter or a key'
         return Verdict(None, remark)

@@ -274,6 +274,13 @@ def test_outputs_that_one_batch_cannot_tell_apart_have_no_word():
     assert make(loss, mesh=grid(2)).outputs(params, x.at[0].set(60), y) == (None,) * 5
 
 
+def test_outputs_that_are_all_zero_have_no_word(capsys):
+    params, x, y = data()
+    run = make(lambda params, x, y: (params.sum() * x.sum(), x.sum() * 0), mesh=grid(2))
+    assert run.outputs(0 * params, x, y) is None
+    assert capsys.readouterr().out.count("zero in the batch and in both halves") == 2
+
+
 def test_outputs_of_a_batch_with_equal_halves_tell_no_mean_from_a_maximum():
     params, x, y = data()
     run = make(loss_with("exp", "max", "mean", "rows"), mesh=grid(2))
