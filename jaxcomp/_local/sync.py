@@ -30,6 +30,7 @@ from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import Reducer
 from jaxcomp._reducers.transformation import bytes_of
 from jaxcomp._training.gradients import check_averaged
+from jaxcomp._training.on_mesh import only_replica
 
 AverageInnerState: TypeAlias = bool | Literal["reset"]
 InnerInit: TypeAlias = Callable[[PyTree], PyTree]
@@ -270,6 +271,7 @@ def check_sync(
     for name, value in (("reducer", reducer), ("outer", outer)):
         if value is not None:
             check_transformation(name, value, " or None")
+    _check_averages(reducer, axis_name)
     if isinstance(outer, Reducer):
         raise ValueError(f"`outer` must be an optimizer, got {outer!r}. Pass it as reducer=.")
     axes = getattr(reducer, "axis_name", axis_name)
@@ -297,6 +299,36 @@ def check_sync(
         average_inner_state,
         check_flag("drop_non_finite", drop_non_finite),
     )
+
+
+def _check_averages(reducer: Any, axis_name: AxisName) -> None:
+    """Refuses a chain that ends with an optimizer, whose updates would pass for an average.
+
+    It runs the chain on one replica. An average of one gradient does not point against it, even if
+    it is compressed or clipped; an optimizer's update does.
+
+    Raises:
+      ValueError: If the update of the only replica points against its gradient.
+    """
+    if reducer is None or isinstance(reducer, Reducer):
+        return
+
+    def alignment(gradient: Array) -> Array:
+        update, _ = reducer.update(gradient, reducer.init(gradient), gradient)
+        return jnp.vdot(update, gradient)
+
+    try:
+        # Adam does not run under strict promotion, and dtypes do not matter here.
+        with jax.numpy_dtype_promotion("standard"):
+            along = only_replica(alignment, axis_tuple(axis_name))(jnp.ones((4, 4)))
+            against = bool(along < 0)
+    except Exception:  # a chain for other parameters, or inside of jax.jit: nothing is found out
+        return
+    if against:
+        raise ValueError(
+            "`reducer` ends with an optimizer: its update points against the gradient, where an "
+            "average is needed. Pass the reducer alone; an optimizer of the averages is `outer`."
+        )
 
 
 def wide_stats(tree: PyTree, prefix: str = "") -> CompressionStats:

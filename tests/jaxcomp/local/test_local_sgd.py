@@ -295,6 +295,19 @@ BAD = [
 ]
 
 
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(1e-3), optax.contrib.muon(0.1)])
+def test_a_reducer_with_an_optimizer_behind_it_is_no_average(optimizer):
+    reducer = jaxcomp.allreduce(axis_name=AXIS)
+    for axis_name in (AXIS, ("node", AXIS)):
+        options = {"axis_name": axis_name, "sync_every": 2}
+        for link in (optax.clip(1.0), jaxcomp.powersgd(1, axis_name="node", start_step=0)):
+            local_sgd(optimizer, reducer=optax.chain(reducer, link), **options)
+        with pytest.raises(ValueError, match="`reducer` ends with an optimizer"):
+            local_sgd(optimizer, reducer=optax.chain(reducer, optimizer), **options)
+    masked = optax.masked(reducer, {"w": True})  # for other parameters than those of the trial
+    local_sgd(optimizer, sync_every=2, reducer=masked)
+
+
 @pytest.mark.parametrize(("kwargs", "message"), BAD)
 def test_bad_input_is_refused_when_built(kwargs, message):
     with pytest.raises(ValueError, match=message):
