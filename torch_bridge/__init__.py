@@ -19,6 +19,7 @@ from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
 from torch_bridge._hook.infer import infer_layout
 from torch_bridge._hook.load import load
+from torch_bridge._job.example import run_example
 from torch_bridge._job.resume import resume_powersgd, state_from_record, waiting_hook
 from torch_bridge._job.save import record_layout, save_checkpoint
 from torch_bridge._pairing.leaves import matrix_dims_of, torch_matrix_dims
@@ -44,6 +45,7 @@ __all__ = [
     "record_layout",
     "reducer_from_torch",
     "resume_powersgd",
+    "run_example",
     "save_checkpoint",
     "sharded_indices",
     "state_from_record",

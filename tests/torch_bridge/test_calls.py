@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_bridge
 from tests.helpers.bridge import randomize, values
 from tests.helpers.two_frameworks import FlaxModel, TorchModel, attend
-from torch_bridge import Checkpoint, CheckpointMismatch, load, save_checkpoint, to_flax
+from torch_bridge import Checkpoint, CheckpointMismatch, load, run_example, save_checkpoint, to_flax
 
 
 def extremes(values):
@@ -188,6 +188,51 @@ def test_layers_are_found_one_after_the_other(alone, tmp_path, name, wrap):
     back = torch_bridge.to_torch(run.params, (), checkpoint, apply=model.apply)
     for key, value in back["state_dict"].items():
         assert_array_equal(value, checkpoint.model[key])
+
+
+WRAPPERS = {
+    "no wrapper": lambda module: module,
+    "DataParallel": tnn.DataParallel,
+    "compiled": partial(torch.compile, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_file_of_others_is_followed_with_an_example_that_ran_here(wrapper):
+    theirs, ours, x, declared = MODELS["gated"]
+    module = TorchModel(theirs, declared)
+    module.eval()(torch.from_numpy(x))
+    saved = {f"module.{name}": value for name, value in randomize(module).state_dict().items()}
+    model = FlaxModel(ours, names={})
+    like = jax.eval_shape(model.init, jax.random.key(0), x)
+    example = run_example(WRAPPERS[wrapper](module), torch.from_numpy(x))
+    checkpoint = Checkpoint({name: value.numpy() for name, value in saved.items()})
+    assert to_flax(checkpoint, like, apply=model.apply, example=example).difference <= 1e-5
+    params = torch_bridge.params_from_torch(saved, like, apply=model.apply, example=example)
+    assert jax.tree.structure(params) == jax.tree.structure(like)
+
+
+def test_a_refusal_advises_to_run_the_module_if_its_calls_are_not_known():
+    module = tnn.Linear(3, 3)
+    x = values(2, 3)
+    inputs, outputs, calls = run_example(module, torch.from_numpy(x))
+    like = {"kernel": np.zeros((3, 3)), "bias": np.zeros(3)}
+
+    def apply(params, x):
+        return x @ params["kernel"] - params["bias"]
+
+    advice = r"pass example=torch_bridge\.run_example\(module, inputs\)"
+    with pytest.raises(CheckpointMismatch, match=advice):
+        torch_bridge.pair(module, like, apply=apply, example=(inputs, outputs))
+    with pytest.raises(CheckpointMismatch, match="does not give torch's outputs") as caught:
+        torch_bridge.pair(module, like, apply=apply, example=(inputs, outputs, calls))
+    assert "run_example" not in str(caught.value)
+
+
+@pytest.mark.parametrize("example", [(), (1, 2, 3), ((), (), {}, 4), ((values(2, 3),), 1, [2])])
+def test_examples_of_another_form_are_refused_in_one_sentence(example):
+    with pytest.raises(ValueError, match="`example` must be what"):
+        torch_bridge.pair(tnn.Linear(3, 3), {}, apply=lambda params, x: x, example=example)
 
 
 def test_an_error_names_the_first_layer_with_other_inputs(alone, tmp_path):

@@ -248,6 +248,11 @@ def names_in_model(names: Sequence[str], model: Collection[str]) -> list[str]:
     return renamed
 
 
+def in_model(values: Mapping[str, Any], model: Collection[str]) -> dict[str, Any]:
+    """Returns the values under the names of `names_in_model`."""
+    return dict(zip(names_in_model(list(values), model), values.values(), strict=True))
+
+
 def _bare(name: str) -> str:
     """Returns a name without wrappers' words, and without each ``module`` that it begins with."""
     (kept,) = _without([name], _WORDS)

@@ -38,9 +38,9 @@ def params_from_torch(
         ``{'params': ..., 'batch_stats': ...}``, an ``nnx.State`` or an nnx module. Only its
         structure and shapes are used, so ``jax.eval_shape`` is enough.
       apply: ``apply(params, *inputs) -> outputs`` of the Flax model, as for `pair`.
-      example: Inputs of the torch module, a tuple of arrays, and its outputs in evaluation mode.
-        With `apply` and `example` the Flax model is run with likely pairs, and parameters that do
-        not give torch's outputs are refused.
+      example: What `run_example` returns, or another example, as for `pair`. With `apply` and
+        `example` the Flax model is run with likely pairs, and parameters that do not give torch's
+        outputs are refused.
       pairs: The pairs that `pair` returned, instead of `options`.
       **options: ``rules``, ``flatten`` and the other arguments of `pair`.
 

@@ -139,9 +139,9 @@ def to_flax(
       apply: ``apply(params, *inputs) -> outputs``, the Flax model in evaluation mode; `params` is a
         tree of the structure of `like`. The model is run on the example with likely pairs, or with
         `pairs`, and parameters that do not give torch's outputs are refused.
-      example: Inputs of the torch module, a tuple of arrays, and its outputs in evaluation mode.
-        None means the example in the file, which `save_checkpoint` stores with a record of torch's
-        calls.
+      example: What `run_example` returns or, without its record of torch's calls, inputs of the
+        torch module (a tuple of arrays) and its outputs in evaluation mode. None means the example
+        that `save_checkpoint` stored in the file.
       axis_name: The mapped axis (or axes) of the replicas.
       layout: The bucket layout, as for `powersgd_from_torch`. A parameter in no bucket gets no
         gradient in torch, so it is frozen here, even if the optimizer has it.

@@ -252,7 +252,7 @@ def _refuse_other_outputs(
     loaded.load_state_dict(model)
     inputs, outputs, _ = run_example(loaded, list(map(to_tensor, example[0])))
     tree = flatten_tree(params)
-    evidence = Evidence(apply, (inputs, outputs), tree, list(model.values()))
+    evidence = Evidence(apply, (inputs, outputs), tree, model)
     nearest = evidence.nearest(tree.leaves)
     if not nearest.is_rounding:
         raise CheckpointMismatch(

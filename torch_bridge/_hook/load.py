@@ -21,7 +21,7 @@ import numpy as np
 from torch_bridge._base.errors import CheckpointMismatch, UnsafeCheckpoint
 from torch_bridge._base.files import no_file
 from torch_bridge._base.schema import is_optimizer, is_state, record_from_slots
-from torch_bridge._base.tensors import names_in_model, unwrapped
+from torch_bridge._base.tensors import in_model, unwrapped
 from torch_bridge._base.terminal import some
 from torch_bridge._hook.buckets import PARSED_BYTES, BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint
@@ -151,9 +151,7 @@ def _read(file: pathlib.Path, max_bytes: int | None) -> Checkpoint:
         value, budget = read_archive(file, max_bytes)
         fields = _fields(expect(value, dict, "at its root"))
         fields["model"] = _model(fields["model"])
-        calls = fields.pop("calls", {})
-        names = names_in_model(list(calls), fields["model"])
-        fields["calls"] = dict(zip(names, calls.values(), strict=True))
+        fields["calls"] = in_model(fields.get("calls", {}), fields["model"])
         text = fields.get("layout")
         if text is not None:
             budget.claim(PARSED_BYTES * len(text))

@@ -47,26 +47,42 @@ def example_inputs(example: Any) -> tuple[torch.Tensor, ...]:
 
 
 def run_example(
-    module: torch.nn.Module, inputs: Sequence[torch.Tensor]
+    module: torch.nn.Module, example: torch.Tensor | Sequence[torch.Tensor]
 ) -> tuple[tuple[torch.Tensor, ...], Any, dict[str, np.ndarray]]:
-    """Runs a module in evaluation mode, in full precision and without gradients.
+    """Runs a torch module on an example, for a conversion of a file that has none.
 
-    Afterwards the modes of all submodules, the buffers and torch's random number generators are as
-    they were. Nothing is sent, so one rank of a job can call this alone.
+    `save_checkpoint(example=)` runs the module in the same way and stores the result in its file.
+    For a file of ``torch.save`` load the weights into the module, and pass the result as `example`
+    to `to_flax`, `params_from_torch` or `pair`.
+
+    The module runs in evaluation mode, in full precision, and without gradients or
+    ``torch.compile``. Afterwards the modes of all submodules, the buffers and torch's random number
+    generators are as they were. Nothing is sent, so one rank of a job can call this alone.
 
     Args:
-      module: The module itself, not the ``DistributedDataParallel`` model around it.
-      inputs: The module's positional arguments, on any device.
+      module: The module, with the weights of the file. Of a ``DistributedDataParallel`` model pass
+        the ``module``.
+      example: Inputs of the module, a tensor or a tuple of tensors, on any device; a few rows are
+        enough.
 
     Returns:
       The inputs, the outputs and the calls, on the CPU. The outputs are tensors and plain values in
       dictionaries and tuples; any other object (a cache of keys and values) becomes None. The calls
-      are those of `recorded_calls`.
+      say in which order parameters are used, and of each array that they are applied to they have
+      the four largest and the four smallest values.
 
     Raises:
+      TypeError: `example` holds something else than tensors.
       ValueError: The module fails on the inputs, or returns no tensor.
+
+    Example:
+      >>> import torch
+      >>> inputs, outputs, calls = run_example(torch.nn.Linear(8, 4), torch.ones(2, 8))
+      >>> outputs.shape, list(calls)
+      (torch.Size([2, 4]), ['weight', 'bias'])
     """
     torch = import_torch()
+    inputs = example_inputs(example)
     parameter = next(module.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     placed = [value.detach().to(device) for value in inputs]

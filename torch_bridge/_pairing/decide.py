@@ -105,7 +105,7 @@ def decide(
       CheckpointMismatch: Layers do not fit, questions are open, or no run gives torch's outputs.
       ValueError: Only one of `apply` and `example` is passed.
     """
-    evidence = Evidence.of(apply, example, tree, list(tensors.values()))
+    evidence = Evidence.of(apply, example, tree, tensors)
     names = clean_names(list(tensors)).values()
     kept = options.kept(tensors)
     errors = []

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from torch_bridge._base.tensors import shape_of, to_numpy
+from torch_bridge._base.tensors import in_model, shape_of, to_numpy
 from torch_bridge._pairing.kinds import without_ones
 from torch_bridge._pairing.leaves import Tree
 from torch_bridge._pairing.pairs import Path
@@ -24,7 +24,7 @@ from torch_bridge._pairing.watch import Use
 
 Apply: TypeAlias = Callable[..., Any]
 Calls: TypeAlias = Mapping[str, np.ndarray]  # as in `Checkpoint`
-# Inputs and outputs of the torch module and, in files of `save_checkpoint`, its calls.
+# Inputs and outputs of the torch module and, from `run_example`, its calls.
 Example: TypeAlias = tuple[Sequence[Any], Any] | tuple[Sequence[Any], Any, Calls]
 TRIES = 500  # the most runs of the Flax model until one gives torch's outputs
 # The largest difference that is allowed, relative to the largest output: about 84 units of
@@ -80,24 +80,31 @@ class Evidence:
         first, with what the model does with them.
       trace: The one of them with which the model runs now.
       runs: The number of runs so far, not counting controls.
+      calls: Torch's calls; {} if the example has none, or the Flax model cannot be followed.
+      is_recorded: Whether the example has torch's calls.
     """
 
-    def __init__(self, apply: Apply, example: Example, tree: Tree, tensors: Sequence[Any]) -> None:
+    def __init__(
+        self, apply: Apply, example: Example, tree: Tree, tensors: Mapping[str, Any]
+    ) -> None:
         """Prepares the runs.
 
         Args:
           apply: ``apply(params, *inputs) -> outputs`` of the Flax model.
           example: Inputs and outputs of the torch module.
           tree: The flattened Flax tree.
-          tensors: The torch parameters, whose dtype shows how exact torch's outputs are.
+          tensors: The torch tensors, by name. Their dtype shows how exact torch's outputs are.
 
         Raises:
           ValueError: The example has another form, or `apply` does not run on it.
         """
         self._tree = tree
-        inputs, self._theirs, self.calls = _read(example)
+        inputs, self._theirs, calls = _read(example)
+        # The module that ran may have been wrapped otherwise than the one that was saved.
+        self.calls = in_model(calls, tensors)
+        self.is_recorded = bool(calls)
         dtypes = []
-        for array in filter(_is_real, map(to_numpy, tensors)):
+        for array in filter(_is_real, map(to_numpy, tensors.values())):
             # JAX computes in float32 instead of float64, unless x64 is enabled.
             dtypes.append(jax.dtypes.canonicalize_dtype(array.dtype))
         dtypes = dtypes or [np.dtype(np.float32)]
@@ -118,7 +125,7 @@ class Evidence:
 
     @classmethod
     def of(
-        cls, apply: Apply | None, example: Example | None, tree: Tree, tensors: Sequence[Any]
+        cls, apply: Apply | None, example: Example | None, tree: Tree, tensors: Mapping[str, Any]
     ) -> Evidence | None:
         """Prepares the runs; returns None if neither `apply` nor `example` is passed.
 
@@ -133,7 +140,8 @@ class Evidence:
         raise ValueError(
             f"`apply` and `example` belong together, and `{missing}` is missing. Files of "
             "save_checkpoint(..., example=inputs) have an example; for other files pass "
-            "example=(inputs, outputs) of the torch module, the inputs as a tuple."
+            "example=torch_bridge.run_example(module, inputs), or (inputs, outputs) of the torch "
+            "module."
         )
 
     def nearest(self, leaves: Mapping[Path, Any]) -> Difference:
@@ -297,10 +305,11 @@ def _read(example: Example) -> tuple[list[np.ndarray], list[np.ndarray], Calls]:
         calls: Any = {}
         if rest:
             (calls,) = rest
+            calls = dict(calls)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            "`example` must be (inputs, outputs) of the torch module in evaluation mode: a tuple "
-            "of arrays, and the module's outputs for them."
+            "`example` must be what torch_bridge.run_example returns, or (inputs, outputs) of the "
+            "torch module in evaluation mode: a tuple of arrays, and the module's outputs for them."
         ) from error
     if not isinstance(inputs, list | tuple):
         inputs = (inputs,)

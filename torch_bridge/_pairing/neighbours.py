@@ -105,6 +105,11 @@ def refusal(
             "The layers in doubt are listed; answer for those that you know (rules, flatten, "
             "conv1d, conv_transpose). If all are right, the models compute different functions"
         )
+    if not case.evidence.is_recorded:
+        first_other = (
+            "The example has no record of torch's calls, which finds layers one after the other; "
+            "pass example=torch_bridge.run_example(module, inputs) if you have the torch module. "
+        )
     return CheckpointMismatch(
         f"{reparametrized(tensors)}The Flax model does not give torch's outputs: after "
         f"{case.evidence.runs} tries the nearest are {difference}. {first_other}{hint}: "

@@ -97,8 +97,9 @@ def pair(
       apply: ``apply(params, *inputs) -> outputs``, the Flax model in evaluation mode; `params` is a
         tree of the structure of `like`. The inputs are arrays. Floating-point inputs with three or
         more axes are tried as they are, and with their second axis moved to the end.
-      example: Inputs of the torch module (a tuple of arrays) and its outputs in evaluation mode. Or
-        `Checkpoint.recorded_example`, with which the layers are found one after the other.
+      example: What `run_example` returns, or `Checkpoint.recorded_example`; with their record of
+        torch's calls the layers are found one after the other. Or only inputs of the torch module
+        (a tuple of arrays) and its outputs in evaluation mode.
 
     Returns:
       The pairs, in the natural order of the leaves. Every conversion takes them as `pairs`.
@@ -178,7 +179,7 @@ def find_or_check_pairs(
             "these arguments to torch_bridge.pair."
         )
     selected = pairs_in_tree(like, pairs)
-    evidence = Evidence.of(apply, example, tree, list(tensors.values()))
+    evidence = Evidence.of(apply, example, tree, tensors)
     if evidence is None:
         return Pairing(selected)
     difference = evidence.nearest(leaves_from_torch(selected, tensors))
