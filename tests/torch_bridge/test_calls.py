@@ -202,12 +202,21 @@ def test_a_file_of_others_is_followed_with_an_example_that_ran_here(wrapper):
     theirs, ours, x, declared = MODELS["gated"]
     module = TorchModel(theirs, declared)
     module.eval()(torch.from_numpy(x))
-    saved = {f"module.{name}": value for name, value in randomize(module).state_dict().items()}
+    saved = randomize(module).state_dict()
     model = FlaxModel(ours, names={})
     like = jax.eval_shape(model.init, jax.random.key(0), x)
     example = run_example(WRAPPERS[wrapper](module), torch.from_numpy(x))
     checkpoint = Checkpoint({name: value.numpy() for name, value in saved.items()})
-    assert to_flax(checkpoint, like, apply=model.apply, example=example).difference <= 1e-5
+    run = to_flax(checkpoint, like, apply=model.apply, example=example)
+    assert run.difference <= 1e-5
+    torch_bridge.to_torch(run.params, (), run, apply=model.apply, module=module)
+    changed = jax.tree.map(lambda leaf: leaf * 1.01, run.params)
+
+    def unchanged(params, x):
+        return model.apply(run.params, x)
+
+    with pytest.raises(CheckpointMismatch, match="gives other outputs"):
+        torch_bridge.to_torch(changed, (), run, apply=unchanged, module=module)
     params = torch_bridge.params_from_torch(saved, like, apply=model.apply, example=example)
     assert jax.tree.structure(params) == jax.tree.structure(like)
 

@@ -34,7 +34,8 @@ _DISPENSABLE = {
     "optimizer": "the optimizer: save it as 'optimizer', or load its own file together with this "
     "one",
     "example": "an example: save_checkpoint(..., example=inputs), or pass apply= and "
-    "example=(inputs, outputs). Without it names and shapes decide, and the rest is asked",
+    "example=torch_bridge.run_example(module, inputs). Without it names and shapes decide, and the "
+    "rest is asked",
 }
 
 

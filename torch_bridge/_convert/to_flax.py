@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from torch_bridge._base.errors import Problems
+from torch_bridge._base.tensors import to_numpy
 from torch_bridge._base.terminal import warn
 from torch_bridge._convert.doubts import (
     doubts_of_absence,
@@ -272,6 +273,8 @@ def to_flax(
         (checkpoint.optimizer or {}).clear()
     else:
         completed = dataclasses.replace(checkpoint, layout=layout, optimizer=named_groups)
+        if example is not None:
+            completed = _with_example(completed, example)
     if step is None:
         step = taken if calls is None else calls
     difference = None
@@ -292,6 +295,18 @@ def to_flax(
         checkpoint=completed,
         matrix_dims=matrix_dims,
     )
+
+
+def _with_example(checkpoint: Checkpoint, example: Example) -> Checkpoint:
+    """Returns the checkpoint with this example, on which `to_torch` can run both models."""
+    inputs, outputs, *rest = example
+    if not isinstance(inputs, list | tuple):
+        inputs = (inputs,)
+    inputs = tuple(map(to_numpy, inputs))
+    calls = {}
+    if rest:
+        calls = dict(rest[0])
+    return dataclasses.replace(checkpoint, example=(inputs, outputs), calls=calls)
 
 
 def refuse_other_than_checkpoint(value: Any, name: str) -> None:
