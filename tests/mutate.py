@@ -61,9 +61,31 @@ TESTS = {
 PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
 
 
+def deciding(node):
+    """Yields a syntax tree's nodes, without those that decide nothing about what a program does.
+
+    They are the texts of errors, annotations, decorators such as `dataclass(frozen=True)`, imports
+    for type checkers, and arguments that only guard or point (`strict=True`, `stacklevel=2`).
+    """
+    yield node
+    if isinstance(node, ast.Raise):
+        return
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            match child:
+                case ast.keyword(arg="strict" | "stacklevel"):
+                    continue
+                case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                    continue
+                case ast.AST():
+                    yield from deciding(child)
+
+
 def changes(tree):
     """Yields for every change of a syntax tree its line, its kind, and what makes it in place."""
-    for node in ast.walk(tree):
+    for node in deciding(tree):
         change = None
         match node:
             case ast.Compare(ops=[sign, *_]) if type(sign) in OPPOSITES:
@@ -92,7 +114,10 @@ def changes(tree):
 
 
 def drawn(folders, count, seed):
-    """Draws mutations from all wings in turn: their file, and their number among its changes."""
+    """Draws mutations, from each wing in proportion to its size.
+
+    Returns for each its file, and its number among the changes of the file.
+    """
     by_wing = collections.defaultdict(list)
     for folder in folders:
         place = ROOT / folder
@@ -101,10 +126,14 @@ def drawn(folders, count, seed):
             for number, _ in enumerate(changes(ast.parse(path.read_text()))):
                 by_wing[wing_of(file)].append((file, number))
     generator = random.Random(seed)
+    turns = []
     for mutations in by_wing.values():
         generator.shuffle(mutations)
-    turns = itertools.chain.from_iterable(itertools.zip_longest(*by_wing.values()))
-    return list(itertools.islice(filter(None, turns), count))
+        first = generator.random()
+        for place, mutation in enumerate(mutations):
+            turns.append(((place + first) / len(mutations), *mutation))
+    turns.sort()
+    return [(file, number) for _, file, number in turns[:count]]
 
 
 def wing_of(file):
