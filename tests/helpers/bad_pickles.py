@@ -68,72 +68,129 @@ def unsafe():
     }
 
 
-# Of harmless objects.
+_V3 = "torch._utils:_rebuild_tensor_v3 MARK storage 0 1 TUPLE1 1 TUPLE1 NEWFALSE NONE"
+# Of harmless objects. What is said -> the name of a trick -> what does it.
 TRICKS = {
-    "attributes of a function": "rebuild EMPTY_TUPLE EMPTY_DICT '__code__' 'x' SETITEM TUPLE2"
-    " BUILD",
-    "attributes of a class": "collections:OrderedDict EMPTY_DICT 'update' 'x' SETITEM BUILD",
-    "attributes of a call's result": "torch:device 'cpu' TUPLE1 REDUCE EMPTY_DICT BUILD",
-    "attributes of a tensor": "tensor EMPTY_DICT 'data' 'x' SETITEM BUILD",
-    "attributes of text": "'a' EMPTY_DICT 'b' 'c' SETITEM BUILD",
-    "attributes by slots": "rebuild NONE EMPTY_DICT TUPLE2 BUILD",
-    "attributes without names": "argparse:Namespace EMPTY_TUPLE REDUCE NONE EMPTY_DICT 7 NONE"
-    " SETITEM TUPLE2 BUILD",
-    "a call of a call's result": "collections:OrderedDict EMPTY_TUPLE REDUCE EMPTY_TUPLE REDUCE",
-    "a new object of a call's result": "collections:OrderedDict EMPTY_TUPLE REDUCE EMPTY_TUPLE"
-    " NEWOBJ",
-    "a call of a tensor": "tensor EMPTY_TUPLE REDUCE",
-    "entries of a tensor": "tensor 0 1 SETITEM",
-    "entries of a function": "rebuild 0 1 SETITEM",
-    "a member of a dictionary": "EMPTY_DICT MARK 1 ADDITEMS",
-    "arguments in a list": "rebuild EMPTY_LIST REDUCE",
-    "a buffer from elsewhere": "NEXT_BUFFER",
-    "a frame of 2**60": "FRAME 0x0000000000000010",
-    "a persistent id of text": "PERSID 0x640a",
-    "a persistent id on the stack": "'e' BINPERSID",
-    "a storage made of a storage": "MARK 'storage' storage '0' 'cpu' 6 TUPLE BINPERSID",
-    "an array in a persistent id": "MARK tensor torch:FloatStorage '0' 'cpu' 6 TUPLE BINPERSID",
-    "an array as an encoding": "_codecs:encode 'a' tensor TUPLE2 REDUCE",
-    "an array as a device's number": "torch:device 'cuda' tensor TUPLE2 REDUCE",
-    "a memo index of four billion": "NONE LONG_BINPUT 0xffffffff",
-    "text of four gigabytes": "BINUNICODE 0xffffffff",
-    "bytes of 2**63": "BINBYTES8 0x0000000000000080",
-    "a bytearray of 2**60": "BYTEARRAY8 0x0000000000000010",
-    "a memo that is not there": "GET7",
-    "a list that holds itself": "EMPTY_LIST MEMOIZE GET0 APPEND",
-    "a list that is filled after it was shown": "EMPTY_LIST MEMOIZE EMPTY_LIST GET0 APPEND 1 GET0 1"
-    " APPEND",
-    "150 lists in each other": "(EMPTY_LIST) * 150 (APPEND) * 149",
-    "60 lists in 60 others": "(EMPTY_LIST) * 60 (APPEND) * 59 KEEP (EMPTY_LIST) * 60 GET0"
-    " (APPEND) * 60",
-    "an array of objects": "numpy:dtype 'O8' TUPLE1 REDUCE",
+    "attributes of something that has none": {
+        "attributes of a function": "rebuild EMPTY_TUPLE EMPTY_DICT '__code__' 'x' SETITEM"
+        " TUPLE2 BUILD",
+        "attributes of a class": "collections:OrderedDict EMPTY_DICT 'update' 'x' SETITEM BUILD",
+        "attributes of a call's result": "torch:device 'cpu' TUPLE1 REDUCE EMPTY_DICT BUILD",
+        "attributes of a tensor": "tensor EMPTY_DICT 'data' 'x' SETITEM BUILD",
+        "attributes of text": "'a' EMPTY_DICT 'b' 'c' SETITEM BUILD",
+        "attributes by slots": "rebuild NONE EMPTY_DICT TUPLE2 BUILD",
+    },
+    "an object whose attributes have no names": {
+        "attributes without names": "argparse:Namespace EMPTY_TUPLE REDUCE NONE EMPTY_DICT 7"
+        " NONE SETITEM TUPLE2 BUILD",
+    },
+    "a call of something that is no function": {
+        "a call of a call's result": "collections:OrderedDict EMPTY_TUPLE REDUCE EMPTY_TUPLE"
+        " REDUCE",
+        "a new object of a call's result": "collections:OrderedDict EMPTY_TUPLE REDUCE"
+        " EMPTY_TUPLE NEWOBJ",
+        "a call of a tensor": "tensor EMPTY_TUPLE REDUCE",
+        "arguments in a list": "rebuild EMPTY_LIST REDUCE",
+    },
+    "where a dict belongs": {
+        "entries of a tensor": "tensor 0 1 SETITEM",
+        "entries of a function": "rebuild 0 1 SETITEM",
+    },
+    "a dict where a set belongs": {
+        "a member of a dictionary": "EMPTY_DICT MARK 1 ADDITEMS",
+    },
+    "which torch does not write": {
+        "a buffer from elsewhere": "NEXT_BUFFER",
+        "a persistent id of text": "PERSID 0x640a",
+    },
+    "a damaged pickle": {
+        "a frame of 2**60": "FRAME 0x0000000000000010",
+        "text of four gigabytes": "BINUNICODE 0xffffffff",
+        "bytes of 2**63": "BINBYTES8 0x0000000000000080",
+        "a bytearray of 2**60": "BYTEARRAY8 0x0000000000000010",
+        "a memo that is not there": "GET7",
+    },
+    "a reference to something that is no storage": {
+        "a persistent id on the stack": "'e' BINPERSID",
+        "an array in a persistent id": "MARK tensor torch:FloatStorage '0' 'cpu' 6 TUPLE BINPERSID",
+    },
+    "a storage of an unknown type": {
+        "a storage made of a storage": "MARK 'storage' storage '0' 'cpu' 6 TUPLE BINPERSID",
+    },
+    "a ndarray where text belongs": {
+        "an array as an encoding": "_codecs:encode 'a' tensor TUPLE2 REDUCE",
+    },
+    "a device whose index is no number": {
+        "an array as a device's number": "torch:device 'cuda' tensor TUPLE2 REDUCE",
+    },
+    "numbers of the memo that do not count up": {
+        "a memo index of four billion": "NONE LONG_BINPUT 0xffffffff",
+    },
+    "a container that holds itself, or that is filled after its first use": {
+        "a list that holds itself": "EMPTY_LIST MEMOIZE GET0 APPEND",
+        "a list that is filled after it was shown": "EMPTY_LIST MEMOIZE EMPTY_LIST GET0 APPEND"
+        " 1 GET0 1 APPEND",
+    },
+    "more than 100 containers in each other": {
+        "150 lists in each other": "(EMPTY_LIST) * 150 (APPEND) * 149",
+        "60 lists in 60 others": "(EMPTY_LIST) * 60 (APPEND) * 59 KEEP (EMPTY_LIST) * 60 GET0"
+        " (APPEND) * 60",
+    },
+    "the NumPy dtype 'O8'": {
+        "an array of objects": "numpy:dtype 'O8' TUPLE1 REDUCE",
+    },
+    "where a dtype that NumPy has belongs": {
+        "a quantized dtype": f"{_V3} torch:quint8 TUPLE REDUCE",
+        "text as a dtype": f"{_V3} 'float32' TUPLE REDUCE",
+    },
 }
 VIEWS = {
-    "an offset past the end": {"offset": 6},
-    "a huge offset": {"offset": 2**61},
-    "a negative offset": {"offset": -1},
-    "a size past the end": {"size": (3, 3)},
-    "a huge size": {"size": (2**40, 2**40)},
-    "strides past the end": {"stride": (100, 1)},
-    "a negative stride": {"stride": (-3, 1)},
-    "sizes without strides": {"stride": (3,)},
-    "a terabyte by strides of 0": {"size": (2**20, 2**20), "stride": (0, 0)},
-    "an overflowing product": {"size": (2**32, 2**32), "stride": (2**32, 2**32)},
-    "100 axes": {"size": (1,) * 100, "stride": (1,) * 100},
-    "a number for a storage": {"source": assemble("7")},
-    "a storage of no type": {"source": files.storage(kind=("torch", "float32"))},
-    "a storage of another size": {"source": files.storage(numel=2**40)},
-    "a storage outside the archive": {"source": files.storage(key="../../etc/passwd")},
-    "a storage with a path": {"source": files.storage(key="/etc/passwd")},
+    "a tensor that reaches outside its storage": {
+        "an offset past the end": {"offset": 6},
+        "one number past the end": {"offset": 1},
+        "a huge offset": {"offset": 2**61},
+        "a size past the end": {"size": (3, 3)},
+        "a huge size": {"size": (2**40, 2**40)},
+        "strides past the end": {"stride": (100, 1)},
+        "an overflowing product": {"size": (2**32, 2**32), "stride": (2**32, 2**32)},
+    },
+    "a tensor whose offset, sizes or strides are no counts": {
+        "a negative offset": {"offset": -1},
+        "a negative stride": {"stride": (-3, 1)},
+        "sizes without strides": {"stride": (3,)},
+    },
+    "contents that unpack to more than": {
+        "a terabyte by strides of 0": {"size": (2**20, 2**20), "stride": (0, 0)},
+    },
+    "a tensor whose sizes and strides are no tuples of at most 64": {
+        "100 axes": {"size": (1,) * 100, "stride": (1,) * 100},
+    },
+    "a int as a storage": {
+        "a number for a storage": {"source": assemble("7")},
+    },
+    "a storage of an unknown type": {
+        "a storage of no type": {"source": files.storage(kind=("torch", "float32"))},
+    },
+    "one storage with two sizes or types": {
+        "a storage of another size": {"source": files.storage(numel=2**40)},
+    },
+    "an archive without its entry": {
+        "a storage outside the archive": {"source": files.storage(key="../../etc/passwd")},
+        "a storage with a path": {"source": files.storage(key="/etc/passwd")},
+    },
 }
 
 
 def tricks():
     """Makes files that misuse harmless objects of the allow-list."""
-    bodies = {name: assemble(program) for name, program in TRICKS.items()}
-    for name, options in VIEWS.items():
-        bodies[name] = files.tensor_call(**options)
-    return {name: (files.beside(body), "xpected") for name, body in bodies.items()}
+    found = {}
+    for said, programs in TRICKS.items():
+        for name, program in programs.items():
+            found[name] = files.beside(assemble(program)), said
+    for said, views in VIEWS.items():
+        for name, options in views.items():
+            found[name] = files.beside(files.tensor_call(**options)), said
+    return found
 
 
 # --- pickles that take hours or gigabytes -----------------------------------------------------

@@ -93,7 +93,7 @@ def tensor_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
         for note in rest[2:]:
             if isinstance(note, Global) and note.name.removeprefix("torch.") in DTYPES:
                 kind = DTYPES[note.name.removeprefix("torch.")]
-            elif note is not None and not isinstance(note, dict):
+            elif not isinstance(note, dict):
                 name = note.name if isinstance(note, Global) else brief(note)
                 raise Malformed(f"{name:.60} where a dtype that NumPy has belongs")
             elif note and True in note.values():
