@@ -112,7 +112,7 @@ def values():
         "keys of many kinds": {1: "a", (1, 2): "b", None: "c", False: "d", 0.5: "e", b"x": "f"},
         "numbers as keys": {7 * k: k for k in range(16_384)},  # as many as are read
         "many entries": {f"layers.{k}.weight": k for k in range(20_000)},
-        "deep": deep,
+        "deep, twice": [deep, deep],
         "shared": [[1, 2]] * 5,
         "a namespace": argparse.Namespace(lr=0.1, name="run"),
         "a path": pathlib.PosixPath("/runs/a"),
