@@ -81,6 +81,26 @@ def test_compiled_modules_and_modules_under_activation_checkpoints(alone, tmp_pa
     assert_array_equal(calls["0.weight"], np.ones(8))
 
 
+class Spectral(tnn.Module):
+    """Multiplies weights with complex numbers, and with a sparse matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.spectrum = tnn.Parameter(torch.randn(3, 2, dtype=torch.complex64))
+        self.features = tnn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ self.spectrum).real + torch.eye(
+            3
+        ).to_sparse() @ self.features
+
+
+def test_inputs_that_are_complex_or_sparse_have_no_extremes(alone, tmp_path):
+    calls = recorded(tmp_path, Spectral(), torch.ones(3, 3)).calls
+    assert set(calls) == {"spectrum", "features"}
+    assert np.isnan(list(calls.values())).all()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_scripted_modules_have_no_record(alone, tmp_path):
     module = torch.jit.script(tnn.Sequential(tnn.Linear(3, 4)))
