@@ -338,6 +338,17 @@ def test_other_optimizers_are_named(name):
         to_flax(Checkpoint(load_of(job.model), optimizer=job.by_name()), LIKE)
 
 
+@pytest.mark.parametrize("entries", ["lr betas eps amsgrad rho", "lr trust"])
+def test_optimizers_outside_of_torch_get_no_name_of_torch(entries):
+    job = Job()
+    saved = job.by_name()
+    (group,) = saved["param_groups"]
+    strange = {name: group.get(name, 0.05) for name in ("params", *entries.split())}
+    saved["param_groups"] = [strange]
+    with pytest.raises(ValueError, match=f"and it is another: .*{entries.split()[-1]}"):
+        to_flax(Checkpoint(load_of(job.model), optimizer=saved), LIKE)
+
+
 def load_of(model):
     return jax.tree.map(torch.Tensor.numpy, dict(model))
 
