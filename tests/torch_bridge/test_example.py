@@ -624,6 +624,18 @@ def test_outputs_may_differ_by_ten_times_what_one_rounding_moves_them():
         torch_bridge.to_torch(run.params, (), checkpoint, **back)
 
 
+def test_a_model_that_multiplies_roundings_proves_nothing():
+    kernel = values(6, 4)
+    exact = np.sin(1e4 * (np.float64(ROWS) @ kernel))  # float32 rounds the angle to a thousandth
+    checkpoint = Checkpoint({"weight": kernel.T}, example=((ROWS,), exact))
+
+    def apply(params, x):
+        return jnp.sin(1e4 * (x @ params["kernel"]))
+
+    with pytest.raises(CheckpointMismatch, match=r"output off, where 1\.0e-05 is rounding"):
+        torch_bridge.to_flax(checkpoint, {"kernel": np.zeros((6, 4), np.float32)}, apply=apply)
+
+
 def test_a_sum_of_many_terms_is_no_other_model():
     """XLA adds up the products of one row one after the other, which moves more than a rounding."""
     inputs = 25_088  # as VGG's first Linear, with an example of one picture
@@ -640,6 +652,19 @@ def test_a_sum_of_many_terms_is_no_other_model():
         apply=lambda params, x: nn.Dense(64).apply({"params": params}, x),
     )
     assert run.difference <= 10 * run.control
+
+
+def test_terms_that_differ_in_an_axis_of_length_one_are_asked_for():
+    one, other = values(1, 4), values(4)
+    like = {"x": np.zeros(4, np.float32), "y": np.zeros((1, 4), np.float32)}
+    x = values(3, 4)
+    with pytest.raises(CheckpointMismatch, match="or the other way round"):
+        params_from_torch(
+            {"one": one, "other": other},
+            like,
+            apply=lambda params, x: x + params["x"] + params["y"],
+            example=((x,), x + one + other),
+        )
 
 
 def test_another_width_is_said_first():
