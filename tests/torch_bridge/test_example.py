@@ -143,7 +143,7 @@ def test_what_an_example_cannot_tell_is_refused_until_it_is_said():
     [
         ({"apply": Nested().apply}, "`example` is missing"),
         ({"example": ((ROWS,), ROWS)}, "`apply` is missing"),
-        ({"apply": Nested().apply, "example": 3}, r"must be \(inputs, outputs\)"),
+        ({"apply": Nested().apply, "example": 3}, r"or \(inputs, outputs\) of"),
         ({"apply": lambda params, x: 1 / 0, "example": ((ROWS,), ROWS)}, "ZeroDivisionError"),
         ({"apply": lambda params, x: x[:1], "example": ((ROWS,), ROWS)}, r"outputs of \(1, 6\)"),
         ({"apply": Nested().apply, "example": ((ROWS,), ROWS * np.nan)}, "not finite"),
