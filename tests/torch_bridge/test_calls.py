@@ -258,6 +258,22 @@ def test_a_refusal_advises_to_run_the_module_if_its_calls_are_not_known():
     assert "run_example" not in str(caught.value)
 
 
+class Outputs(tnn.Linear):
+    """Returns what models of the Hub return, with a cache of a class of its own."""
+
+    def forward(self, x):
+        return {"y": super().forward(x), "cache": object(), "rest": [x.sum(), "tanh", 3, None]}
+
+
+def test_an_example_has_the_tensors_and_plain_values_of_the_outputs():
+    module = Outputs(3, 2)
+    x = torch.ones(4, 3)
+    _, outputs, _ = run_example(module, x)
+    y = tnn.functional.linear(x, module.weight, module.bias).detach()
+    expected = {"y": y, "cache": None, "rest": (torch.tensor(12.0), "tanh", 3, None)}
+    jax.tree.map(assert_array_equal, outputs, expected)
+
+
 @pytest.mark.parametrize("example", [(), (1, 2, 3), ((), (), {}, 4), ((values(2, 3),), 1, [2])])
 def test_examples_of_another_form_are_refused_in_one_sentence(example):
     with pytest.raises(ValueError, match="`example` must be what"):
