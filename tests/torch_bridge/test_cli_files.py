@@ -47,6 +47,25 @@ def _bias(folder):
         return float(manager.restore(0, args=args)["state"]["params"]["fc1"]["bias"][0])
 
 
+def test_a_failed_write_leaves_no_folder(fails, tmp_path, monkeypatch):
+    def save(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "there").mkdir()
+    monkeypatch.setattr(ocp.CheckpointManager, "save", save)
+    for out in ("new", "there/new/orbax"):
+        assert fails(*TO_FLAX, out, said="No space left")
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert main([*TO_FLAX, "orbax"]) == OK
+    monkeypatch.setattr(torch, "save", save)
+    said = ("--like", "checkpoint.pt", "--out", "there/new/back.pt")
+    assert fails("to-torch", "orbax", *said, said="No space left")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["checkpoint.pt", "orbax", "there"]
+    assert not list((tmp_path / "there").iterdir())
+
+
 @pytest.mark.parametrize("moment", ["saved", "moved"])
 def test_an_old_step_goes_when_the_new_one_is_complete(fails, tmp_path, monkeypatch, moment):
     out = tmp_path / "orbax"

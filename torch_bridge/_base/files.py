@@ -55,6 +55,20 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
             os.close(folder)
 
 
+@contextlib.contextmanager
+def new_folder(path: pathlib.Path) -> Iterator[None]:
+    """Makes a folder with its parents; if the block fails, removes those that were not there."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for folder in missing:
+            with contextlib.suppress(OSError):  # another process has written into it
+                folder.rmdir()
+        raise
+
+
 def no_file(path: pathlib.Path) -> str | None:
     """Returns what `path` is if it is not a regular file, and None if it is one.
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxcomp import PowerSGDState
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.files import new_folder
 from torch_bridge._base.framework import import_torch
 from torch_bridge._base.terminal import printable
 from torch_bridge._cli.arguments import imported, imported_tree
@@ -136,8 +137,8 @@ def convert_to_torch(options: argparse.Namespace) -> None:
             pairs=pairs,
         )
         begin("writing")
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_document(options.out, document)
+        with new_folder(options.out.parent):
+            write_document(options.out, document)
     print(f"{printable(str(options.out))}: {len(document['state_dict'])} tensors")
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from torch_bridge._base.errors import CheckpointMismatch
-from torch_bridge._base.files import no_file
+from torch_bridge._base.files import new_folder, no_file
 from torch_bridge._base.terminal import some
 from torch_bridge._pairing.leaves import without_values
 
@@ -45,11 +45,13 @@ def write_flax(
             f"{path} already holds step {name}. Choose another --out, or pass --force to "
             f"overwrite it."
         )
-    path.mkdir(parents=True, exist_ok=True)
     # The temporary folder is inside `path`, because a rename must stay on one file system.
-    with tempfile.TemporaryDirectory(
-        prefix=f".{name}.", suffix=".tmp", dir=path, ignore_cleanup_errors=True
-    ) as folder:
+    with (
+        new_folder(path),
+        tempfile.TemporaryDirectory(
+            prefix=f".{name}.", suffix=".tmp", dir=path, ignore_cleanup_errors=True
+        ) as folder,
+    ):
         new = pathlib.Path(folder, name)
         old = pathlib.Path(f"{folder}.old")
         _save(new.parent, int(name), jax.tree.map(_written, dict(state)), dict(config))
