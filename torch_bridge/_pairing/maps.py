@@ -64,21 +64,14 @@ class Reading(NamedTuple):
             answers[layer] = self.answer(layer)._replace(**{field: value})
         return Reading(self.partners, answers)
 
-    def with_change(self, before: Reading, after: Reading) -> Reading:
-        """Applies the change from the reading `before` to the reading `after` to this reading.
-
-        Returns the reading itself if it differs from `before` in a value to change.
-        """
-        changed = Reading(dict(self.partners), dict(self.answers))
-        fields: Any = zip(changed, before, after, strict=True)
-        for mine, old, new in fields:
-            for layer, value in new.items():
-                if value == old.get(layer):
-                    continue
-                if mine.get(layer) != old.get(layer):
-                    return self
-                mine[layer] = value
-        return changed
+    def differing(self, other: Reading) -> set[Layer]:
+        """Returns the layers with another partner or another answer in another reading."""
+        layers = set()
+        for layer, target in self.partners.items():
+            is_same = other.partners.get(layer) is target
+            if not is_same or self.answer(layer) != other.answer(layer):
+                layers.add(layer)
+        return layers
 
     def key(self) -> Any:
         """Returns a hashable key, equal for equal readings."""

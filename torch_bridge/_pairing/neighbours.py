@@ -10,7 +10,6 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._pairing.evidence import TRIES, Difference
-from torch_bridge._pairing.exchanges import exchanged
 from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import grouped
 from torch_bridge._pairing.pairs import Path
@@ -18,6 +17,7 @@ from torch_bridge._pairing.proposals import (
     Case,
     Change,
     changed,
+    exchanged,
     flattened_maps,
     forms,
     packed_rows,

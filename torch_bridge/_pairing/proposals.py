@@ -1,27 +1,29 @@
-"""Proposes changes of a reading: of the form of weights, of flattened maps, of packed rows.
+"""Proposes changes of a reading: of the form of weights, of maps, of packed rows, of partners.
 
-A proposal lists choices: fields in the answers of some layers, with the values to try. No choice
-changes what the user has answered.
+A proposal lists choices: fields in the answers of some layers, with the values to try. Or it lists
+exchanges of equal layers and modules with each other. Nothing changes what the user has answered.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from torch_bridge._pairing.evidence import Evidence
 from torch_bridge._pairing.kinds import OUT_IN, join
 from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.maps import VERBS, Flow, Reading
 from torch_bridge._pairing.match import Match, grouped
-from torch_bridge._pairing.pairs import Packing, Shape
+from torch_bridge._pairing.pairs import Packing, Path, Shape
 from torch_bridge._pairing.trace import Trace
 
 _FEW_PARTS = 3  # up to this number all orders of packed parts are tried
 _GATES = 4  # the same for so many equal parts, the gates of a cell
-_PACKINGS = 16  # the most orders of packed rows that are tried with each of the first readings
+_PACKINGS = 24  # the most orders of packed rows that are tried with each of the first readings
+# Two groups of layers, of which each takes the place of the other.
+Exchange: TypeAlias = Sequence[Sequence[Layer]]
 _WHAT = {"form": "how its weight is stored", "packing": "the order of its packed rows"}
 
 
@@ -58,6 +60,19 @@ class Case(NamedTuple):
         return min(map(self.evidence.trace.positions.__getitem__, target.tensors()))
 
 
+def changes(case: Case, reading: Reading) -> Iterator[Change]:
+    """Yields the single changes of a reading, the likeliest first."""
+    likely, unlikely = flattened_maps(case, reading)
+    first = [*forms(case, reading), *likely]
+    second = [*packed_rows(case, reading), *unlikely]
+    in_all, in_one = _exchanges(case.match, reading)
+    yield from changed(reading, first)
+    yield from exchanged(case.match, reading, in_all)
+    yield from changed(reading, second)
+    yield from exchanged(case.match, reading, in_one)
+    yield from changed(reading, _single([*first, *second]))
+
+
 def changed(reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:
     """Yields each reading in which one choice has another value."""
     for layers, field, values in choices:
@@ -84,15 +99,14 @@ def forms(case: Case, reading: Reading) -> list[Choice]:
     choices = []
     for (_, several), alike in families.items():
         choices.append(Choice(alike, "form", several))
-    return sorted(choices, key=lambda choice: (not is_matrix(choice), len(choice.values)))
+    return sorted(choices, key=_axes_and_values)
 
 
-def is_matrix(choice: Choice) -> bool:
-    """Returns True for a choice about matrices."""
-    return len(choice.layers[0].shape("weight")) < 3
+def _axes_and_values(choice: Choice) -> tuple[bool, int]:
+    return len(choice.layers[0].shape("weight")) > 2, len(choice.values)
 
 
-def single(choices: Iterable[Choice]) -> Iterator[Choice]:
+def _single(choices: Iterable[Choice]) -> Iterator[Choice]:
     """Yields a choice for each single layer of the choices about several."""
     for choice in choices:
         if len(choice.layers) > 1:
@@ -258,3 +272,73 @@ def _permuted(sizes: Shape, heads: Sequence[int]) -> list[Packing]:
             if is_kept:
                 orders.append(Packing(order, in_torch, in_flax, in_order))
     return orders
+
+
+def exchanged(match: Match, reading: Reading, exchanges: Iterable[Exchange]) -> Iterator[Change]:
+    """Yields for each exchange, if all its layers fit, the reading with exchanged partners."""
+    for exchange in exchanges:
+        ones, others = exchange
+        layers = [*ones, *others]
+        if not match.ruled.partners.keys().isdisjoint(layers):
+            continue
+        partners = dict(reading.partners)
+        for layer, other in zip(layers, [*others, *ones], strict=True):
+            partners[layer] = reading.partners[other]
+        if all(map(match.fits, layers, map(partners.__getitem__, layers))):
+            first = f"{ones[0]} is {reading.partners[ones[0]]}"
+            second = f"{others[0]} is {reading.partners[others[0]]}"
+            text = f"{first}, and {second}, or the other way round"
+            yield Change(text, Reading(partners, reading.answers))
+
+
+def _exchanges(match: Match, reading: Reading) -> tuple[list[Exchange], list[Exchange]]:
+    """Lists the exchanges of equal layers and modules, by the names of torch, then of Flax.
+
+    Returns:
+      As `_exchanges_among`.
+    """
+    torch_of = {target: layer for layer, target in reading.partners.items()}
+    of_flax = {}
+    for target in filter(torch_of.__contains__, match.layers.flax):
+        of_flax[torch_of[target]] = target
+    of_torch = dict(zip(reading.partners, reading.partners, strict=True))
+    in_all, in_one = _exchanges_among(of_torch)
+    others = _exchanges_among(of_flax)
+    return in_all + others[0], in_one + others[1]
+
+
+def _exchanges_among(names: Mapping[Layer, Layer]) -> tuple[list[Exchange], list[Exchange]]:
+    """Lists the exchanges of equal layers and modules of one model.
+
+    Args:
+      names: Torch layer -> the layer whose name counts, in either model. Equal modules must have
+        their layers in the same order.
+
+    Returns:
+      Exchanges of two layers or modules inside one module, in all equal modules at once, such as
+      every query with every key. And exchanges of any two layers or modules.
+    """
+    layers = {}  # name of a layer or module -> all torch layers in it
+    contents = {}  # the same -> their names in the module, and their sizes
+    for layer, named in names.items():
+        for length in range(len(named.segments) + 1):
+            node = named.segments[:length]
+            layers.setdefault(node, []).append(layer)
+            contents.setdefault(node, []).append((named.segments[length:], named.sizes))
+
+    def sizes(node: Path) -> tuple[object, ...]:
+        return tuple(lengths for _, lengths in contents[node])
+
+    in_all: list[Exchange] = []
+    inner = grouped(filter(None, layers), lambda node: node[:-1])  # module -> what is in it
+    for modules in grouped(layers, lambda node: tuple(contents[node])).values():
+        for alike in grouped(inner.get(modules[0], ()), sizes).values():
+            groups = []  # for each name, the layers of that name in all modules
+            for node in alike:
+                members = [layers[(*module, node[-1])] for module in modules]
+                groups.append(list(itertools.chain(*members)))
+            in_all += itertools.combinations(groups, 2)
+    in_one: list[Exchange] = []
+    for alike in grouped(layers, sizes).values():
+        in_one += itertools.combinations(map(layers.__getitem__, alike), 2)
+    return in_all, in_one

@@ -2,14 +2,14 @@
 
 A reading has the pairs of layers, the form of each weight, and the flattened maps. If the example
 has torch's calls, the search first follows them from layer to layer. Then it tries a few likely
-readings. Then it tries single changes of the reading that came nearest, the
-likeliest change first, for a limited number of runs. Changes that help are combined. In turn with
-the nearest reading, it also tries changes of other readings.
+readings. Then it tries single changes of all these, the likeliest change first, for a limited
+number of runs: in turn of the reading that came nearest, and of another one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from torch_bridge._pairing.evidence import TRIES, Difference
-from torch_bridge._pairing.exchanges import exchanged, exchanges_of, in_alternation
 from torch_bridge._pairing.follow import Follower
 from torch_bridge._pairing.kinds import CONV_TRANSPOSE, Answer
 from torch_bridge._pairing.layers import Layer
@@ -25,21 +24,9 @@ from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import Group, Partners, grouped
 from torch_bridge._pairing.neighbours import refusal, refuse_doubtful
 from torch_bridge._pairing.pairs import Path, leaves_from_torch
-from torch_bridge._pairing.proposals import (
-    Case,
-    Change,
-    changed,
-    flattened_maps,
-    forms,
-    is_matrix,
-    likely_packings,
-    packed_rows,
-    single,
-)
+from torch_bridge._pairing.proposals import Case, Change, changes, likely_packings
 
-_BATCH = 30  # changes of the nearest reading to try before the best changes are combined
-_GLANCE = 20  # the same for the other readings
-_SURE = 0.5  # a change that reduces the distance to less than this share is kept at once
+_BATCH = 20  # changes of a reading to try before another reading has its turn
 # After this number of tried changes, the nearest reading comes after one that is twice as far off.
 _PATIENCE = 100
 _HASTE = 20  # the same for the other readings
@@ -52,19 +39,15 @@ class _State:
     """A reading that was tried, with the changes of it to try next.
 
     Attributes:
-      reading: The reading.
       distance: The relative difference of the reading's outputs from torch's.
       changes: The changes to try next.
       depth: The number of changes since one of the first readings.
-      taken: The number of changes that have been taken from `changes`.
-      tried: The number of these changes that were new, so that the model was run.
+      tried: The number of changes that were new, so that the model was run.
     """
 
-    reading: Reading
     distance: float
     changes: Iterator[Change]
     depth: int
-    taken: int = 0
     tried: int = 0
 
     def cost_by_distance(self) -> float:
@@ -91,6 +74,7 @@ class Search:
         self._tensors = tensors
         self._leaves = {}
         self._tried = []
+        self._states = []
         self._seen = set()
         self._first_other = ""
         self._limit = 0  # no more runs if the example has had so many
@@ -111,6 +95,7 @@ class Search:
         for place, trace in enumerate(evidence.traces, start=1):
             evidence.trace = trace
             self._seen.clear()
+            self._states.clear()
             self._limit = before + (TRIES - before) * place // len(evidence.traces)
             self._search()
             if self._is_proved():
@@ -122,30 +107,38 @@ class Search:
 
     def _search(self) -> None:
         """Tries readings with the current order of the inputs, until one gives torch's outputs."""
-        states = []
-        evidence = self._case.evidence
-        if evidence.calls and not self._is_over():
-
-            def compare(reading: Reading) -> Difference:
-                states.extend(self._run(reading, 1))
-                return self._tried[-1][0]
-
-            follower = Follower(self._case, compare, (self._limit - evidence.runs) // 2)
-            for decided in (self._case.match.partners, self._case.match.ruled.partners):
-                follower.follow(self._completed(decided, follower.layers))
-            self._first_other = follower.first_other
-        for reading in self._first_readings():
-            states += self._run(reading, 0)
+        match = self._case.match
+        names = (match.partners, match.ruled.partners)  # with equal names, and without
+        flax = sorted(match.layers.flax, key=self._case.place)
+        if self._case.evidence.calls:
+            self._follow(names, flax)
+        readings = []
+        for decided in names:
+            for torch in _orders(match.layers.torch):
+                readings.append(self._completed(decided, Group(torch, flax)))
+                self._run(readings[-1], 0)
+        for reading in readings:
+            for packed in likely_packings(self._case, reading):
+                self._run(packed, 0)
         # The nearest reading may be near by chance, so other readings are tried in turn with it.
         turns = itertools.cycle([_State.cost_by_depth, _State.cost_by_distance])
-        while states and not self._is_over():
-            cost = next(turns)
-            state = min(states, key=cost)
-            before = state.taken
-            children = self._batch(state, goes_deep=cost == _State.cost_by_distance)
-            states += children + self._together(state, children)
-            if state.taken == before:
-                states.remove(state)
+        while self._states and not self._is_over():
+            state = min(self._states, key=next(turns))
+            batch = list(itertools.islice(state.changes, _BATCH))
+            if not batch:
+                self._states.remove(state)
+            for change in batch:
+                if self._run(change.reading, state.depth + 1):
+                    state.tried += 1
+
+    def _follow(self, names: Sequence[Partners], flax: list[Layer]) -> None:
+        """Follows torch's calls, for at most half of the runs that are left."""
+        limit = self._limit
+        self._limit = (limit + self._case.evidence.runs) // 2
+        follower = Follower(self._case, functools.partial(self._run, depth=1))
+        layers = Group(follower.torch, flax)
+        self._first_other = follower.follow([self._completed(one, layers) for one in names])
+        self._limit = limit
 
     def _is_proved(self) -> bool:
         """Returns whether the last reading gives torch's outputs."""
@@ -155,62 +148,20 @@ class Search:
         """Returns whether a reading gives torch's outputs, or all runs are used up."""
         return self._is_proved() or self._case.evidence.runs >= self._limit
 
-    def _run(self, reading: Reading, depth: int) -> list[_State]:
-        """Runs the model with a reading, if it is new and the search is not over.
+    def _run(self, reading: Reading, depth: int) -> Difference | None:
+        """Runs the model with a reading.
 
         Returns:
-          The state of the reading, or nothing if the model was not run.
+          The difference of the outputs from torch's; None if the model was not run, because the
+          reading is not new or the search is over.
         """
         if self._is_over() or reading.key() in self._seen:
-            return []
+            return None
         self._seen.add(reading.key())
         difference = self._case.evidence.compare(self._leaves_of(reading))
         self._tried.append((difference, reading))
-        return [_State(reading, difference.mean, self._changes(reading), depth)]
-
-    def _batch(self, state: _State, goes_deep: bool) -> list[_State]:
-        """Tries the next changes of a reading.
-
-        Args:
-          state: The reading.
-          goes_deep: Whether to stop at a change that reduces the distance much, and go on from
-            there. Other readings get all their turn, because such a change may help by chance.
-
-        Returns:
-          The states of the changed readings.
-        """
-        children = []
-        for change in itertools.islice(state.changes, _BATCH if goes_deep else _GLANCE):
-            state.taken += 1
-            children += self._run(change.reading, state.depth + 1)
-            is_near = bool(children) and children[-1].distance < _SURE * state.distance
-            if (is_near and goes_deep) or self._is_over():
-                break
-        state.tried += len(children)
-        return children
-
-    def _together(self, state: _State, children: Sequence[_State]) -> list[_State]:
-        """Combines the changes of a reading that bring it nearer, the best change first.
-
-        The nearest combination continues with the changes that have not been tried yet.
-
-        Returns:
-          The states of the combinations.
-        """
-        nearer = [child for child in children if child.distance < state.distance]
-        if not nearer:
-            return []
-        best, *others = sorted(nearer, key=lambda child: child.distance)
-        added = []
-        for child in others:
-            both = best.reading.with_change(state.reading, child.reading)
-            for one in self._run(both, best.depth + 1):
-                added.append(one)
-                if one.distance < best.distance:
-                    best = one
-        later = itertools.islice(self._changes(best.reading), state.taken, None)
-        best.changes = itertools.chain(later, self._changes(best.reading))
-        return added
+        self._states.append(_State(difference.mean, changes(self._case, reading), depth))
+        return difference
 
     def _leaves_of(self, reading: Reading) -> dict[Path, np.ndarray]:
         """Makes the leaves of a reading; reuses those that are the same in the last reading."""
@@ -222,26 +173,6 @@ class Search:
                 self._leaves[path] = (pairs, leaf)
             leaves[path] = leaf
         return leaves
-
-    def _first_readings(self) -> Iterator[Reading]:
-        """Yields likely readings, with or without equal names, by the order of use in Flax.
-
-        Then it yields these readings with likely orders of packed rows.
-        """
-        match = self._case.match
-        torch, flax = match.layers
-        by_use = sorted(flax, key=self._case.place)
-        *outer, all_lists = _in_turns(torch)
-        names = (match.partners, match.ruled.partners)
-        orders = list(itertools.product(names, (torch, all_lists)))
-        orders += itertools.product((match.partners,), outer)
-        readings = []
-        for decided, layers in orders:
-            reading = self._completed(decided, Group(layers, by_use))
-            readings.append(reading)
-            yield reading
-        for reading in readings:
-            yield from likely_packings(self._case, reading)
 
     def _completed(self, decided: Partners, layers: Group) -> Reading:
         """Pairs the layers that are not decided by their positions, with the likeliest answers."""
@@ -255,39 +186,18 @@ class Search:
                 reading.answers.setdefault(layer, Answer(CONV_TRANSPOSE))
         return reading
 
-    def _changes(self, reading: Reading) -> Iterator[Change]:
-        """Yields the single changes of a reading, the likeliest first."""
-        case = self._case
-        weights = forms(case, reading)
-        likely_maps, unlikely_maps = flattened_maps(case, reading)
-        everywhere, within, across = exchanges_of(case.match, reading)
-        choices = itertools.chain(filter(is_matrix, weights), likely_maps)
-        yield from in_alternation(
-            changed(reading, choices), exchanged(case.match, reading, everywhere)
-        )
-        yield from in_alternation(
-            changed(reading, packed_rows(case, reading)), exchanged(case.match, reading, within)
-        )
-        yield from in_alternation(
-            changed(reading, unlikely_maps), exchanged(case.match, reading, across)
-        )
-        yield from changed(reading, itertools.filterfalse(is_matrix, weights))
-        yield from changed(reading, single(weights))
 
-
-def _in_turns(layers: Sequence[Layer]) -> list[list[Layer]]:
-    """Orders layers as loops use them that call one module of each list in every turn.
+def _orders(layers: list[Layer]) -> list[list[Layer]]:
+    """Returns layers as they are, and as loops use them that call one module of each list a turn.
 
     A list of filters and a list of gates become first filter, first gate, second filter, ...
-
-    Returns:
-      The order of a loop over the outermost lists, of two loops in each other, and so on.
+    The loop is over the outermost lists, or two loops are in each other, and so on.
     """
     runs = []
     for _, run in itertools.groupby(layers, lambda layer: any(map(str.isdigit, layer.segments))):
         runs.append(list(run))
     depth = max(map(len, map(_places_in_lists, layers)), default=0)
-    orders = []
+    orders = [layers]
     for loops in range(1, max(depth, 1) + 1):
         ordered = []
         for run in runs:
