@@ -225,7 +225,7 @@ class Bare(nn.Module):
 class FlaxLayers:
     """The same layers in Flax."""
 
-    gelu = functools.partial(nn.gelu, approximate=False)
+    gelu = staticmethod(functools.partial(nn.gelu, approximate=False))
     permute = staticmethod(jnp.permute_dims)
 
     def __init__(self, module):
