@@ -52,6 +52,8 @@ def test_shard_state_keeps_a_sharding_over_other_axes():
     found = jaxcomp.shard_state(state, mesh, AXIS)
     assert found.residual.sharding.spec == jax.P(AXIS, "model", None)
     assert found.q.sharding.spec == jax.P("model", None)
+    again = jaxcomp.shard_state(found, mesh, AXIS)
+    assert again.residual.sharding.spec == found.residual.sharding.spec
     assert found.count.sharding.is_fully_replicated
     assert_array_equal(found.residual, np.stack([kernel] * 2))
     assert {shard.data.shape for shard in found.residual.addressable_shards} == {(1, 6, 16)}
