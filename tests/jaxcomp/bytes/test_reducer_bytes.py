@@ -225,10 +225,11 @@ def test_stats_read_well_and_follow_the_arguments():
     tx = jaxcomp.powersgd(2, axis_name=AXIS)
     stats = tx.bytes(params)
     assert stats.ratio == pytest.approx(stats.bytes_before / stats.bytes_after)
-    weight = stats.leaves[1]
+    bias, weight = stats.leaves
     assert weight.path == "['w']"
-    assert weight.rank == 2
+    assert (weight.rank, bias.rank) == (2, 0)
     assert weight.compressed
+    assert not bias.compressed
     assert "['w']" in str(stats)
     assert tx.bytes(jax.eval_shape(lambda: params)) == stats
     assert tx.bytes({}).ratio == 1.0
