@@ -1,4 +1,4 @@
-"""Beside what people already use: Optax's inject_hyperparams, nnx, Flax train states."""
+"""Beside what people already use: Optax's inject_hyperparams, accumulation, nnx, Flax train states."""
 
 import flax.serialization
 import jax
@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose
 
 import jaxcomp
 from tests.helpers.leaves import SMALL, random_grads, zeros
-from tests.helpers.reducers import powersgd
+from tests.helpers.reducers import allreduce, powersgd
 from tests.helpers.runners import AXIS, mesh_of, sharded, simulate
 
 MESH_SIZE = 4
@@ -39,6 +39,16 @@ def test_inject_hyperparams_around_a_reducer_itself():
     assert float(state.hyperparams["eps"]) == 0.5
     expected, _ = simulate("vmap", jaxcomp.powersgd(**options), grads)
     assert_allclose(outputs["dense"], expected["dense"], atol=1e-5)
+
+
+def test_two_micro_batches_are_averaged_without_the_parameters():
+    """Neither an owner nor the parameters show that accumulated gradients have a replica axis."""
+    grads = random_grads(SMALL, 2, 4)
+    outputs, _ = simulate("shard_map", jaxcomp.accumulate(allreduce(), 2), grads)
+    for name, output in outputs.items():
+        pairs = grads[name].reshape(2, 2, 2, *output.shape[1:])  # replica, pair, place in the pair
+        assert_allclose(output[1::2], pairs.mean((0, 2)), rtol=1e-5, atol=1e-6)
+        assert not output[::2].any()
 
 
 def nnx_training():
