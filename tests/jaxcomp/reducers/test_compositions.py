@@ -1,4 +1,4 @@
-"""Beside what people already use: Optax's inject_hyperparams, accumulation, nnx, Flax train states."""
+"""Beside what people already use: Optax's inject_hyperparams, accumulation, nnx, train states."""
 
 import flax.serialization
 import jax
@@ -46,7 +46,7 @@ def test_two_micro_batches_are_averaged_without_the_parameters():
     grads = random_grads(SMALL, 2, 4)
     outputs, _ = simulate("shard_map", jaxcomp.accumulate(allreduce(), 2), grads)
     for name, output in outputs.items():
-        pairs = grads[name].reshape(2, 2, 2, *output.shape[1:])  # replica, pair, place in the pair
+        pairs = grads[name].reshape(2, 2, 2, *SMALL[name])  # replica, pair, place in the pair
         assert_allclose(output[1::2], pairs.mean((0, 2)), rtol=1e-5, atol=1e-6)
         assert not output[::2].any()
 
