@@ -483,13 +483,9 @@ def _check_state(
 
 def _common_q(part: BucketPart, qs: list[np.ndarray]) -> np.ndarray:
     """Returns one Q of shape (cols, rank) for a torch matrix whose parts have several, or none."""
-    columns = part.entry.matrix[1]
-    if not qs and part.rank == min(part.entry.matrix):
-        # Only torch compresses the matrix, at full rank, where every basis is exact.
-        return np.eye(columns, part.rank, dtype=np.float32)
     if not qs:
-        # jaxcomp does not compress the parts of this packed matrix, so torch starts with a new Q.
+        # Only torch compresses the matrix, so it starts with a new Q.
         draw = np.random.default_rng(0).standard_normal
-        return draw((columns, part.rank), np.float32)
+        return draw((part.entry.matrix[1], part.rank), np.float32)
     left, values, _ = np.linalg.svd(np.concatenate(qs, axis=1), full_matrices=False)
     return (left * values)[:, : part.rank].astype(np.float32)
