@@ -19,7 +19,7 @@ from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import Group, Partners, grouped
 from torch_bridge._pairing.pairs import Path
-from torch_bridge._pairing.proposals import Case, changes
+from torch_bridge._pairing.proposals import Case, changes, rearranged
 from torch_bridge._pairing.watch import Use
 
 _FEW = 5  # up to so many layers that are applied to one array are tried in all orders
@@ -215,32 +215,22 @@ class Follower:
             members = [layer for layer in alike if layer in part.partners]
             groups += grouped(members, lambda layer: layer.sizes).values()
         for group in groups:
-            first = [layer for layer in group if layer in culprits]
-            for members in (first, group):
-                if not first or len(members) > _FEW:
-                    continue
-                words = [layer.words for layer in members]
-                together = [members]
-                for other in groups:
-                    same = [layer for layer in other if layer.words in words]
-                    if other is not group and [layer.words for layer in same] == words:
-                        together.append(same)
-                for order in itertools.permutations(range(len(members))):
-                    yield from self._exchanged(part, together, order)
+            words = [layer.words for layer in group]
+            same = [other for other in groups if [layer.words for layer in other] == words]
+            columns = []  # the layers of one name in all these groups
+            for column in zip(*same, strict=True):
+                if not culprits.isdisjoint(column):
+                    columns.append(column)
+            if len(columns) > _FEW:
+                continue
+            layers = list(itertools.chain(*columns))
+            for order in itertools.permutations(columns):
+                others = itertools.chain(*order)
+                other = rearranged(self._case.match, part, layers, others)
+                if other:
+                    yield other
         for change in changes(self._case, part):
             yield change.reading
-
-    def _exchanged(
-        self, reading: Reading, groups: Sequence[Sequence[Layer]], order: Sequence[int]
-    ) -> Iterator[Reading]:
-        """Yields the reading in which the layers of each group have their partners in an order."""
-        partners = dict(reading.partners)
-        for group in groups:
-            for layer, place in zip(group, order, strict=True):
-                partners[layer] = reading.partners[group[place]]
-                if not self._case.match.fits(layer, partners[layer]):
-                    return
-        yield Reading(partners, reading.answers)
 
 
 def _matrix(layer: Layer) -> Any:

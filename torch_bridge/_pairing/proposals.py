@@ -62,14 +62,20 @@ class Case(NamedTuple):
 
 def changes(case: Case, reading: Reading) -> Iterator[Change]:
     """Yields the single changes of a reading, the likeliest first."""
+    match = case.match
+    torch_of = {target: layer for layer, target in reading.partners.items()}
+    of_flax = {}
+    for target in filter(torch_of.__contains__, match.layers.flax):
+        of_flax[torch_of[target]] = target
+    of_torch = dict(zip(reading.partners, reading.partners, strict=True))
     likely, unlikely = flattened_maps(case, reading)
     first = [*forms(case, reading), *likely]
     second = [*packed_rows(case, reading), *unlikely]
-    in_all, in_one = _exchanges(case.match, reading)
     yield from changed(reading, first)
-    yield from exchanged(case.match, reading, in_all)
+    for names in (of_torch, of_flax):
+        yield from exchanged(match, reading, _exchanges_inside(names))
     yield from changed(reading, second)
-    yield from exchanged(case.match, reading, in_one)
+    yield from exchanged(match, reading, _exchanges_of_two(reading))
     yield from changed(reading, _single([*first, *second]))
 
 
@@ -278,45 +284,35 @@ def exchanged(match: Match, reading: Reading, exchanges: Iterable[Exchange]) -> 
     """Yields for each exchange, if all its layers fit, the reading with exchanged partners."""
     for exchange in exchanges:
         ones, others = exchange
-        layers = [*ones, *others]
-        if not match.ruled.partners.keys().isdisjoint(layers):
+        if not match.ruled.partners.keys().isdisjoint([*ones, *others]):
             continue
-        partners = dict(reading.partners)
-        for layer, other in zip(layers, [*others, *ones], strict=True):
-            partners[layer] = reading.partners[other]
-        if all(map(match.fits, layers, map(partners.__getitem__, layers))):
+        other = rearranged(match, reading, [*ones, *others], [*others, *ones])
+        if other:
             first = f"{ones[0]} is {reading.partners[ones[0]]}"
             second = f"{others[0]} is {reading.partners[others[0]]}"
-            text = f"{first}, and {second}, or the other way round"
-            yield Change(text, Reading(partners, reading.answers))
+            yield Change(f"{first}, and {second}, or the other way round", other)
 
 
-def _exchanges(match: Match, reading: Reading) -> tuple[list[Exchange], list[Exchange]]:
-    """Lists the exchanges of equal layers and modules, by the names of torch, then of Flax.
-
-    Returns:
-      As `_exchanges_among`.
-    """
-    torch_of = {target: layer for layer, target in reading.partners.items()}
-    of_flax = {}
-    for target in filter(torch_of.__contains__, match.layers.flax):
-        of_flax[torch_of[target]] = target
-    of_torch = dict(zip(reading.partners, reading.partners, strict=True))
-    in_all, in_one = _exchanges_among(of_torch)
-    others = _exchanges_among(of_flax)
-    return in_all + others[0], in_one + others[1]
+def rearranged(
+    match: Match, reading: Reading, layers: Iterable[Layer], others: Iterable[Layer]
+) -> Reading | None:
+    """Returns the reading in which layers have the partners of others; None if one does not fit."""
+    partners = dict(reading.partners)
+    for layer, other in zip(layers, others, strict=True):
+        partners[layer] = reading.partners[other]
+        if not match.fits(layer, partners[layer]):
+            return None
+    return Reading(partners, reading.answers)
 
 
-def _exchanges_among(names: Mapping[Layer, Layer]) -> tuple[list[Exchange], list[Exchange]]:
-    """Lists the exchanges of equal layers and modules of one model.
+def _exchanges_inside(names: Mapping[Layer, Layer]) -> list[Exchange]:
+    """Lists exchanges of two layers or modules inside one module, in all equal modules at once.
+
+    So every query takes the place of every key.
 
     Args:
       names: Torch layer -> the layer whose name counts, in either model. Equal modules must have
         their layers in the same order.
-
-    Returns:
-      Exchanges of two layers or modules inside one module, in all equal modules at once, such as
-      every query with every key. And exchanges of any two layers or modules.
     """
     layers = {}  # name of a layer or module -> all torch layers in it
     contents = {}  # the same -> their names in the module, and their sizes
@@ -329,7 +325,7 @@ def _exchanges_among(names: Mapping[Layer, Layer]) -> tuple[list[Exchange], list
     def sizes(node: Path) -> tuple[object, ...]:
         return tuple(lengths for _, lengths in contents[node])
 
-    in_all: list[Exchange] = []
+    exchanges = []
     inner = grouped(filter(None, layers), lambda node: node[:-1])  # module -> what is in it
     for modules in grouped(layers, lambda node: tuple(contents[node])).values():
         for alike in grouped(inner.get(modules[0], ()), sizes).values():
@@ -337,8 +333,12 @@ def _exchanges_among(names: Mapping[Layer, Layer]) -> tuple[list[Exchange], list
             for node in alike:
                 members = [layers[(*module, node[-1])] for module in modules]
                 groups.append(list(itertools.chain(*members)))
-            in_all += itertools.combinations(groups, 2)
-    in_one: list[Exchange] = []
-    for alike in grouped(layers, sizes).values():
-        in_one += itertools.combinations(map(layers.__getitem__, alike), 2)
-    return in_all, in_one
+            exchanges += itertools.combinations(groups, 2)
+    return exchanges
+
+
+def _exchanges_of_two(reading: Reading) -> Iterator[Exchange]:
+    """Yields the exchanges of any two equal layers."""
+    for alike in grouped(reading.partners, lambda layer: layer.sizes).values():
+        for one, other in itertools.combinations(alike, 2):
+            yield [one], [other]

@@ -7,16 +7,14 @@ it divides into parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import jax
 import numpy as np
 from jax.extend import core
 
 from torch_bridge._pairing.kinds import without_ones
 from torch_bridge._pairing.pairs import Path, Shape
-from torch_bridge._pairing.watch import Watch
+from torch_bridge._pairing.watch import Watch, is_variable, operations
 
 # Operations whose result is still the same leaf.
 _VIEWS = frozenset(
@@ -63,11 +61,11 @@ class Trace:
         self.watch = Watch(program, self.positions)
         leaves = dict(zip(program.jaxpr.invars, self.positions, strict=False))
         cuts = {}  # (array, axis) -> where the parts that the model takes start and end
-        for place, equation in enumerate(_operations(program.jaxpr, leaves)):
+        for place, equation in enumerate(operations(program.jaxpr, leaves)):
             name = equation.primitive.name
             options = equation.params
             result = equation.outvars[0]
-            used = list(filter(None, map(leaves.get, filter(_is_variable, equation.invars))))
+            used = list(filter(None, map(leaves.get, filter(is_variable, equation.invars))))
             leaves.pop(result, None)
             if used and name in _VIEWS:
                 leaves[result] = used[0]
@@ -123,37 +121,3 @@ class Trace:
         if 1 < len(sizes) <= _MOST_PARTS and min(sizes) > 0:
             unit = math.gcd(*sizes)
             self.splits.add((length, tuple(size // unit for size in sizes)))
-
-
-def _operations(jaxpr: core.Jaxpr, leaves: dict[Any, Any]) -> Iterator[Any]:
-    """Yields the operations of a program in order, with those of all functions that it calls.
-
-    Args:
-      jaxpr: The program.
-      leaves: Variable -> path of the leaf that it holds; variables of called functions are added.
-    """
-    for equation in jaxpr.eqns:
-        called = []
-        for value in jax.tree.leaves(tuple(equation.params.values())):
-            inner = getattr(value, "jaxpr", value)
-            if isinstance(inner, core.Jaxpr):
-                called.append(inner)
-        for inner in called:
-            arguments = equation.invars[len(equation.invars) - len(inner.invars) :]
-            _hand_on(leaves, arguments, inner.invars)
-            yield from _operations(inner, leaves)
-            _hand_on(leaves, inner.outvars, equation.outvars)
-        if not called:
-            yield equation
-
-
-def _hand_on(leaves: dict[Any, Any], outer: Sequence[Any], inner: Sequence[Any]) -> None:
-    """Records each variable of `inner` as the leaf that its variable of `outer` holds."""
-    for one, other in zip(outer, inner, strict=False):
-        leaves.pop(other, None)
-        if _is_variable(one) and one in leaves:
-            leaves[other] = leaves[one]
-
-
-def _is_variable(value: Any) -> bool:
-    return isinstance(value, core.Var)

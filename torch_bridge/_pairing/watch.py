@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -15,8 +15,10 @@ from torch_bridge._pairing.pairs import Path
 
 Leaves: TypeAlias = frozenset[Path]
 # Operations that run another program once, with their own operands.
-_CALLS = ("jit", "pjit", "remat2", "checkpoint", "closed_call", "core_call")
-_CALLS_WITH_RULES = ("custom_jvp_call", "custom_vjp_call")  # of differentiation
+_CALLS = frozenset(
+    {"jit", "pjit", "remat2", "checkpoint", "closed_call", "core_call"}
+    | {"custom_jvp_call", "custom_vjp_call"}  # with rules of differentiation
+)
 
 
 class _Value(NamedTuple):
@@ -85,59 +87,38 @@ class Watch:
         return outputs, uses
 
     def _watched(self, *arguments: Any) -> tuple[list[jax.Array], dict[Path, jax.Array]]:
-        values = list(map(_Value, arguments))
-        for place, path in enumerate(self._paths):
+        jaxpr = self._program.jaxpr
+        values = dict(zip(jaxpr.constvars, map(_Value, self._program.consts), strict=True))
+        values.update(zip(jaxpr.invars, map(_Value, arguments), strict=True))
+        for variable, path in zip(jaxpr.invars, self._paths, strict=False):
             itself = frozenset({path})
-            values[place] = _Value(arguments[place], itself, itself)
-        extremes = {}
-        outputs = self._compute(self._program, values, extremes)
-        return [value.array for value in outputs], extremes
-
-    def _compute(
-        self,
-        program: core.ClosedJaxpr,
-        arguments: Sequence[_Value],
-        extremes: dict[Path, jax.Array],
-    ) -> list[_Value]:
-        """Computes a program and returns its outputs.
-
-        Args:
-          program: The program.
-          arguments: Its arguments.
-          extremes: Receives the extremes of what each leaf is first applied to.
-        """
-        jaxpr = program.jaxpr
-        values = dict(zip(jaxpr.constvars, map(_Value, program.consts), strict=True))
-        values.update(zip(jaxpr.invars, arguments, strict=True))
+            values[variable] = _Value(values[variable].array, itself, itself)
 
         def value_of(variable: Any) -> _Value:
-            if isinstance(variable, core.Literal):
-                return _Value(variable.val)
-            return values[variable]
+            if is_variable(variable):
+                return values[variable]
+            return _Value(variable.val)
 
-        for equation in jaxpr.eqns:
+        extremes = {}
+        for equation in operations(jaxpr, values, _Value):
             operands = list(map(value_of, equation.invars))
-            called = _called(equation)
-            if called:
-                results = self._compute(called, operands, extremes)
-            else:
-                held = []
-                for operand, variable in zip(operands, equation.invars, strict=True):
-                    if not isinstance(variable, core.Literal):
-                        held.append(operand)
-                made_of = self._add(held, extremes)
-                sources = frozenset().union(*[operand.sources for operand in operands])
-                arrays = _results(equation, [operand.array for operand in operands])
-                results = [_Value(array, made_of, sources) for array in arrays]
-            values.update(zip(equation.outvars, results, strict=True))
-        return list(map(value_of, jaxpr.outvars))
+            made_of = self._add(operands, extremes)
+            sources = frozenset().union(*[operand.sources for operand in operands])
+            arrays = equation.primitive.bind(
+                *[operand.array for operand in operands], **equation.params
+            )
+            if not equation.primitive.multiple_results:
+                arrays = [arrays]
+            for variable, array in zip(equation.outvars, arrays, strict=True):
+                values[variable] = _Value(array, made_of, sources)
+        return [value_of(variable).array for variable in jaxpr.outvars], extremes
 
     def _add(self, operands: Sequence[_Value], extremes: dict[Path, jax.Array]) -> Leaves:
         """Adds what an operation applies leaves to; returns the leaves of which it is made."""
         made_of = frozenset().union(*[operand.made_of for operand in operands])
         others = []
         for operand in operands:
-            if not operand.made_of and operand.array.ndim > 0:
+            if not operand.made_of and jnp.ndim(operand.array) > 0:
                 others.append(operand)
         if not others:
             return made_of
@@ -149,25 +130,56 @@ class Watch:
         return frozenset()
 
 
-def _called(equation: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    """Returns the program that an operation runs once; None for all other operations."""
-    if equation.primitive.name not in (*_CALLS, *_CALLS_WITH_RULES):
-        return None
-    for name in ("jaxpr", "call_jaxpr"):
-        program = equation.params.get(name)
-        if isinstance(program, core.Jaxpr):
-            return core.ClosedJaxpr(program, ())
-        if program is not None:
-            return program
-    return None
+def operations(
+    jaxpr: core.Jaxpr, values: dict[Any, Any], constant: Callable[[Any], Any] | None = None
+) -> Iterator[Any]:
+    """Yields the operations of a program in order, with those of the programs that it calls.
+
+    Args:
+      jaxpr: The program.
+      values: Variable -> its value. The variables of called programs are added here; the caller
+        adds the results of operations. A variable need not have a value.
+      constant: Makes a value of a constant, so that all variables have values. A loop is then one
+        operation. Without `constant`, the operations inside of loops are yielded, too.
+    """
+    for equation in jaxpr.eqns:
+        called = []
+        if constant is None or equation.primitive.name in _CALLS:
+            for program in jax.tree.leaves(tuple(equation.params.values())):
+                if isinstance(getattr(program, "jaxpr", program), core.Jaxpr):
+                    called.append(program)
+        for program in called:
+            inner = getattr(program, "jaxpr", program)
+            if constant:
+                constants = map(constant, getattr(program, "consts", ()))
+                values.update(zip(inner.constvars, constants, strict=True))
+            arguments = equation.invars[len(equation.invars) - len(inner.invars) :]
+            _hand_on(values, arguments, inner.invars, constant)
+            yield from operations(inner, values, constant)
+            _hand_on(values, inner.outvars, equation.outvars, constant)
+        if not called:
+            yield equation
 
 
-def _results(equation: core.JaxprEqn, arrays: Sequence[Any]) -> Sequence[Any]:
-    """Computes one operation."""
-    results = equation.primitive.bind(*arrays, **equation.params)
-    if equation.primitive.multiple_results:
-        return results
-    return [results]
+def _hand_on(
+    values: dict[Any, Any],
+    outer: Sequence[Any],
+    inner: Sequence[Any],
+    constant: Callable[[Any], Any] | None,
+) -> None:
+    """Gives each variable of `inner` the value of its variable, or constant, of `outer`."""
+    for one, other in zip(outer, inner, strict=False):
+        values.pop(other, None)
+        if not is_variable(one):
+            if constant:
+                values[other] = constant(one.val)
+        elif one in values:
+            values[other] = values[one]
+
+
+def is_variable(value: Any) -> bool:
+    """Returns whether an operand is a variable, and not a constant."""
+    return isinstance(value, core.Var)
 
 
 def _extremes(array: jax.Array) -> jax.Array:
