@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,15 +52,22 @@ class Follower:
       torch: The torch layers in the order of use.
     """
 
-    def __init__(self, case: Case, compare: Callable[[Reading], Difference | None]) -> None:
+    def __init__(
+        self,
+        case: Case,
+        compare: Callable[[Reading], Difference | None],
+        is_over: Callable[[], bool],
+    ) -> None:
         """Reads the calls.
 
         Args:
           case: The two models and the example, with the calls.
-          compare: Runs a reading; returns None if it is not new, or no runs are left.
+          compare: Runs a reading; returns None if it is not new, or the search is over.
+          is_over: Returns whether a reading is proved, or no runs are left.
         """
         self._case = case
         self._compare = compare
+        self._is_over = is_over
         self._extremes = {}  # torch layer -> the extremes of what it was applied to
         calls = case.evidence.calls
         places = dict(zip(calls, itertools.count(), strict=False))
@@ -106,6 +113,8 @@ class Follower:
     def _better(self, state: _State) -> _State | None:
         """Runs changes until one locates more layers than a state, and returns its state."""
         for reading in self._mended(state):
+            if self._is_over():
+                return None
             following = self._run(reading)
             if following and len(following.located) > len(state.located):
                 return following
@@ -138,12 +147,11 @@ class Follower:
             if use:
                 uses[target] = use
         located = {}
-        for layer, target in reading.partners.items():
-            is_known = layer in self._extremes and target in uses
-            if is_known and self._is_same(layer, uses[target].extremes):
-                located[layer] = target
         for torch in self._together:
             flax = [one for one, use in uses.items() if self._is_same(torch[0], use.extremes)]
+            for layer in torch:
+                if reading.partners.get(layer) in flax:
+                    located[layer] = reading.partners[layer]
             free = Group(torch, flax).without(match.ruled.partners)
             located = match.assign(located, free)
         confirmed = frozenset()
@@ -197,15 +205,14 @@ class Follower:
                     suspects.add(layer)
         for culprits in (suspects, set(open_layers)):
             for other in self._changes(part, culprits):
-                if not culprits.isdisjoint(part.differing(other)):
-                    partners = dict(reading.partners)
-                    partners.update(other.partners)
-                    answers = dict(reading.answers)
-                    answers.update(other.answers)
-                    yield Reading(partners, answers)
+                partners = dict(reading.partners)
+                partners.update(other.partners)
+                answers = dict(reading.answers)
+                answers.update(other.answers)
+                yield Reading(partners, answers)
 
-    def _changes(self, part: Reading, culprits: Collection[Layer]) -> Iterator[Reading]:
-        """Yields changes of a part of a reading.
+    def _changes(self, part: Reading, culprits: set[Layer]) -> Iterator[Reading]:
+        """Yields changes of a part of a reading, each of one culprit at least.
 
         The first ones exchange a few layers that are applied to one array, with those of the same
         names. So layers of later blocks change with those of the first block.
@@ -214,9 +221,7 @@ class Follower:
         for alike in self._together:
             members = [layer for layer in alike if layer in part.partners]
             groups += grouped(members, lambda layer: layer.sizes).values()
-        for group in groups:
-            words = [layer.words for layer in group]
-            same = [other for other in groups if [layer.words for layer in other] == words]
+        for same in grouped(groups, _words).values():
             columns = []  # the layers of one name in all these groups
             for column in zip(*same, strict=True):
                 if not culprits.isdisjoint(column):
@@ -229,8 +234,12 @@ class Follower:
                 other = rearranged(self._case.match, part, layers, others)
                 if other:
                     yield other
-        for change in changes(self._case, part):
+        for change in changes(self._case, part, culprits):
             yield change.reading
+
+
+def _words(layers: Iterable[Layer]) -> tuple[Path, ...]:
+    return tuple(layer.words for layer in layers)
 
 
 def _matrix(layer: Layer) -> Any:

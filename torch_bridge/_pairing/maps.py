@@ -64,15 +64,6 @@ class Reading(NamedTuple):
             answers[layer] = self.answer(layer)._replace(**{field: value})
         return Reading(self.partners, answers)
 
-    def differing(self, other: Reading) -> set[Layer]:
-        """Returns the layers with another partner or another answer in another reading."""
-        layers = set()
-        for layer, target in self.partners.items():
-            is_same = other.partners.get(layer) is target
-            if not is_same or self.answer(layer) != other.answer(layer):
-                layers.add(layer)
-        return layers
-
     def key(self) -> Any:
         """Returns a hashable key, equal for equal readings."""
         return frozenset(self.partners.items()), frozenset(self.answers.items())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, TypeAlias
 
 from torch_bridge._pairing.evidence import Evidence
@@ -60,23 +61,38 @@ class Case(NamedTuple):
         return min(map(self.evidence.trace.positions.__getitem__, target.tensors()))
 
 
-def changes(case: Case, reading: Reading) -> Iterator[Change]:
-    """Yields the single changes of a reading, the likeliest first."""
-    match = case.match
+def changes(case: Case, reading: Reading, culprits: AbstractSet[Layer]) -> Iterator[Change]:
+    """Yields the single changes of a reading, the likeliest first.
+
+    Args:
+      case: The two models and the example.
+      reading: The reading.
+      culprits: The layers of which each change concerns one at least.
+    """
+
+    def of_choices(choices: Iterable[Choice]) -> Iterator[Change]:
+        concerning = filter(lambda choice: not culprits.isdisjoint(choice.layers), choices)
+        return changed(reading, concerning)
+
+    def of_exchanges(exchanges: Iterable[Exchange]) -> Iterator[Change]:
+        for ones, others in exchanges:
+            if not (culprits.isdisjoint(ones) and culprits.isdisjoint(others)):
+                yield from exchanged(case.match, reading, [(ones, others)])
+
     torch_of = {target: layer for layer, target in reading.partners.items()}
     of_flax = {}
-    for target in filter(torch_of.__contains__, match.layers.flax):
+    for target in filter(torch_of.__contains__, case.match.layers.flax):
         of_flax[torch_of[target]] = target
     of_torch = dict(zip(reading.partners, reading.partners, strict=True))
     likely, unlikely = flattened_maps(case, reading)
     first = [*forms(case, reading), *likely]
     second = [*packed_rows(case, reading), *unlikely]
-    yield from changed(reading, first)
+    yield from of_choices(first)
     for names in (of_torch, of_flax):
-        yield from exchanged(match, reading, _exchanges_inside(names))
-    yield from changed(reading, second)
-    yield from exchanged(match, reading, _exchanges_of_two(reading))
-    yield from changed(reading, _single([*first, *second]))
+        yield from of_exchanges(_exchanges_inside(names))
+    yield from of_choices(second)
+    yield from of_exchanges(_exchanges_of_two(reading))
+    yield from of_choices(_single([*first, *second]))
 
 
 def changed(reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:
@@ -229,7 +245,7 @@ def _orders(trace: Trace, layer: Layer) -> list[Packing]:
     for length, sizes in trace.splits:
         if length in lengths:
             ratios.add(sizes)
-    for sizes in sorted(ratios, key=lambda sizes: (len(set(sizes)), len(sizes), sizes)):
+    for sizes in sorted(ratios):
         orders += _permuted(sizes, _heads(trace, rows, sizes))
     return orders
 

@@ -135,7 +135,7 @@ class Search:
         """Follows torch's calls, for at most half of the runs that are left."""
         limit = self._limit
         self._limit = (limit + self._case.evidence.runs) // 2
-        follower = Follower(self._case, functools.partial(self._run, depth=1))
+        follower = Follower(self._case, functools.partial(self._run, depth=1), self._is_over)
         layers = Group(follower.torch, flax)
         self._first_other = follower.follow([self._completed(one, layers) for one in names])
         self._limit = limit
@@ -160,7 +160,8 @@ class Search:
         self._seen.add(reading.key())
         difference = self._case.evidence.compare(self._leaves_of(reading))
         self._tried.append((difference, reading))
-        self._states.append(_State(difference.mean, changes(self._case, reading), depth))
+        of_all = changes(self._case, reading, reading.partners.keys())
+        self._states.append(_State(difference.mean, of_all, depth))
         return difference
 
     def _leaves_of(self, reading: Reading) -> dict[Path, np.ndarray]:
