@@ -3,7 +3,7 @@
 A reading has the pairs of layers, the form of each weight, and the flattened maps. If the example
 has torch's calls, the search first follows them from layer to layer. Then it tries a few likely
 readings. Then it tries single changes of all these, the likeliest change first, for a limited
-number of runs: in turn of the reading that came nearest, and of another one.
+number of runs: in turn of the reading that came nearest, and of one with few changes.
 """
 
 from __future__ import annotations
