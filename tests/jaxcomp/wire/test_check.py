@@ -365,6 +365,21 @@ def test_any_gradients_in_a_loop_of_steps_pass(gradients, params):
     jaxcomp.check(program, NOW, params)
 
 
+def test_the_batches_of_an_evaluation_are_no_steps():
+    params = {"w": PARAMS["up"]}
+    run = jaxcomp.data_parallel(by_hand, NOW, mesh=MESH)
+    steps = steps_in_a_scan(run, 3)
+    mean = sharded(MESH, lambda x: jax.lax.pmean(x.mean(), "data"), P("data"), P())
+
+    def evaluated(state, params, x):
+        state, params = steps(state, params, x)
+        scales = jnp.arange(9.0)
+        losses = jax.lax.map(lambda scale: mean(scale * (x @ params["w"])), scales)
+        return state, params, losses
+
+    jaxcomp.check(compiled(evaluated, run.init(params), params, X), NOW, params)
+
+
 def test_steps_are_counted_beside_another_axis():
     mesh = grid(2, model=2)
     params = parameters(mesh, "fsdp")
