@@ -52,9 +52,11 @@ def write_flax(
             prefix=f".{name}.", suffix=".tmp", dir=path, ignore_cleanup_errors=True
         ) as folder,
     ):
-        new = pathlib.Path(folder, name)
-        old = pathlib.Path(f"{folder}.old")
-        _save(new.parent, int(name), jax.tree.map(_written, dict(state)), dict(config))
+        # Python 3.12 makes the path absolute, but errors shall have it as the user passed it.
+        folder = path / pathlib.Path(folder).name
+        new = folder / name
+        old = folder.with_suffix(".old")
+        _save(folder, int(name), jax.tree.map(_written, dict(state)), dict(config))
         (new / _SUMS).write_text("".join(f"{line}\n" for line in _sums(new)))
         if place.exists():
             place.rename(old)
