@@ -40,9 +40,8 @@ from jaxcomp._mesh.collectives import (
 )
 from jaxcomp._mesh.weights import refuse_misspelt_weight
 from jaxcomp._reducers.allreduce import allreduce
-from jaxcomp._reducers.reducer import check_class, check_gradients
+from jaxcomp._reducers.reducer import check_averaged, check_class, check_gradients
 from jaxcomp._reducers.transformation import Transformation, bytes_of, shows_its_call
-from jaxcomp._training.gradients import check_averaged
 
 
 @shows_its_call
@@ -192,7 +191,7 @@ def local_sgd(
             )
         check_class(state, LocalSGDState)
         refuse_misspelt_weight(extra)
-        check_gradients(updates, axis_name)
+        check_gradients(updates, params, axis_name)
         numbers = numbered(params)
         gradients, reducer = averaged_at_first(updates, state, numbers, weight)
         # Local before and after, because a loop under check_vma=True must carry a constant type.

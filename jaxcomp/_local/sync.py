@@ -27,10 +27,9 @@ from jaxcomp._mesh.collectives import as_local, axis_size, axis_tuple, local_if_
 from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._mesh.weights import averaged
 from jaxcomp._reducers.allreduce import allreduce
-from jaxcomp._reducers.reducer import Reducer
+from jaxcomp._reducers.reducer import Reducer, check_averaged
 from jaxcomp._reducers.transformation import bytes_of
-from jaxcomp._training.gradients import check_averaged
-from jaxcomp._training.on_mesh import only_replica
+from jaxcomp._training.on_mesh import named_axis, only_replica
 
 AverageInnerState: TypeAlias = bool | Literal["reset"]
 InnerInit: TypeAlias = Callable[[PyTree], PyTree]
@@ -268,28 +267,21 @@ def check_sync(
     drop_non_finite: Any = False,
 ) -> Sync:
     """Checks the arguments that `local_sgd` and `local_sgd_round` share."""
-    for name, value in (("reducer", reducer), ("outer", outer)):
-        if value is not None:
-            check_transformation(name, value, " or None")
+    uncompressed = reducer is None
+    if uncompressed:
+        reducer = allreduce(axis_name=axis_name)
+    named_axis(reducer, axis_name)  # refuses other objects, and a reducer along other axes
     _check_averages(reducer, axis_name)
+    plain = uncompressed and outer is None
+    if outer is None:  # the anchor moves by the whole pseudo-gradient; the state is empty
+        outer = optax.GradientTransformation(lambda params: (), _whole_step)
+    check_transformation("outer", outer, " or None")
     if isinstance(outer, Reducer):
         raise ValueError(f"`outer` must be an optimizer, got {outer!r}. Pass it as reducer=.")
-    axes = getattr(reducer, "axis_name", axis_name)
-    if set(axis_tuple(axes)) != set(axis_tuple(axis_name)):
-        raise ValueError(
-            f"`reducer` averages over {axes!r} and axis_name is {axis_name!r}: parameters would "
-            "differ for ever along the other axes. Make both for the same axes."
-        )
     if not isinstance(average_inner_state, bool) and average_inner_state != "reset":
         raise ValueError(
             f"`average_inner_state` must be True, False or 'reset', got {average_inner_state!r}."
         )
-    uncompressed = reducer is None
-    plain = uncompressed and outer is None
-    if uncompressed:
-        reducer = allreduce(axis_name=axis_name)
-    if outer is None:  # the anchor moves by the whole pseudo-gradient; the state is empty
-        outer = optax.GradientTransformation(lambda params: (), _whole_step)
     return Sync(
         axis_name,
         optax.with_extra_args_support(reducer),
@@ -310,7 +302,7 @@ def _check_averages(reducer: Any, axis_name: AxisName) -> None:
     Raises:
       ValueError: If the update of the only replica points against its gradient.
     """
-    if reducer is None or isinstance(reducer, Reducer):
+    if isinstance(reducer, Reducer):
         return
 
     def alignment(gradient: Array) -> Array:

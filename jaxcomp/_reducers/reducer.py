@@ -31,8 +31,8 @@ from jaxcomp._base.leaves import (
     saturated,
     unboxed,
 )
-from jaxcomp._base.typing import Array, AxisName, PyTree
-from jaxcomp._mesh.collectives import mesh_axes, varying, vma_axes
+from jaxcomp._base.typing import Array, AxisName, PyTree, Shape
+from jaxcomp._mesh.collectives import axis_tuple, mesh_axes, varying, vma_axes
 from jaxcomp._mesh.meshes import call_on_automatic_axes, typed_specs
 from jaxcomp._mesh.per_replica import PER_REPLICA, leaves_marked
 from jaxcomp._mesh.weights import refuse_misspelt_weight, weighted_gradients
@@ -164,8 +164,7 @@ class Reducer(Transformation):
         refuse_misspelt_weight(extra_args)
         gradients = unboxed(updates)
         params = unboxed(params)
-        check_shapes(gradients, params)
-        check_gradients(gradients, self.axis_name)
+        check_gradients(gradients, params, self.axis_name)
         # From the gradients, because an Optax update may be called without parameters.
         check_state(state, jax.eval_shape(self.init, gradients))
         average = self._average
@@ -252,7 +251,7 @@ def check_reducer(reducer: Any, fix: str = "Pass the first link of the chain.") 
     return reducer
 
 
-def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
+def check_gradients(updates: PyTree, params: PyTree, axis_name: AxisName) -> None:
     """Refuses gradients that no reducer can average.
 
     ``float0`` leaves, the gradients of integer parameters, hold no value and pass. Under
@@ -260,8 +259,9 @@ def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
     axis, so a reducer would compress it too late to save bytes.
 
     Raises:
-      ValueError: If a leaf is neither floating nor ``float0``, a leaf was already reduced over the
-        axis, or the axis is not bound. The message names the leaves.
+      ValueError: If a leaf is neither floating nor ``float0``, has another shape than its
+        parameter, or was already reduced over the axis, or the axis is not bound. The message names
+        the leaves.
     """
     # First, because it also names an axis that is not bound.
     axes = vma_axes(axis_name)
@@ -280,11 +280,20 @@ def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
             "eqx.is_inexact_array)). For complex parameters, wrap the chain in "
             "optax.contrib.split_real_and_imaginary."
         )
+    shapes = _shapes(params)
     for path, leaf in leaves:
-        summed = [name for name in axes if name not in varying(leaf)]
+        name = leaf_name(path)
+        # There may be no parameters, or other leaves than gradients, as with masked ones.
+        expected = shapes.get(name.removeprefix("."))
+        if expected is not None and leaf.shape != expected:
+            raise ValueError(
+                f"The gradient of {name} has shape {leaf.shape}, the parameter has {expected}. "
+                "Gradients must be those of the parameters, averaged over this replica's examples."
+            )
+        summed = [axis for axis in axes if axis not in varying(leaf)]
         if summed and leaf.dtype != jax.dtypes.float0:
             raise ValueError(
-                f"The gradient {leaf_name(path)} is the same on every replica along "
+                f"The gradient {name} is the same on every replica along "
                 f"{summed[0]!r}: it was already summed, by jax.grad inside "
                 "shard_map(check_vma=True) or a pmean of your own, so there is nothing left to "
                 "reduce. Leave the pmean out, or take the gradient with "
@@ -294,20 +303,21 @@ def check_gradients(updates: PyTree, axis_name: AxisName) -> None:
             )
 
 
-def check_shapes(gradients: PyTree, params: PyTree) -> None:
-    """Refuses a gradient whose shape differs from that of its parameter.
+def check_averaged(means: PyTree, axis_name: AxisName) -> None:
+    """Refuses gradients that still differ between replicas after the transformation.
 
     Raises:
-      ValueError: If a shape differs; the message names the first such leaf.
+      ValueError: If a gradient varies over the axis, which is known only under ``check_vma=True``;
+        the message names the leaf.
     """
-    shapes = _shapes(params)
-    for name, shape in _shapes(gradients).items():
-        # There may be no parameters, or other leaves than gradients, as with masked ones.
-        expected = shapes.get(name)
-        if None not in (shape, expected) and shape != expected:
+    for path, leaf in jax.tree.leaves_with_path(means):
+        apart = [name for name in axis_tuple(axis_name) if name in varying(leaf)]
+        if leaf.dtype != jax.dtypes.float0 and apart:
             raise ValueError(
-                f"The gradient of {name} has shape {shape}, the parameter has {expected}. "
-                "Gradients must be those of the parameters, averaged over this replica's examples."
+                f"`reducer` leaves the gradient {leaf_name(path)} different on every replica along "
+                f"{', '.join(map(repr, apart))}: it is not a reducer, or reduces only a part of "
+                "the parameters, as in optax.masked. Pass jaxcomp.powersgd(...) or another reducer "
+                "of jaxcomp, or an optax.chain that begins with one, and no optimizer."
             )
 
 
@@ -328,33 +338,34 @@ def check_state(state: PyTree, fresh: PyTree) -> None:
       ValueError: If the state belongs to another reducer, or leaves are missing, extra or of
         another shape; the message lists these leaves.
     """
-    is_array = isinstance(fresh, jax.ShapeDtypeStruct)  # a user's state may be one array
-    if not is_array:
+    if not isinstance(fresh, jax.ShapeDtypeStruct):  # a user's state may be one array
         check_class(state, type(fresh))
-    wrong = differences(state, fresh)
-    if not wrong:
+    alone, others = differences(state, fresh)
+    if not alone and not others:
         return
     hint = "Make the state with init() of a tree like the gradients"
-    if leaves_of_one(state, fresh):
+    if alone:
         hint += ", in which a Python number must be an array"
     else:
         hint += " and keep the reducer's arguments, or convert it with jaxcomp.adapt_state"
     axes = []
     shapes = _shapes(state)
     for name, leaf in leaves_marked(fresh, PER_REPLICA).items():
-        axes.append(len(shapes.get(_plain(name)) or leaf.shape) - leaf.ndim)
+        axes.append(len(shapes.get(name.removeprefix(".")) or leaf.shape) - leaf.ndim)
     if any(axes):
         hint += (
             "; if a per-replica leaf has one axis of replicas too many, or lacks it, place the "
             "state with jaxcomp.shard_state and map it with jaxcomp.state_specs"
         )
-    listed = "\n  ".join(wrong)
+    listed = "\n  ".join(alone + others)
     raise ValueError(
         f"The state does not fit these gradients and this reducer's arguments:\n  {listed}\n{hint}."
     )
 
 
-def differences(state: PyTree, fresh: PyTree, *, any_axes: bool = False) -> list[str]:
+def differences(
+    state: PyTree, fresh: PyTree, *, any_axes: bool = False
+) -> tuple[list[str], list[str]]:
     """Lists the leaves by which a state differs from a fresh one for the parameters.
 
     Args:
@@ -362,42 +373,35 @@ def differences(state: PyTree, fresh: PyTree, *, any_axes: bool = False) -> list
       fresh: The fresh state.
       any_axes: True if the state may have axes of replicas; then only masked leaves, which have no
         shape, differ from others.
+
+    Returns:
+      Lines for the leaves that only one of both has, and lines for other differences.
     """
-    lines = leaves_of_one(state, fresh)
+    shapes = _shapes(state)
     expected = _shapes(fresh)
-    for name, shape in _shapes(state).items():
-        other = expected.get(name, shape)
-        if shape != other and (None in (shape, other) or not any_axes):
-            lines.append(f"{name}: expected {other}, got {shape}".replace("None", "none"))
-    if not lines and jax.tree.structure(state) != jax.tree.structure(fresh):
-        lines.append("all leaves are in other containers, such as a dict and a FrozenDict")
-    return lines
-
-
-def leaves_of_one(state: PyTree, fresh: PyTree) -> list[str]:
-    """Lists the leaves that only a state has, or only a fresh one for the parameters."""
-    names = _shapes(state)
-    expected = _shapes(fresh)
-    lines = []
-    for name in expected:
-        if name not in names:
-            lines.append(f"{name}: only the parameters have this leaf")
-    for name in names:
+    alone = []
+    others = []
+    for name in expected | shapes:
+        if name not in shapes:
+            alone.append(f"{name}: only the parameters have this leaf")
+            continue
         if name not in expected:
-            lines.append(f"{name}: only the state has this leaf")
-    return lines
+            alone.append(f"{name}: only the state has this leaf")
+            continue
+        pair = (expected[name], shapes[name])
+        if pair[0] != pair[1] and (None in pair or not any_axes):
+            others.append(f"{name}: expected {pair[0]}, got {pair[1]}".replace("None", "none"))
+    if not alone and not others and jax.tree.structure(state) != jax.tree.structure(fresh):
+        others.append("all leaves are in other containers, such as a dict and a FrozenDict")
+    return alone, others
 
 
-def _shapes(tree: PyTree) -> dict[str, tuple[int, ...] | None]:
+def _shapes(tree: PyTree) -> dict[str, Shape | None]:
     """Returns the shape of each leaf, by its path; None for a masked leaf."""
     shapes = {}
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_masked):
         shape = None
         if not is_masked(leaf):
             shape = np.shape(leaf)
-        shapes[_plain(leaf_name(path))] = shape
+        shapes[leaf_name(path).removeprefix(".")] = shape
     return shapes
-
-
-def _plain(name: str) -> str:
-    return name.removeprefix(".")

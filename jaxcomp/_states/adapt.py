@@ -21,7 +21,7 @@ from jaxcomp._lowrank.orthogonalize import orthogonalize
 from jaxcomp._mesh.per_replica import has_replica_axis
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.powersgd import PowerSGDState
-from jaxcomp._reducers.reducer import Reducer, check_reducer, leaves_of_one
+from jaxcomp._reducers.reducer import Reducer, check_reducer, differences
 from jaxcomp._states.consolidate import consolidate
 
 
@@ -117,7 +117,7 @@ def _carried_over(
     Raises:
       ValueError: If the function returns None for a leaf; the message lists these leaves.
     """
-    alone = leaves_of_one(old, new)
+    alone, _ = differences(old, new)
     if alone:
         listed = "\n  ".join(alone)
         raise ValueError(

@@ -220,7 +220,8 @@ def _check_structure(state: PyTree, like: PyTree) -> None:
     expected = type(like).__name__
     kind = type(state).__name__
     if kind == expected:
-        listed = "\n  ".join(differences(state, like, any_axes=True))
+        alone, others = differences(state, like, any_axes=True)
+        listed = "\n  ".join(alone + others)
         raise ValueError(
             f"The {kind} does not fit the parameters and the reducer:\n  {listed}\nPass those that "
             "it was made for, or begin with a new state, init(params)."

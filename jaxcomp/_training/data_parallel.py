@@ -24,7 +24,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxcomp._base.checks import answers_other_names, check_flag, is_traced
-from jaxcomp._base.leaves import arrays_only, without_arrays
+from jaxcomp._base.leaves import arrays_only, is_array
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.meshes import (
@@ -36,7 +36,7 @@ from jaxcomp._mesh.meshes import (
 )
 from jaxcomp._mesh.per_replica import is_reducer_state, reducer_states
 from jaxcomp._mesh.weights import weighted_gradients
-from jaxcomp._reducers.reducer import Reducer, in_dtypes_of
+from jaxcomp._reducers.reducer import Reducer, check_averaged, in_dtypes_of
 from jaxcomp._reducers.transformation import Transformation
 from jaxcomp._states.place import shard_state
 from jaxcomp._training.arguments import (
@@ -47,7 +47,6 @@ from jaxcomp._training.arguments import (
     weight_spec,
 )
 from jaxcomp._training.examine import examined
-from jaxcomp._training.gradients import check_averaged, check_loss
 from jaxcomp._training.hold_state import is_state_itself, state_in
 from jaxcomp._training.on_mesh import (
     axes_of_state,
@@ -63,6 +62,7 @@ from jaxcomp._training.outputs import (
     as_array,
     by_kind,
     check_aux,
+    check_loss,
     combined,
     one_level,
     put_together,
@@ -280,7 +280,8 @@ class DataParallel:
         specs, examples = split_specs(
             arguments, unsplit, self.batch_specs, self.axis_name, mesh, replicas
         )
-        return Inputs(without_arrays(arguments), at, specs, examples)
+        static = jax.tree.map(lambda x: ... if is_array(x) else x, arguments)
+        return Inputs(static, at, specs, examples)
 
     def _on_mesh(self, state: PyTree, arguments: Any, params: PyTree, weight: Any) -> Any:
         """Runs the step on every replica of a mesh."""

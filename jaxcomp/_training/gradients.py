@@ -1,9 +1,7 @@
-"""Takes gradients of one replica, and checks losses and averaged gradients.
+"""Takes gradients of one replica.
 
 Under ``shard_map(check_vma=True)`` JAX sums gradients over the replicas by itself, before a reducer
-can compress them. Marking the parameters as local prevents that. Two checks find mistakes of a
-user's code in JAX's types: `check_loss` a loss that was averaged too early, `check_averaged`
-gradients that were not averaged.
+can compress them. Marking the parameters as local prevents that.
 """
 
 from __future__ import annotations
@@ -14,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcomp._base.leaves import leaf_name
-from jaxcomp._base.typing import AxisName, PyTree
-from jaxcomp._mesh.collectives import as_local, axes_known_equal, axis_tuple, varying
+from jaxcomp._base.typing import AxisName
+from jaxcomp._mesh.collectives import as_local
+from jaxcomp._training.outputs import check_loss
 
 
 def local_value_and_grad(
@@ -67,38 +65,3 @@ def local_value_and_grad(
         return value, grads
 
     return local
-
-
-def check_loss(loss: Any, axis_name: AxisName) -> None:
-    """Refuses a loss that was already averaged over the replicas.
-
-    Raises:
-      ValueError: If JAX knows that the loss is equal on all replicas.
-    """
-    reduced = axes_known_equal(loss, axis_name)
-    if reduced:
-        raise ValueError(
-            f"The loss is the same on every replica along {reduced[0]!r}: it depends neither on "
-            "the parameters nor on the examples, or `fun` averages it already, with lax.pmean or "
-            "psum. Then gradients would be too small by the number of replicas. Return the mean "
-            "over this replica's examples alone, and average the value for reports after the "
-            "gradients are taken."
-        )
-
-
-def check_averaged(means: PyTree, axis_name: AxisName) -> None:
-    """Refuses gradients that still differ between replicas after the transformation.
-
-    Raises:
-      ValueError: If a gradient varies over the axis, which is known only under ``check_vma=True``;
-        the message names the leaf.
-    """
-    for path, leaf in jax.tree.leaves_with_path(means):
-        apart = [name for name in axis_tuple(axis_name) if name in varying(leaf)]
-        if leaf.dtype != jax.dtypes.float0 and apart:
-            raise ValueError(
-                f"`reducer` leaves the gradient {leaf_name(path)} different on every replica along "
-                f"{', '.join(map(repr, apart))}: it is not a reducer, or reduces only a part of "
-                "the parameters, as in optax.masked. Pass jaxcomp.powersgd(...) or another reducer "
-                "of jaxcomp, or an optax.chain that begins with one, and no optimizer."
-            )

@@ -26,7 +26,7 @@ from jaxcomp._base.leaves import (
 from jaxcomp._base.typing import PyTree
 from jaxcomp._mesh.collectives import is_bound, known_equal
 from jaxcomp._mesh.per_replica import is_accumulator, is_reducer_state, reducer_states
-from jaxcomp._reducers.reducer import Reducer, check_reducer, differences, leaves_of_one
+from jaxcomp._reducers.reducer import Reducer, check_reducer, differences
 
 
 class Held(NamedTuple):
@@ -162,9 +162,10 @@ def _not_one_state(tree: PyTree, fresh: PyTree, fitting: int) -> str:
     # A state of the right class that does not fit is the likely one, so the message is about it.
     if not fitting and same_kind:
         held = unboxed(same_kind[0])
-        listed = "\n  ".join(differences(held, fresh, any_axes=True))
+        alone, others = differences(held, fresh, any_axes=True)
+        listed = "\n  ".join(alone + others)
         hint = "Make it with init of these parameters, outside of optax.flatten."
-        if not leaves_of_one(held, fresh):
+        if not alone:
             hint = (
                 "Inside of optax.partition or optax.masked, hold_state gets only a part of the "
                 "parameters. Put it outside: optax.chain(jaxcomp.hold_state(reducer), "

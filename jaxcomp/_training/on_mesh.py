@@ -34,10 +34,9 @@ from jaxcomp._mesh.meshes import (
     typed_specs,
 )
 from jaxcomp._mesh.per_replica import OWNER, PER_REPLICA, REPLICATED, leaves_marked
-from jaxcomp._reducers.reducer import Reducer
+from jaxcomp._reducers.reducer import Reducer, check_averaged
 from jaxcomp._states.place import check_not_spread, known_spec, state_specs
 from jaxcomp._training.arguments import weight_spec
-from jaxcomp._training.gradients import check_averaged
 
 
 def the_mesh(users_mesh: Any, axis_name: AxisName, *trees: PyTree) -> Any:

@@ -22,7 +22,14 @@ import numpy as np
 from jaxcomp._base.checks import is_integer
 from jaxcomp._base.leaves import in_words, is_array, is_floating, is_key, leaf_name
 from jaxcomp._base.typing import Array, AxisName, KeyPath, PyTree
-from jaxcomp._mesh.collectives import as_local, gather, known_equal, sum_over_replicas, vma_axes
+from jaxcomp._mesh.collectives import (
+    as_local,
+    axes_known_equal,
+    gather,
+    known_equal,
+    sum_over_replicas,
+    vma_axes,
+)
 from jaxcomp._mesh.weights import averaged
 
 # What `aux=` may say, beside an integer, the axis along which rows are joined.
@@ -58,6 +65,23 @@ def taken_apart(result: Any) -> tuple[tuple[Any, ...], PyTree]:
             "with auxiliary outputs, ((loss, auxiliary), gradients)."
         )
     return outputs, gradients
+
+
+def check_loss(loss: Any, axis_name: AxisName) -> None:
+    """Refuses a loss that was already averaged over the replicas.
+
+    Raises:
+      ValueError: If JAX knows that the loss is equal on all replicas.
+    """
+    reduced = axes_known_equal(loss, axis_name)
+    if reduced:
+        raise ValueError(
+            f"The loss is the same on every replica along {reduced[0]!r}: it depends neither on "
+            "the parameters nor on the examples, or `fun` averages it already, with lax.pmean or "
+            "psum. Then gradients would be too small by the number of replicas. Return the mean "
+            "over this replica's examples alone, and average the value for reports after the "
+            "gradients are taken."
+        )
 
 
 def by_kind(

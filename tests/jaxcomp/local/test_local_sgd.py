@@ -290,7 +290,7 @@ BAD = [
     ({"reducer": "powersgd"}, "`reducer` must be"),
     ({"outer": 0.7}, "`outer` must be"),
     ({"outer": [NESTEROV]}, r"`outer` must be an Optax .* or None, got \["),
-    ({"reducer": jaxcomp.allreduce(axis_name="other")}, "averages over 'other'"),
+    ({"reducer": jaxcomp.allreduce(axis_name="other")}, "averages along 'other'"),
     ({"local_axis_name": "other"}, "'other', which is not in"),
 ]
 
