@@ -267,23 +267,20 @@ def arrays_only(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x if is_array(x) else None, tree)
 
 
-def without_arrays(tree: PyTree) -> PyTree:
-    """Returns the tree with ``...`` in place of arrays, for `with_arrays`."""
-    return jax.tree.map(lambda x: ... if is_array(x) else x, tree)
-
-
 def with_arrays(tree: PyTree, arrays: PyTree) -> PyTree:
     """Inverts `arrays_only`: returns the tree with its arrays replaced by those of `arrays`."""
     return jax.tree.map(lambda x, array: x if array is None else array, tree, arrays)
 
 
-def check_values(name: str, tree: PyTree, place: KeyPath = ()) -> None:
+def check_values(name: str, tree: PyTree, place: KeyPath = (), *, on_host: bool = False) -> None:
     """Refuses leaves without values: shapes, and arrays that were donated.
 
     Args:
       name: The name of an argument.
       tree: The argument, or the part of it at the path `place`.
       place: The path.
+      on_host: True to refuse also what NumPy cannot read: tracers, and arrays with a part in
+        another process.
 
     Raises:
       ValueError: If it finds one; the message has the name of the argument and of the leaf.
@@ -296,6 +293,17 @@ def check_values(name: str, tree: PyTree, place: KeyPath = ()) -> None:
             raise ValueError(
                 f"`{name}` was deleted at {where}, as by jax.jit(step, donate_argnums=...): pass "
                 "what the last step returned."
+            )
+        if not on_host:
+            continue
+        if is_traced(leaf):
+            raise ValueError(
+                f"`{name}` is traced at {where}: read it outside of jax.jit, between two steps."
+            )
+        if not getattr(leaf, "is_fully_addressable", True) and not leaf.is_fully_replicated:
+            raise ValueError(
+                f"`{name}` has a part of {where} in another process. Gather it first, "
+                f"as with jax.experimental.multihost_utils.process_allgather({name}, tiled=True)."
             )
 
 

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxcomp._base.checks import answers_other_names, is_traced
+from jaxcomp._base.checks import answers_other_names
 from jaxcomp._base.leaves import check_values, is_masked, leaf_name, unboxed
-from jaxcomp._base.typing import KeyPath, MatrixDimsFn, PyTree, RankFn
+from jaxcomp._base.typing import MatrixDimsFn, PyTree, RankFn
 from jaxcomp._bytes.units import parse
 from jaxcomp._lowrank.matrices import plan_leaves
 
@@ -241,7 +241,7 @@ def read_momentum(
         fields = _moments(node)
         if fields:
             # Only what is read: residuals beside it may have parts in other processes.
-            check_on_host("opt_state", node, path)
+            check_values("opt_state", node, path, on_host=True)
             states.append(fields)
     with_law = [fields for fields in states if fields.keys() & _BESIDE_MU]
     if not states:
@@ -281,23 +281,14 @@ def read_momentum(
         )
     if measured is None:
         return momentum
-    rank, gap = _checked(measured)
-    return momentum.through(ranks_of(tree, rank, min_compression_rate, matrix_dims), gap)
-
-
-def _checked(measured: Measured) -> tuple[int | RankFn, float]:
-    """Checks what was measured; returns the rank, and the gap as a fraction.
-
-    Raises:
-      ValueError: If it is not a pair with a positive gap; `ranks_of` checks the rank.
-    """
     if not isinstance(measured, tuple) or len(measured) != 2:
         raise ValueError(
             "`measured` must be a rank and how far above the exact run's loss it ended, as in "
             f"measured=(16, '1.2%'), got {measured!r}."
         )
     rank, gap = measured
-    return rank, parse("measured", gap)
+    ranks = ranks_of(tree, rank, min_compression_rate, matrix_dims)
+    return momentum.through(ranks, parse("measured", gap))
 
 
 def spectra_of(tree: PyTree, matrix_dims: MatrixDimsFn | None) -> dict[str, np.ndarray]:
@@ -334,32 +325,6 @@ def _squared_singular_values(matrices: np.ndarray) -> np.ndarray:
     # Rounding can make the smallest values negative.
     values = np.maximum(values, 0).reshape(-1, matrices.shape[-1])
     return values.sum(axis=0)[::-1]  # the largest first
-
-
-def check_on_host(name: str, tree: PyTree, place: KeyPath = ()) -> None:
-    """Refuses leaves without values that NumPy can read.
-
-    Args:
-      name: The name of an argument.
-      tree: The argument, or the part of it at the path `place`.
-      place: The path.
-
-    Raises:
-      ValueError: If a leaf is traced, has a part in another process, is only a shape, or was
-        deleted. The message has the name of the argument and of the leaf.
-    """
-    check_values(name, tree, place)
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        where = leaf_name((*place, *path))
-        if is_traced(leaf):
-            raise ValueError(
-                f"`{name}` is traced at {where}: read it outside of jax.jit, between two steps."
-            )
-        if not getattr(leaf, "is_fully_addressable", True) and not leaf.is_fully_replicated:
-            raise ValueError(
-                f"`{name}` has a part of {where} in another process. Gather it first, "
-                f"as with jax.experimental.multihost_utils.process_allgather({name}, tiled=True)."
-            )
 
 
 def _moments(node: Any) -> Mapping[str, Any]:

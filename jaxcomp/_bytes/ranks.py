@@ -24,13 +24,14 @@ from jaxcomp._base.checks import (
 )
 from jaxcomp._base.leaves import (
     FACTOR_DTYPES,
+    check_values,
     checked_dtype,
     checked_params,
     is_floating,
     leaf_name,
 )
 from jaxcomp._base.typing import DType, KeyPath, MatrixDimsFn, PyTree
-from jaxcomp._bytes.gap import Measured, check_on_host, read_momentum, spectra_of
+from jaxcomp._bytes.gap import Measured, read_momentum, spectra_of
 from jaxcomp._bytes.units import parse
 from jaxcomp._lowrank.matrices import LeafPlan, is_compressed, plan_leaves
 from jaxcomp._reducers.low_rank import leaf_bytes
@@ -152,25 +153,26 @@ def ranks_by_spectrum(
         raise ValueError("`measured` is read only with `loss_budget`: leave it out with `ratio`.")
     check_flag("adaptive", adaptive)
     wire = checked_dtype("comm_dtype", comm_dtype, FACTOR_DTYPES)
-    rate = check_static_number("min_compression_rate", min_compression_rate, 0)
     momentum = None
     if loss_budget is None:
         gradients = checked_params("gradients", gradients)
-        check_on_host("gradients", gradients)
+        check_values("gradients", gradients, on_host=True)
         spectra: Mapping[str, np.ndarray] = spectra_of(gradients, matrix_dims)
     else:
-        momentum = read_momentum(gradients, matrix_dims, measured, rate)
+        momentum = read_momentum(gradients, matrix_dims, measured, min_compression_rate)
         gradients = momentum.tree
         spectra = momentum.spectra
         adaptive = False  # the spectra are those of steps, which the optimizer has scaled already
-    plans = list(filter(is_floating, plan_leaves(gradients, 1, rate, matrix_dims)))
+    plans = list(filter(is_floating, plan_leaves(gradients, 1, min_compression_rate, matrix_dims)))
     ranks: dict[str, int | None] = {}
     offers = []
     for plan in plans:
         ranks[plan.path] = None
         if plan.view is not None:
             ranks[plan.path] = 1
-            offers.append(_offers(plan, spectra[plan.path], wire, rate, scaled=adaptive))
+            offers.append(
+                _offers(plan, spectra[plan.path], wire, min_compression_rate, scaled=adaptive)
+            )
     # Always the column with the most energy for its cost. This is optimal for any budget, because
     # the gain falls from one column of a leaf to the next.
     in_order = heapq.merge(*offers, key=lambda offer: (-offer.gain_per_value, offer.path))

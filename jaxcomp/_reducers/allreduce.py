@@ -11,7 +11,6 @@ from typing import Any
 
 import optax
 
-from jaxcomp._base.checks import check_axis_name
 from jaxcomp._base.leaves import checked_dtype, floating_leaves, with_leaves
 from jaxcomp._base.stats import CompressionStats, dense_stats
 from jaxcomp._base.typing import AxisName, DType, PyTree
@@ -55,7 +54,6 @@ def allreduce(
       >>> jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="data")(grads)["w"].tolist()
       [[2.0, 3.0], [2.0, 3.0]]
     """
-    check_axis_name(axis_name)
     wire = checked_dtype("comm_dtype", comm_dtype)
 
     def reduce(

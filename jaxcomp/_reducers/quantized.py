@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from jaxcomp._base.checks import check_axis_name, check_int
+from jaxcomp._base.checks import check_int
 from jaxcomp._base.leaves import floating_leaves, nan_unless, with_leaves
 from jaxcomp._base.stats import CompressionStats, dense_stats, needed_replicas
 from jaxcomp._base.typing import AxisName, PyTree
@@ -77,7 +77,6 @@ def quantized_allreduce(
       Alistarh et al.: QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding.
       NeurIPS 2017.
     """
-    check_axis_name(axis_name)
     if block_size is not None:
         block_size = check_int("block_size", block_size, 1)
 
