@@ -211,8 +211,8 @@ def shapes_of(params: PyTree) -> tuple[PyTree, str]:
             f"Shapes are guessed for {_SMALLEST:,} to {_LARGEST:.0e} parameters, got {count:,}. "
             "Pass the parameters, or their shapes, to jaxcomp.advise."
         )
-    width = 4  # the largest multiple of 4 that fits
-    while _least_values(width + 4, count) <= count:
+    width = 4  # the largest multiple of 4 that fits, with the smallest embedding it may have
+    while _values(width + 4) + min(_VOCABULARY * (width + 4), count // 3) <= count:
         width += 4
     layers = _layers(width)
     left = count - _values(width)
@@ -238,12 +238,6 @@ def _layers(width: int) -> int:
 def _values(width: int) -> int:
     """Counts the parameters of all layers: kernels, biases and norms."""
     return _layers(width) * width * (12 * width + 13)
-
-
-def _least_values(width: int, count: int) -> int:
-    """Counts the parameters of a model of this width, with the smallest embedding it may have."""
-    embedding = min(_VOCABULARY * width, count // 3)
-    return _values(width) + embedding
 
 
 def typical_width(params: PyTree, matrix_dims: MatrixDimsFn | None = None) -> int:

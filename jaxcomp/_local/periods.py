@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp._base.checks import check_axis_name, check_int, check_number
-from jaxcomp._base.typing import Array, AxisName, Schedule
+from jaxcomp._base.typing import Array, Axes, AxisName, Schedule
 from jaxcomp._mesh.collectives import axis_tuple
 
 # A number of steps, a schedule that returns it, or a number for each level of a hierarchy.
@@ -26,7 +26,7 @@ SyncEvery: TypeAlias = int | Schedule | Mapping[AxisName, int]
 class Level(NamedTuple):
     """Describes a level of a hierarchy: the axes to average over, the steps between averages."""
 
-    axes: tuple[str, ...]
+    axes: Axes
     period: int
 
 
@@ -99,7 +99,7 @@ def check_periods(
     return Periods(levels, None, start_step, offset)
 
 
-def check_known(argument: str, axes: AxisName, axis_name: AxisName) -> tuple[str, ...]:
+def check_known(argument: str, axes: AxisName, axis_name: AxisName) -> Axes:
     """Returns `axes` as a tuple; refuses axes that are not in `axis_name`."""
     check_axis_name(axes)
     for name in axis_tuple(axes):

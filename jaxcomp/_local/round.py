@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp._base.checks import answers_other_names
 from jaxcomp._base.leaves import floating_leaves, leaf_name, with_leaves
 from jaxcomp._base.stats import CompressionStats
-from jaxcomp._base.typing import AxisName, KeyPath, PyTree
+from jaxcomp._base.typing import AxisName, KeyPath, PyTree, Shape
 from jaxcomp._local.fragments import Streaming, numbered, part_of, put_back
 from jaxcomp._local.sync import InnerInit, LocalSGDState, Sync, payload
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound, owner_id
@@ -302,6 +302,6 @@ class LocalSGDRound(Counted):
         return sent
 
 
-def _types_of(tree: PyTree) -> tuple[Any, list[tuple[int, ...]]]:
+def _types_of(tree: PyTree) -> tuple[Any, list[Shape]]:
     shapes = list(map(np.shape, jax.tree.leaves(tree)))
     return jax.tree.structure(tree), shapes

@@ -39,7 +39,7 @@ from jaxcomp._base.leaves import (
     limited,
     named_dtype,
 )
-from jaxcomp._base.typing import Array, KeyPath, MatrixDims, MatrixDimsFn, PyTree, RankFn
+from jaxcomp._base.typing import Array, KeyPath, MatrixDims, MatrixDimsFn, PyTree, RankFn, Shape
 from jaxcomp._mesh.collectives import typed_like, unmapped_axes
 
 # A residual that is exact in float32 needs products that are exact in float32.
@@ -72,13 +72,13 @@ class MatrixView:
     leaf, if one is.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape
     dims: MatrixDims
     # True for a stack of several leaves, which are later cut out of the result.
     is_group: bool = False
 
     @property
-    def batch(self) -> tuple[int, ...]:
+    def batch(self) -> Shape:
         """Returns the sizes of the batch axes."""
         return self.sizes(self.dims.batch)
 
@@ -106,18 +106,13 @@ class MatrixView:
         first, second = self.in_order(rows, cols)
         return batch + first + second
 
-    @property
-    def is_reshape(self) -> bool:
-        """Returns whether `matricize` is a plain reshape, as with the default rule."""
-        return self.order == tuple(range(len(self.shape)))
-
     def in_order(self, of_rows: T, of_cols: T) -> tuple[T, T]:
         """Orders a value for rows and one for columns as `cols_first` says; its own inverse."""
         if self.cols_first:
             return of_cols, of_rows
         return of_rows, of_cols
 
-    def sizes(self, axes: tuple[int, ...]) -> tuple[int, ...]:
+    def sizes(self, axes: tuple[int, ...]) -> Shape:
         """Returns the sizes of some axes of the leaf."""
         return tuple(self.shape[axis] for axis in axes)
 
@@ -358,7 +353,8 @@ def unsent(
         return view.unmatricize(new)
 
     small = total.size * total.dtype.itemsize < 2 * _BLOCK_BYTES
-    if p.shape[-1] <= _FUSED_RANK or small or not view.is_reshape or unmapped_axes():
+    moves = view.order != tuple(range(total.ndim))  # never by the default rule
+    if p.shape[-1] <= _FUSED_RANK or small or moves or unmapped_axes():
         return whole()
     return lax.platform_dependent(cpu=in_blocks, default=whole)
 
@@ -372,7 +368,7 @@ class LeafPlan:
     """Plans one leaf: its matrix view and rank, or None and 0 for an uncompressed leaf."""
 
     path: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: Any
     view: MatrixView | None = None
     rank: int = 0
@@ -383,13 +379,13 @@ class LeafPlan:
         return math.prod(self.shape)
 
     @property
-    def p_shape(self) -> tuple[int, ...]:
+    def p_shape(self) -> Shape:
         """Returns the shape ``(*batch, n_rows, r)`` of the left factor."""
         assert self.view is not None
         return (*self.view.batch, self.view.n_rows, self.rank)
 
     @property
-    def q_shape(self) -> tuple[int, ...]:
+    def q_shape(self) -> Shape:
         """Returns the shape ``(*batch, n_cols, r)`` of the right factor."""
         assert self.view is not None
         return (*self.view.batch, self.view.n_cols, self.rank)
@@ -491,7 +487,7 @@ def _plan(
     return dataclasses.replace(plain, view=view, rank=r)
 
 
-def _checked_dims(dims: MatrixDims, shape: tuple[int, ...], name: str) -> MatrixDims:
+def _checked_dims(dims: MatrixDims, shape: Shape, name: str) -> MatrixDims:
     """Returns dims with non-negative axes; refuses dims that do not contain each axis once."""
     axes = np.arange(len(shape))
     # NumPy's indexing counts negative axes from the end, and refuses axes that do not exist.

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxcomp._base.checks import answers_other_names
 from jaxcomp._base.leaves import key_names, leaf_dtype, leaf_name
-from jaxcomp._base.typing import KeyPath, MatrixDims, MatrixDimsFn
+from jaxcomp._base.typing import KeyPath, MatrixDims, MatrixDimsFn, Shape
 from jaxcomp._lowrank.matrices import default_matrix_dims, plan_leaves
 
 _LEAST_AXES = 3  # axes of a stacked matrix
@@ -75,7 +75,7 @@ def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsF
 def _check_leaves(names: Sequence[str], leaves: Sequence[tuple[KeyPath, Any]]) -> None:
     """Refuses names that the tree does not have, and named parts that are not stacked layers."""
     known = set()
-    parts: dict[str, dict[str, tuple[int, ...]]] = {}
+    parts: dict[str, dict[str, Shape]] = {}
     for path, leaf in leaves:
         in_path = key_names(path)
         known.update(in_path)
@@ -94,7 +94,7 @@ def _check_leaves(names: Sequence[str], leaves: Sequence[tuple[KeyPath, Any]]) -
         _check_part(part, shapes)
 
 
-def _check_part(part: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_part(part: str, shapes: Mapping[str, Shape]) -> None:
     """Refuses a part whose leading axes differ, or without a leaf of three or more axes.
 
     A stack of biases has two axes, so a leaf of two axes does not show stacked layers.
@@ -111,9 +111,12 @@ def _check_part(part: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
             f"`stacked` would compress nothing in {part}, where no leaf has an axis of layers and "
             f"two more: {_listed(shapes)}. Leave its name out, and a matrix is compressed as one."
         )
-    thin = {}
+    thin = {}  # leaves of which the matrix of one layer is too small, even at rank 1
     for name, shape in shapes.items():
-        if _too_thin(shape[1:]):
+        layer = jax.ShapeDtypeStruct(shape[1:], np.float32)
+        # By the default rule, because the rank and the rate of the reducer are not known here.
+        (plan,) = plan_leaves(layer, 1, _LEAST_RATE)
+        if layer.ndim > 1 and plan.view is None:
             thin[name] = shape
     if thin:
         warnings.warn(
@@ -124,13 +127,6 @@ def _check_part(part: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         )
 
 
-def _listed(shapes: Mapping[str, tuple[int, ...]]) -> str:
+def _listed(shapes: Mapping[str, Shape]) -> str:
     first = itertools.islice(shapes.items(), _SHOWN)
     return ", ".join(f"{name} of shape {shape}" for name, shape in first)
-
-
-def _too_thin(layer: tuple[int, ...]) -> bool:
-    """Returns whether the matrix of one layer is too small to be compressed, even at rank 1."""
-    # By the default rule, because the rank and the rate of the reducer are not known here.
-    (plan,) = plan_leaves(jax.ShapeDtypeStruct(layer, np.float32), 1, _LEAST_RATE)
-    return len(layer) > 1 and plan.view is None

@@ -36,7 +36,7 @@ from jaxcomp._base.leaves import (
     widest,
 )
 from jaxcomp._base.stats import CompressionStats, dense_stats, needed_replicas
-from jaxcomp._base.typing import Array, AxisName, MatrixDimsFn, PyTree, RankFn
+from jaxcomp._base.typing import Array, AxisName, MatrixDimsFn, PyTree, RankFn, Shape
 from jaxcomp._lowrank.matrices import LeafPlan, MatrixView, outer, plan_leaves, product
 from jaxcomp._lowrank.orthogonalize import ROUNDS_TO_SPAN, orthonormal_bases
 from jaxcomp._mesh.collectives import (
@@ -70,13 +70,6 @@ class PowerSGDOptions:
     def plan(self, tree: PyTree) -> list[LeafPlan]:
         """Returns the plan of each leaf of `tree`."""
         return plan_leaves(tree, self.rank, self.min_compression_rate, self.matrix_dims)
-
-    def first_residual(self, plan: LeafPlan, leaf: Array) -> Any:
-        """Makes the residual of one leaf: zeros, or nothing if the leaf is not compressed."""
-        if plan.view is None or not self.error_feedback:
-            return optax.MaskedNode()
-        # Not jnp.zeros: a residual is sharded over other mesh axes as its leaf is.
-        return jnp.zeros_like(leaf, dtype=self.residual_dtype or compute_dtype(plan.dtype))
 
     def random_factors(self, plans: list[LeafPlan], count: Any) -> list[Any]:
         """Draws the initial right factors: equal on every replica, different for every leaf."""
@@ -280,7 +273,7 @@ def _transposed(factor: Array) -> Array:
     return lax.optimization_barrier(factor).mT
 
 
-def factor_layout(shape: tuple[int, ...], replicas: int, bits: int) -> BlockLayout:
+def factor_layout(shape: Shape, replicas: int, bits: int) -> BlockLayout:
     """Cuts the columns ``(*batch, r, n)`` of a factor into blocks of values that share a scale.
 
     Columns differ in size by orders of magnitude, so a block should not span two columns. No block

@@ -23,7 +23,6 @@ import numpy as np
 import optax
 
 from jaxcomp._base.checks import (
-    check_axis_name,
     check_flag,
     check_function,
     check_int,
@@ -178,7 +177,7 @@ def powersgd(
     # `optax.inject_hyperparams` passes arguments that it may change, `eps` and `seed`, as arrays.
     options = PowerSGDOptions(
         rank=rank if callable(rank) else check_int("rank", rank, 1),
-        axis_name=check_axis_name(axis_name),
+        axis_name=axis_name,
         start_step=check_int("start_step", start_step, 0),
         min_compression_rate=check_static_number("min_compression_rate", min_compression_rate, 0),
         error_feedback=check_flag("error_feedback", error_feedback),
@@ -193,7 +192,12 @@ def powersgd(
     def init(params: PyTree) -> PowerSGDState:
         leaves, treedef = jax.tree.flatten(params)
         plans = options.plan(params)
-        residual = list(map(options.first_residual, plans, leaves))
+        residual: list[Any] = [optax.MaskedNode()] * len(plans)
+        for i, plan in enumerate(plans):
+            if plan.view is not None and options.error_feedback:
+                dtype = options.residual_dtype or compute_dtype(plan.dtype)
+                # Not jnp.zeros: a residual is sharded over other mesh axes as its leaf is.
+                residual[i] = jnp.zeros_like(leaves[i], dtype=dtype)
         # Without a warm start no factor outlives its step, so the state holds none.
         q = [optax.MaskedNode()] * len(plans)
         if options.warm_start:
@@ -345,16 +349,15 @@ def grouped(plans: Sequence[LeafPlan]) -> Groups:
             groups.append(tuple(equal[start : start + most]))
     # Compressed gradients first, as the averages expect them.
     groups.sort(key=lambda group: (plans[group[0]].view is None, group))
-    return Groups(groups, [_of_group(plans[group[0]], len(group)) for group in groups])
-
-
-def _of_group(of_leaf: LeafPlan, number: int) -> LeafPlan:
-    """Returns the plan of a group of `number` leaves that have this plan each."""
-    if number == 1 or of_leaf.view is None:
-        return of_leaf
-    shape = (number, *of_leaf.shape)
-    view = MatrixView(shape, of_leaf.view.dims.behind_an_axis(), is_group=True)
-    return dataclasses.replace(of_leaf, shape=shape, view=view)
+    of_groups = []
+    for group in groups:
+        plan = plans[group[0]]
+        if len(group) > 1 and plan.view is not None:
+            shape = (len(group), *plan.shape)
+            view = MatrixView(shape, plan.view.dims.behind_an_axis(), is_group=True)
+            plan = dataclasses.replace(plan, shape=shape, view=view)
+        of_groups.append(plan)
+    return Groups(groups, of_groups)
 
 
 def stack_groups(groups: Groups, leaves: Sequence[Any]) -> list[Array]:

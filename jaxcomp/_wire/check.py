@@ -237,7 +237,8 @@ def _sent_alone(
     for name, size in mesh.shape.items():
         if size > 1 and name not in sharded:
             beside.append(name)
-    params = jax.tree.map(_floating_or_none, params)  # also the shardings of the gradients
+    # Also the shardings of the gradients.
+    params = jax.tree.map(lambda leaf: leaf if is_floating(leaf) else None, params)
 
     def gradients(params: PyTree, x: Array) -> tuple[Array, PyTree]:
         # They depend on the examples: gradients that are equal everywhere would be refused.
@@ -271,9 +272,3 @@ def _sent_alone(
             if set(_largest(alone).arrays) <= set(collective.arrays):
                 return alone
     return tried[0]  # none fits; the usual case makes the clearest error
-
-
-def _floating_or_none(leaf: Any) -> Any:
-    if is_floating(leaf):
-        return leaf
-    return None

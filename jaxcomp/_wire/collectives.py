@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from jaxcomp._base.checks import answers_other_names
+from jaxcomp._base.typing import Axes
 from jaxcomp._wire.program import Instruction, Program, read_program
 
 
@@ -29,7 +30,7 @@ class Collective:
     kind: str  # all-reduce, all-gather, all-to-all, collective-permute or reduce-scatter
     arrays: tuple[tuple[str, int], ...]  # for each result: XLA's element type, number of values
     bytes: int  # the larger of input and output, on one device, for one run
-    axes: tuple[str, ...]  # the mesh axes whose devices communicate
+    axes: Axes  # the mesh axes whose devices communicate
     in_loop: bool
     times: int  # runs in a step: product of the loop lengths (an unknown length is 1)
     in_branch: bool  # of a conditional
@@ -61,7 +62,7 @@ class Collectives(tuple[Collective, ...]):
     def __str__(self) -> str:
         """Returns a line for each collective, and the bytes over the same axes added up."""
         lines = list(map(str, self))
-        sums: collections.Counter[tuple[str, ...]] = collections.Counter()
+        sums: collections.Counter[Axes] = collections.Counter()
         for collective in self:
             sums[collective.axes] += collective.times * collective.bytes
         for axes, sent in sums.items():
