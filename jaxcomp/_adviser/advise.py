@@ -443,7 +443,7 @@ def _losses_by_law(
     Returns:
       The lowest such rank, a function from rank to expected loss, and a note on the evidence.
     """
-    if optimizer not in LAWS:
+    if not isinstance(optimizer, str) or optimizer not in LAWS:
         raise ValueError(
             f"`optimizer` must be one of {', '.join(LAWS)}, got {optimizer!r}. SGD with momentum "
             "and Lion lost less than adamw on average, Adafactor about as much; pass adamw."

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -150,7 +151,8 @@ def check_number(
       ValueError: If it is no number, or outside the interval.
     """
     number = value
-    if isinstance(value, jax.Array) and value.ndim == 0:
+    scalar = isinstance(value, jax.Array) and value.ndim == 0
+    if scalar and jnp.issubdtype(value.dtype, jnp.number):  # a random key has no item()
         if is_traced(value):
             return value
         number = value.item()

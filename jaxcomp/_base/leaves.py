@@ -213,7 +213,7 @@ def checked_dtype(name: str, dtype: Any, allowed: tuple[str, ...] = WIRE_DTYPES)
         return None
     try:
         kind = jnp.dtype(dtype).name
-    except TypeError:  # "int6" is no name of a NumPy dtype
+    except (TypeError, ValueError):  # "int6" is no name of a NumPy dtype
         kind = dtype
     if kind not in allowed:
         hint = "."
@@ -225,9 +225,9 @@ def checked_dtype(name: str, dtype: Any, allowed: tuple[str, ...] = WIRE_DTYPES)
         raise ValueError(
             f"`{name}` must be one of {', '.join(allowed)} or None, got {dtype!r}{hint}"
         )
-    if kind in WIRE_DTYPES:
-        return jnp.dtype(kind)
-    return Integers(int(kind.removeprefix("int")))
+    if kind.startswith("int"):
+        return Integers(int(kind.removeprefix("int")))
+    return jnp.dtype(kind)
 
 
 @answers_other_names

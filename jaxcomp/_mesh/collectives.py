@@ -27,7 +27,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
 
-from jaxcomp._base.checks import answers_other_names
+from jaxcomp._base.checks import answers_other_names, check_axis_name
 from jaxcomp._base.leaves import alike, clipped, put_at, widest
 from jaxcomp._base.typing import Array, Axes, AxisName, PyTree
 
@@ -93,8 +93,9 @@ def axis_size(axis_name: AxisName) -> int:
     """Returns the number of replicas along `axis_name`.
 
     Raises:
-      ValueError: If an axis is not bound.
+      ValueError: If an axis is not bound, or `axis_name` is no name.
     """
+    check_axis_name(axis_name)
     try:
         return math.prod(map(lax.axis_size, axis_tuple(axis_name)))
     except NameError as error:

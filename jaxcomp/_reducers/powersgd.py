@@ -175,6 +175,9 @@ def powersgd(
       Optimization. NeurIPS 2019.
     """
     # `optax.inject_hyperparams` passes arguments that it may change, `eps` and `seed`, as arrays.
+    in_array = isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jnp.integer)
+    if not in_array or np.ndim(seed):
+        seed = check_int("seed", seed, 0)
     options = PowerSGDOptions(
         rank=rank if callable(rank) else check_int("rank", rank, 1),
         axis_name=axis_name,
@@ -183,7 +186,7 @@ def powersgd(
         error_feedback=check_flag("error_feedback", error_feedback),
         warm_start=check_flag("warm_start", warm_start),
         eps=check_number("eps", eps, 0),
-        seed=seed if hasattr(seed, "aval") else check_int("seed", seed, 0),
+        seed=seed,
         comm_dtype=checked_dtype("comm_dtype", comm_dtype, FACTOR_DTYPES),
         residual_dtype=checked_dtype("residual_dtype", residual_dtype, RESIDUAL_DTYPES),
         matrix_dims=check_function("matrix_dims", matrix_dims),

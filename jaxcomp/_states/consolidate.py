@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from jaxcomp._base.checks import answers_other_names, check_axis_name, is_traced
+from jaxcomp._base.checks import answers_other_names, is_traced
 from jaxcomp._base.leaves import check_values, compute_dtype, in_words, is_floating, is_key
 from jaxcomp._base.typing import Array, AxisName, PyTree, Shape
 from jaxcomp._mesh.collectives import axis_size, maximum, mesh_axes, owner_id
@@ -72,7 +72,6 @@ def consolidate(state: PyTree, axis_name: AxisName | None = None) -> PyTree:
       (8, 8)
     """
     if axis_name is not None:
-        check_axis_name(axis_name)
         return _over_axis(state, axis_name)
     _check_not_mapped(state)
     layout = layout_of(state)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomp._base.checks import answers_other_names, check_axis_name, check_int, is_traced
-from jaxcomp._base.leaves import leaf_name
+from jaxcomp._base.leaves import check_values, leaf_name, named_dtype
 from jaxcomp._base.typing import Array, Axes, AxisName, KeyPath, PyTree
 from jaxcomp._mesh.collectives import axis_tuple
 from jaxcomp._mesh.meshes import check_mesh_axes, known_sharding, over_axes, replicas_on
@@ -184,6 +184,7 @@ def shard_state(
         check_state(of_one, like)
 
     def place(path: KeyPath, leaf: Any, mark: str, expected: Any) -> Any:
+        named_dtype(path, leaf)  # refuses other objects than arrays
         # The sharding over other axes; for a tracer on Auto axes it is unknown.
         parts = tuple(known_spec(expected, mesh))
         if mark != REPLICATED and has_axis and like is None:
@@ -203,6 +204,7 @@ def shard_state(
 
 def _for_replicas(state: PyTree, replicas: int, like: PyTree | None = None) -> tuple[PyTree, bool]:
     """Returns the state with an axis of `replicas` and True, or consolidated and False."""
+    check_values("state", state)
     if has_replica_axis(state, None if like is None else lambda: like):
         # The rows stay if they are those of these replicas, so that a restart changes nothing.
         if layout_of(state) == Layout(replicas, everything=False):

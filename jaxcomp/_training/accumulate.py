@@ -14,13 +14,16 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomp._base.checks import check_int, check_transformation
-from jaxcomp._base.leaves import compute_dtype, is_floating
+from jaxcomp._base.leaves import WIRE_DTYPES, checked_dtype, compute_dtype, is_floating
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import Array, DType, PyTree
 from jaxcomp._mesh.collectives import switch
 from jaxcomp._mesh.weights import refuse_misspelt_weight
 from jaxcomp._reducers.reducer import in_dtypes_of
 from jaxcomp._reducers.transformation import Transformation, bytes_of, shows_its_call
+
+# Integers would round the gradients.
+_DTYPES = (*WIRE_DTYPES, "float64")
 
 
 class AccumulateState(NamedTuple):
@@ -87,11 +90,7 @@ def accumulate(
       [[0.0, 0.0], [-3.0, -3.0]]
     """
     every_k = check_int("every_k", every_k, 1)
-    if not jnp.issubdtype(jnp.dtype(accumulator_dtype), jnp.floating):
-        raise ValueError(
-            f"`accumulator_dtype` must be a floating dtype, got {jnp.dtype(accumulator_dtype)}: "
-            "integers would round the gradients. Leave it out for float32."
-        )
+    accumulator_dtype = checked_dtype("accumulator_dtype", accumulator_dtype, _DTYPES)
     check_transformation("tx", tx)
     inner = optax.with_extra_args_support(tx)
 

@@ -141,7 +141,13 @@ def split_specs(
 
     each = _one_each(batch_specs, len(args), unsplit, axis_name, mesh)
     # None within a tree of specs means the default, as it does for a whole argument.
-    each = jax.tree.broadcast(each, args, is_leaf=lambda node: node is None)
+    try:
+        each = jax.tree.broadcast(each, args, is_leaf=lambda node: node is None)
+    except ValueError as error:
+        raise ValueError(
+            "`batch_specs` must have the containers of the arguments besides the parameters, or "
+            f"end before them: {error}"
+        ) from error
     specs = jax.tree.map_with_path(spec_of, args, each)
     if mesh is not None:  # else somebody else has split the batch
         lengths = set(rows.values())

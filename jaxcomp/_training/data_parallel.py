@@ -24,7 +24,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxcomp._base.checks import answers_other_names, check_flag, is_traced
-from jaxcomp._base.leaves import arrays_only, is_array
+from jaxcomp._base.leaves import arrays_only, check_values, is_array
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.meshes import (
@@ -241,6 +241,8 @@ class DataParallel:
             raise ValueError(
                 f"outputs takes the parameters first, without the reducer's state, got a {kind}."
             )
+        check_values("params", params)
+        check_values("batch", batch)
         arguments = (params, *batch, kwargs)
         inputs = self._inputs(arguments, None, 2)
         arrays = arrays_only(arguments)

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxcomp._base.checks import answers_other_names
 from jaxcomp._base.typing import Axes
+from jaxcomp._mesh.meshes import check_mesh_axes
 from jaxcomp._wire.program import Instruction, Program, read_program
 
 
@@ -103,7 +104,10 @@ def collectives(compiled: Any, *, mesh: Any = None) -> Collectives:
       >>> found.kind, found.arrays, found.bytes, found.axes
       ('all-reduce', (('f32', 100),), 400, ('data',))
     """
-    return collectives_of(read_program(compiled), lambda: mesh or mesh_of(compiled))
+    program = read_program(compiled)
+    if mesh is not None:
+        check_mesh_axes(mesh, ())
+    return collectives_of(program, lambda: mesh or mesh_of(compiled))
 
 
 def mesh_of(compiled: Any) -> Any:

@@ -318,7 +318,7 @@ def test_units(argument, text, expected):
         ("step_time", ["0ms", 0.0, math.nan]),
         ("loss_budget", ["little", 1, "100%"]),
         ("tokens", ["many", 0, math.inf]),
-        ("optimizer", ["lion"]),
+        ("optimizer", ["lion", ["adamw"]]),
         ("device", ["abacus", ["cpu"]]),
         ("matrix_dims", ["blocks"]),
     ],

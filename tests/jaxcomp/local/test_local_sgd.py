@@ -269,6 +269,9 @@ def test_average_keeps_what_has_no_mean():
     assert mapped(jnp.arange(2.0), jnp.array(False)).tolist() == [0.0, 1.0]
     with pytest.raises(ValueError, match="is not bound here"):
         jaxcomp.average({}, "unbound")
+    for axis_name in (None, {}, [AXIS]):
+        with pytest.raises(ValueError, match="`axis_name` must be a string"):
+            jaxcomp.average({}, axis_name)
     with pytest.raises(ValueError, match=r"The leaf \['z'\] has dtype complex64"):
         jax.vmap(average, (0, None), axis_name=AXIS)({"z": jnp.zeros(2, jnp.complex64)}, True)
 

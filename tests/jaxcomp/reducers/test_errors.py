@@ -26,7 +26,7 @@ from tests.helpers.runners import AXIS, sharded, updated
         ("min_compression_rate", [-1.0, float("nan")], ""),
         (
             "comm_dtype",
-            ["int7", jnp.int16],
+            ["int7", jnp.int16, {"w": jnp.int8}],
             "must be one of float32, bfloat16, float16, int8, int6",
         ),
         ("residual_dtype", ["nonsense", "float16"], "must be one of float32, bfloat16"),
@@ -34,7 +34,7 @@ from tests.helpers.runners import AXIS, sharded, updated
         ("eps", [-1e-8, "small"], ""),
         ("error_feedback", ["yes"], "must be True or False"),
         ("warm_start", [1], "must be True or False"),
-        ("seed", [-1], ""),
+        ("seed", [-1, jax.random.key(0), jnp.arange(2)], ""),
         ("axis_name", ["", (), ("a", "a"), 3], ""),
     ],
 )
@@ -61,7 +61,7 @@ MATRIX = jax.random.normal(jax.random.key(0), (24, 16))
 local_adam = functools.partial(jaxcomp.scale_by_local_adam, axis_name=AXIS)
 local_sgd = functools.partial(jaxcomp.local_sgd, axis_name=AXIS)
 # Each function with the arguments for which it gets one of the numbers; it must refuse all of them.
-NUMBERS = [math.nan, math.inf, -1, True, "four", 1 + 1j, np.array([2, 3])]
+NUMBERS = [math.nan, math.inf, -1, True, "four", 1 + 1j, np.array([2, 3]), jax.random.key(0)]
 TAKES_A_NUMBER = {
     "b1": lambda x: local_adam(b1=x),
     "b2": lambda x: local_adam(b2=x),
@@ -171,6 +171,8 @@ def test_stacked_refuses_leaves_without_an_axis_of_layers(shapes, words):
     params = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
     with pytest.raises(ValueError, match=words):
         tx.init(params)
+    with pytest.raises(ValueError, match="`matrix_dims` must be a function"):
+        jaxcomp.stacked("blocks", matrix_dims="blocks")
 
 
 def test_stacked_warns_of_layers_that_no_rank_compresses():

@@ -75,8 +75,10 @@ def test_bad_input_is_refused():
         jaxcomp.accumulate(None, 2)
     with pytest.raises(ValueError, match="every_k=0"):
         jaxcomp.accumulate(optax.sgd(0.1), 0)
-    with pytest.raises(ValueError, match="`accumulator_dtype` must be a floating dtype, got int32"):
+    with pytest.raises(ValueError, match=r"`accumulator_dtype` must be one of float32, .*int32"):
         jaxcomp.accumulate(optax.sgd(0.1), 2, accumulator_dtype=jnp.int32)
+    with pytest.raises(ValueError, match=r"`accumulator_dtype` must be one of float32, .*'wide'"):
+        jaxcomp.accumulate(optax.sgd(0.1), 2, accumulator_dtype="wide")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])

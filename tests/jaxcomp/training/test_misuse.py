@@ -79,6 +79,10 @@ CASES = {
         lambda: make().init("model"),
         "init takes the parameters, as arrays or their shapes, got str",
     ),
+    "outputs of shapes": (
+        lambda: make().outputs(PARAMS, jax.ShapeDtypeStruct((16, 32), jnp.float32)),
+        r"`batch` has only a shape at \[0\]: pass the arrays of a run",
+    ),
     "outputs of a state": (
         lambda: make().outputs(state(), PARAMS, X),
         r"outputs takes the parameters first, .* got a PowerSGDState",
@@ -182,6 +186,7 @@ SPECS = {
     "shared": (P(), "No argument is split"),
     "no axis": (P("batch"), "names the axis 'batch'; the mesh has 'data'"),
     "one of two": ((P(None, ("data", "x")),), "names the axis 'x'"),
+    "other containers": ({"x": P("data")}, "must have the containers of the arguments"),
     "a string": ("data", "such as jax.P.'data'.*got a str: 'data'"),
     "a sharding": (NamedSharding(jax.make_mesh((1,), ("data",)), P("data")), "a NamedSharding"),
 }

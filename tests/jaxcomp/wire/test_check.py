@@ -468,6 +468,8 @@ def test_a_compressed_average_behind_an_exact_one(kind):
 
 def test_lists_that_do_not_belong_together_are_refused():
     program = compiled(jnp.sin, 1.0)
+    with pytest.raises(ValueError, match="`mesh` must be a mesh"):
+        jaxcomp.collectives(program, mesh="data")
     with pytest.raises(ValueError, match=r"is a list of 2, .* params of type dict"):
         jaxcomp.check(program, [NOW, NOW], new_params())
     with pytest.raises(ValueError, match="is a list of 2, so `params` must be one"):
