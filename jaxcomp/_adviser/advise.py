@@ -534,9 +534,7 @@ def _predictions(
                 step_time,
                 speedup=fastest / step_time,
                 break_even=break_even(step_times[name], baselines, link),
-                gap=loss.gap,
-                half_width=loss.half_width,
-                doubt=loss.doubt,
+                **loss._asdict(),
             )
         )
     return predictions

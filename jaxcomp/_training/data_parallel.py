@@ -119,12 +119,11 @@ class DataParallel:
             raise ValueError(
                 f"init takes the parameters, as arrays or their shapes, got {one_level(params)}."
             )
-        params = arrays
-        mesh = the_mesh(self.mesh, self.axis_name, params)
-        check_params(params, mesh, axis_tuple(self.axis_name))
-        check_differentiable(params)
-        note_stacked_layers(params, state)
-        return shard_state(state, mesh, self._axes_of_state(params, mesh))
+        mesh = the_mesh(self.mesh, self.axis_name, arrays)
+        check_params(arrays, mesh, axis_tuple(self.axis_name))
+        check_differentiable(arrays)
+        note_stacked_layers(arrays, state)
+        return shard_state(state, mesh, self._axes_of_state(arrays, mesh))
 
     @answers_other_names
     def restore(self, state: PyTree, params: PyTree) -> PyTree:

@@ -53,8 +53,9 @@ def check(
     Three mistakes cost as many bytes as compression saves, and change no result visibly: a `pmean`
     left in the step, gradients that differentiation has already reduced, and a reducer that runs
     twice. This function finds them: it compiles the reducer alone and compares the bytes of both
-    programs. Every branch of a conditional counts. The body of a loop counts as many times as it
-    runs, or once if the program does not say how often.
+    programs. A gradient that the step does not use is sent with the others, so bytes do not show
+    that it is missing. Every branch of a conditional counts. The body of a loop counts as many
+    times as it runs, or once if the program does not say how often.
 
     Args:
       compiled: ``jax.jit(step).lower(...).compile()``.
