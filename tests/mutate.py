@@ -48,6 +48,7 @@ TESTS = {
     "jaxcomp/__main__.py": ["tests/jaxcomp/adviser"],
     "jaxcomp/_bytes": ["tests/jaxcomp/bytes", "tests/jaxcomp/adviser"],
     "jaxcomp/_base": ["tests/jaxcomp/reducers", "tests/jaxcomp/bytes"],
+    "jaxcomp/_local": ["tests/jaxcomp/local", "tests/jaxcomp/reducers/test_errors.py"],
     "jaxcomp/_lowrank": ["tests/jaxcomp/lowrank", "tests/jaxcomp/reducers", "tests/jaxcomp/bytes"],
     "jaxcomp/_mesh": ["tests/jaxcomp/mesh", "tests/jaxcomp/reducers"],
     "torch_bridge/__main__.py": ["tests/torch_bridge/test_cli.py", "tests/test_without_torch.py"],
