@@ -212,9 +212,12 @@ def test_a_layer_that_is_not_used_yet_waits(make, keywords):
         back = optimizer_to_torch(state, params, before, job.model)
         assert back["state"].keys() == job.optimizer.state_dict()["state"].keys() == {2}
     module[0].requires_grad_(True)
-    params, _ = job.train_in_flax(params, tx, state, 9, 10)
+    params, state = job.train_in_flax(params, tx, state, 9, 10)
     job.train(9, 10)
     assert_close(params, job)
+    expected = job.optimizer.state_dict()
+    back = optimizer_to_torch(state, params, expected, job.model)
+    torch.testing.assert_close(back["state"], expected["state"], rtol=0, atol=1e-5)
 
 
 def test_biases_that_flax_adds_or_lacks_are_refused_where_their_updates_would_be_others():
