@@ -147,4 +147,4 @@ def _neighbours(case: Case, reading: Reading) -> Iterator[Change]:
     for alike in grouped(reading.partners, lambda layer: layer.sizes).values():
         for one, other in itertools.pairwise(alike):
             if not {one, other} <= named:
-                yield from exchanged(case.match, reading, [([one], [other])])
+                yield from exchanged(case.match, reading, [one], [other])

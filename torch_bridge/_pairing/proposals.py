@@ -77,7 +77,7 @@ def changes(case: Case, reading: Reading, culprits: AbstractSet[Layer]) -> Itera
     def of_exchanges(exchanges: Iterable[Exchange]) -> Iterator[Change]:
         for ones, others in exchanges:
             if not (culprits.isdisjoint(ones) and culprits.isdisjoint(others)):
-                yield from exchanged(case.match, reading, [(ones, others)])
+                yield from exchanged(case.match, reading, ones, others)
 
     torch_of = {target: layer for layer, target in reading.partners.items()}
     of_flax = {}
@@ -111,8 +111,7 @@ def changed(reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:
 def forms(case: Case, reading: Reading) -> list[Choice]:
     """Lists the weights with several forms, such as (in, out) or of a ConvTranspose.
 
-    Layers whose names differ in numbers change together. Matrices come before kernels, which rarely
-    have another order, or are a ConvTranspose without a stride.
+    Layers whose names differ in numbers change together.
     """
     families = {}
     for layer, several in reading.forms().items():
@@ -121,11 +120,7 @@ def forms(case: Case, reading: Reading) -> list[Choice]:
     choices = []
     for (_, several), alike in families.items():
         choices.append(Choice(alike, "form", several))
-    return sorted(choices, key=_axes_and_values)
-
-
-def _axes_and_values(choice: Choice) -> tuple[bool, int]:
-    return len(choice.layers[0].shape("weight")) > 2, len(choice.values)
+    return choices
 
 
 def _single(choices: Iterable[Choice]) -> Iterator[Choice]:
@@ -141,11 +136,10 @@ def flattened_maps(case: Case, reading: Reading) -> tuple[list[Choice], list[Cho
 
     Returns:
       Likely choices, of maps that are all inputs (or outputs) of a layer. And unlikely choices: of
-      maps that stand beside other values, then of norms.
+      maps that stand beside other values, and of norms.
     """
     likely = []
-    beside = []
-    norms = []
+    unlikely = []
     flow = Flow(reading)
     options = case.match.options
     for option in VERBS:
@@ -170,9 +164,9 @@ def flattened_maps(case: Case, reading: Reading) -> tuple[list[Choice], list[Cho
                 elif size < values:
                     narrow += [((0, channels, places),), ((values - size, channels, places),)]
             if is_vector:
-                norms.append(Choice(layers, option, whole))
+                unlikely.append(Choice(layers, option, whole))
                 continue
-            beside.append(Choice(layers, option, narrow))
+            unlikely.append(Choice(layers, option, narrow))
             if len(whole) == 1:
                 continue
             if len(layers) > 1:  # only the first one reads a map, or the last one outputs a map
@@ -180,7 +174,7 @@ def flattened_maps(case: Case, reading: Reading) -> tuple[list[Choice], list[Cho
                 one = end(layers, key=lambda layer: case.place(reading.partners[layer]))
                 likely.append(Choice([one], option, whole))
             likely.append(Choice(layers, option, whole))
-    return likely, beside + norms
+    return likely, unlikely
 
 
 def packed_rows(case: Case, reading: Reading) -> list[Choice]:
@@ -296,13 +290,13 @@ def _permuted(sizes: Shape, heads: Sequence[int]) -> list[Packing]:
     return orders
 
 
-def exchanged(match: Match, reading: Reading, exchanges: Iterable[Exchange]) -> Iterator[Change]:
-    """Yields for each exchange, if all its layers fit, the reading with exchanged partners."""
-    for exchange in exchanges:
-        ones, others = exchange
-        if not match.ruled.partners.keys().isdisjoint([*ones, *others]):
-            continue
-        other = rearranged(match, reading, [*ones, *others], [*others, *ones])
+def exchanged(
+    match: Match, reading: Reading, ones: Sequence[Layer], others: Sequence[Layer]
+) -> Iterator[Change]:
+    """Yields the reading in which two groups have each other's partners, if all layers fit."""
+    layers = [*ones, *others]
+    if match.ruled.partners.keys().isdisjoint(layers):
+        other = rearranged(match, reading, layers, [*others, *ones])
         if other:
             first = f"{ones[0]} is {reading.partners[ones[0]]}"
             second = f"{others[0]} is {reading.partners[others[0]]}"
