@@ -168,8 +168,7 @@ class Follower:
     def _moved(self, state: _State) -> Reading:
         """Returns the reading of a state with the located layers as partners."""
         match = self._case.match
-        decided = dict(match.ruled.partners)
-        decided.update(state.located)
+        decided = match.ruled.partners | state.located
         taken = set(decided.values())
         for layer, target in state.reading.partners.items():
             if layer not in decided and target not in taken:
@@ -194,8 +193,7 @@ class Follower:
         for layer, target in reading.partners.items():
             if layer not in self._case.match.ruled.partners and not state.is_confirmed(target):
                 open_layers[layer] = target
-        answers = {one: reading.answers[one] for one in open_layers if one in reading.answers}
-        part = Reading(open_layers, answers)
+        part = Reading(open_layers, reading.answers)
         first = self._not_located(state)
         suspects = set()
         if first:
@@ -205,11 +203,7 @@ class Follower:
                     suspects.add(layer)
         for culprits in (suspects, set(open_layers)):
             for other in self._changes(part, culprits):
-                partners = dict(reading.partners)
-                partners.update(other.partners)
-                answers = dict(reading.answers)
-                answers.update(other.answers)
-                yield Reading(partners, answers)
+                yield Reading(reading.partners | other.partners, other.answers)
 
     def _changes(self, part: Reading, culprits: set[Layer]) -> Iterator[Reading]:
         """Yields changes of a part of a reading, each of one culprit at least.
