@@ -51,6 +51,13 @@ def device(kind="cpu", **changed):
     return dataclasses.replace(assumed, **costs)
 
 
+def test_the_assumed_costs_are_those_that_are_said():
+    assumed = jaxcomp.advise(PARAMS, device="cpu", **SLOW).device
+    assert "500 us per collective, which reaches 1 GB/s (100 MB/s in f" in assumed.device
+    for costs, bandwidth in ((assumed.allreduce, 1e9), (assumed.allreduce_16, 100e6)):
+        assert (costs.overhead, costs.bandwidth) == (500e-6, bandwidth)
+
+
 def test_of_what_is_about_as_fast_the_one_that_sends_most_is_recommended():
     advice = advise(10**8, **SLOW | {"bandwidth": "3Gbit", "step_time": "500ms"})
     least, more, most = powersgd(advice)
