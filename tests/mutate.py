@@ -53,6 +53,7 @@ TESTS = {
     "jaxcomp/_local": ["tests/jaxcomp/local", "tests/jaxcomp/reducers/test_errors.py"],
     "jaxcomp/_lowrank": ["tests/jaxcomp/lowrank", "tests/jaxcomp/reducers", "tests/jaxcomp/bytes"],
     "jaxcomp/_mesh": ["tests/jaxcomp/mesh", "tests/jaxcomp/reducers"],
+    "jaxcomp/_states": ["tests/jaxcomp/states", "tests/jaxcomp/training/test_misuse.py"],
     "torch_bridge/__main__.py": ["tests/torch_bridge/test_cli.py", "tests/test_without_torch.py"],
     "torch_bridge/_base": ["tests/torch_bridge", "tests/fuzz", "tests/test_without_torch.py"],
     "torch_bridge/_read": [
