@@ -90,6 +90,8 @@ class Sync:
 
     def init(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Makes the states of the outer optimizer and the reducer for these parameters."""
+        # Not when it is built: a run starts JAX's backend, perhaps before jax.distributed.
+        _check_averages(self.reducer, self.axis_name)
         return self.outer.init(params), self.reducer.init(params)
 
     def step(
@@ -271,7 +273,6 @@ def check_sync(
     if uncompressed:
         reducer = allreduce(axis_name=axis_name)
     named_axis(reducer, axis_name)  # refuses other objects, and a reducer along other axes
-    _check_averages(reducer, axis_name)
     plain = uncompressed and outer is None
     if outer is None:  # the anchor moves by the whole pseudo-gradient; the state is empty
         outer = optax.GradientTransformation(lambda params: (), _whole_step)
@@ -311,10 +312,10 @@ def _check_averages(reducer: Any, axis_name: AxisName) -> None:
 
     try:
         # Adam does not run under strict promotion, and dtypes do not matter here.
-        with jax.numpy_dtype_promotion("standard"):
+        with jax.ensure_compile_time_eval(), jax.numpy_dtype_promotion("standard"):
             along = only_replica(alignment, axis_tuple(axis_name))(jnp.ones((4, 4)))
             against = bool(along < 0)
-    except Exception:  # a chain for other parameters, or inside of jax.jit: nothing is found out
+    except Exception:  # a chain for other parameters, of which nothing is found out
         return
     if against:
         raise ValueError(

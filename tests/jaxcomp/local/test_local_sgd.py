@@ -300,15 +300,20 @@ BAD = [
 
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(1e-3), optax.contrib.muon(0.1)])
 def test_a_reducer_with_an_optimizer_behind_it_is_no_average(optimizer):
+    w = jnp.ones((8, 8))
     reducer = jaxcomp.allreduce(axis_name=AXIS)
     for axis_name in (AXIS, ("node", AXIS)):
         options = {"axis_name": axis_name, "sync_every": 2}
         for link in (optax.clip(1.0), jaxcomp.powersgd(1, axis_name="node", start_step=0)):
-            local_sgd(optimizer, reducer=optax.chain(reducer, link), **options)
-        with pytest.raises(ValueError, match="`reducer` ends with an optimizer"):
-            local_sgd(optimizer, reducer=optax.chain(reducer, optimizer), **options)
+            jax.eval_shape(
+                local_sgd(optimizer, reducer=optax.chain(reducer, link), **options).init, w
+            )
+        tx = local_sgd(optimizer, reducer=optax.chain(reducer, optimizer), **options)
+        for init in (tx.init, jax.jit(tx.init), jax.vmap(tx.init, axis_name=AXIS)):
+            with pytest.raises(ValueError, match="`reducer` ends with an optimizer"):
+                init(w)
     masked = optax.masked(reducer, {"w": True})  # for other parameters than those of the trial
-    local_sgd(optimizer, sync_every=2, reducer=masked)
+    local_sgd(optimizer, sync_every=2, reducer=masked).init({"w": w})
 
 
 @pytest.mark.parametrize(("kwargs", "message"), BAD)
