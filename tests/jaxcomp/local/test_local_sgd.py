@@ -17,6 +17,7 @@ from tests.helpers import hlo
 from tests.helpers.leaves import close, equal, random_grads
 from tests.helpers.local_runs import NESTEROV, PARAMS, SHAPES, run, towards
 from tests.helpers.reducers import powersgd
+from tests.helpers.rounding import rounding
 from tests.helpers.runners import AXIS, sharded, updated
 
 local_sgd = functools.partial(jaxcomp.local_sgd, axis_name=AXIS, sync_every=3)
@@ -153,7 +154,8 @@ def test_average_inner_state():
 
     kept = momenta(False)
     assert len(np.unique(kept, axis=0)) == 4
-    assert_allclose(momenta(True), [kept.mean(0)] * 4, rtol=1e-6)
+    allowed = rounding(4, largest=np.abs(kept).max())  # a mean may be much smaller
+    assert_allclose(momenta(True), [kept.mean(0)] * 4, rtol=0, atol=allowed)
     equal(momenta("reset"), 0)
 
 
@@ -197,8 +199,8 @@ def test_what_is_stored_in_bfloat16_is_averaged_in_float32(outer):
     tx = local_sgd(optax.sgd(1.0), sync_every=1, outer=outer)
     trajectory, _ = run("vmap", tx, jnp.zeros(50, jnp.bfloat16), targets)
     assert trajectory.dtype == jnp.bfloat16
-    exact = np.float32(targets[:, 0]).mean(0)
-    assert_allclose(np.float32(trajectory[0, 0]), exact, rtol=2**-8)
+    mean = np.float32(targets[:, 0]).mean(0)  # the sum is exact
+    equal(trajectory[0, 0], jnp.bfloat16(mean))
 
 
 def cast(tree, dtype):

@@ -14,6 +14,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import jaxcomp
 from tests.helpers.autoencoder import loss, new_params, parameters
 from tests.helpers.classifier import KINDS, grid, placed, stepped
+from tests.helpers.control import apart, assert_no_further
 from tests.helpers.leaves import close, equal, normal
 from tests.helpers.reducers import reducer
 from tests.helpers.runners import over_replicas, start
@@ -58,10 +59,12 @@ def jit_loop(value_and_grad, params, data):
 
 
 @functools.cache
-def shard_map_losses(name):
-    """Trains by one shard_map around the whole step, on an Auto mesh."""
+def shard_map_losses(name, change=None):
+    """Trains by one shard_map around the whole step, on an Auto mesh; `change` is of parameters."""
     tx = optax.chain(reducer(name), optax.sgd(0.3, momentum=0.9))
     params = new_params()
+    if change:
+        params = change(params)
     state, specs = start("shard_map", tx.init(params), 4)
 
     def step(x, state, params):
@@ -109,7 +112,10 @@ def test_losses_are_those_of_the_shard_map_form(name, kind):
     mesh = grid(4, kind)
     value_and_grad = jaxcomp.value_and_grad(loss, reducer(name), mesh=mesh)
     losses, _, _ = jit_loop(value_and_grad, parameters(mesh), batches(mesh))
-    assert_allclose(losses, shard_map_losses(name), rtol=1e-6)
+    controls = [shard_map_losses(name, functools.partial(apart, seed=seed)) for seed in (0, 1)]
+    # A loss near 1 moves by 9e-7 if one int8 value is rounded to the other side.
+    level = 1e-5 if name == "feedback-int8" else 0
+    assert_no_further(losses, shard_map_losses(name), *controls, level=level)
     assert losses[-1] < losses[0] or name == "batched"  # too few steps for one matrix of all
 
 
