@@ -274,6 +274,12 @@ def test_an_example_has_the_tensors_and_plain_values_of_the_outputs():
     jax.tree.map(assert_array_equal, outputs, expected)
 
 
+@pytest.mark.parametrize("module", [None, tnn.Linear(3, 3).state_dict()])
+def test_an_example_runs_through_a_module_only(module):
+    with pytest.raises(TypeError, match="`module` must be the torch module"):
+        run_example(module, torch.ones(2, 3))
+
+
 @pytest.mark.parametrize("example", [(), (1, 2, 3), ((), (), {}, 4), ((values(2, 3),), 1, [2])])
 def test_examples_of_another_form_are_refused_in_one_sentence(example):
     with pytest.raises(ValueError, match="`example` must be what"):

@@ -72,7 +72,7 @@ def run_example(
       the four largest and the four smallest values.
 
     Raises:
-      TypeError: `example` holds something else than tensors.
+      TypeError: `module` is not a module, or `example` holds something else than tensors.
       ValueError: The module fails on the inputs, or returns no tensor.
 
     Example:
@@ -82,6 +82,11 @@ def run_example(
       (torch.Size([2, 4]), ['weight', 'bias'])
     """
     torch = import_torch()
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(
+            f"`module` must be the torch module that the example runs through, got a "
+            f"{type(module).__name__}. Load a state dict into its module first."
+        )
     inputs = example_inputs(example)
     parameter = next(module.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
