@@ -60,7 +60,7 @@ from jaxcomp._training.on_mesh import (
 )
 from jaxcomp._training.outputs import (
     as_array,
-    by_kind,
+    as_outputs,
     check_aux,
     check_loss,
     combined,
@@ -190,10 +190,10 @@ class DataParallel:
             arguments = (*args, kwargs)
             compute = functools.partial(self._gradients, self._inputs(arguments, None, 1))
             arrays = arrays_only(arguments)
-            replicated, rows, means, state = self._step(compute, state, arrays, weight)
+            equal, rows, means, state = self._step(compute, state, arrays, weight)
         else:
-            replicated, rows, means, state = self._on_mesh(state, (*args, kwargs), params, weight)
-        return (put_together(replicated, rows), means), put_back(state)
+            equal, rows, means, state = self._on_mesh(state, (*args, kwargs), params, weight)
+        return (put_together(equal, rows), means), put_back(state)
 
     def outputs(self, params: PyTree, *batch: Any, weight: Any = None, **kwargs: Any) -> PyTree:
         """Finds out whether outputs are means, sums or rows, and prints a table.
@@ -312,11 +312,11 @@ class DataParallel:
 
     def _step(
         self,
-        compute: Callable[[PyTree], tuple[dict[str, PyTree], PyTree]],
+        compute: Callable[[PyTree], tuple[tuple[PyTree, ...], PyTree]],
         state: PyTree,
         arrays: PyTree,
         weight: Any,
-    ) -> tuple[list[PyTree], dict[str, PyTree], PyTree, PyTree]:
+    ) -> tuple[PyTree, PyTree, PyTree, PyTree]:
         """Runs the step of one replica.
 
         Args:
@@ -349,19 +349,19 @@ class DataParallel:
             means, state = chain.update(weighted, state, params)
             means = in_dtypes_of(gradients, means)
         check_averaged(means, self.axis_name)
-        replicated, rows = combined(outputs, weight, self.axis_name)
-        return replicated, rows, means, state
+        equal, rows = combined(outputs, weight, self.axis_name)
+        return equal, rows, means, state
 
-    def _gradients(self, inputs: Inputs, arrays: PyTree) -> tuple[dict[str, PyTree], PyTree]:
-        """Calls the gradient function with one replica's arrays; returns outputs by their kind."""
+    def _gradients(self, inputs: Inputs, arrays: PyTree) -> tuple[tuple[PyTree, ...], PyTree]:
+        """Calls the gradient function with one replica's arrays; returns outputs and gradients."""
         local = list(arrays)
         for i in inputs.params_at:
             # Marked as this replica's own: else JAX would sum the gradients of all replicas.
             local[i] = as_local(local[i], self.axis_name)
         marked = tuple(local)
         *args, kwargs = arguments_of_replica(inputs.arguments, marked)
-        outputs, gradients = taken_apart(self.grad_fn(*args, **kwargs))
-        check_loss(outputs[0], self.axis_name)
+        values, gradients = taken_apart(self.grad_fn(*args, **kwargs))
+        check_loss(values[0], self.axis_name)
         examples: set[int] = set()
         # A function may return an argument. It gets the marked array, whose type says that replicas
         # differ, so an array that every replica gets whole is recognised by its identity, and
@@ -376,7 +376,7 @@ class DataParallel:
                 examples.add(array.shape[axis])
 
         jax.tree.map(note, arrays, marked, inputs.specs)
-        return by_kind(outputs, self.aux, self.axis_name, shared, examples), gradients
+        return as_outputs(values, self.aux, self.axis_name, shared, examples), gradients
 
 
 @answers_other_names

@@ -3,16 +3,16 @@
 Each replica's function returns a loss, and perhaps accuracies, counts, logits. A type does not tell
 whether a number is a mean, a sum or something else, so the user specifies a word for each output,
 and what is not specified is refused; `jaxcomp._training.examine` finds the words. The work is in
-three parts: `by_kind` decides on each replica how a leaf is combined, `combined` does what needs
+three parts: `as_outputs` decides on each replica how a leaf is combined, `combined` does what needs
 collectives there, and `put_together` joins the rows outside of the mapped function, where they are
-global arrays. Between them the outputs are one tree for each kind, with None in place of leaves of
-other kinds: a mapped function can return these, and the keys tell the kinds outside.
+global arrays. The decision travels with each array in an `Output`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,16 @@ WORDS = ("mean", "sum", "join", "stack")
 _EQUAL = "equal"
 # A leaf that must be equal on all replicas, but JAX does not know it: the program compares.
 _COMPARED = "compared"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Holds one output of a replica; a mapped function can return it."""
+
+    array: Any
+    # "mean", "sum", "equal" or "compared"; or the axis along which rows are joined.
+    kind: str | int = dataclasses.field(metadata={"static": True})
 
 
 def taken_apart(result: Any) -> tuple[tuple[Any, ...], PyTree]:
@@ -84,17 +94,17 @@ def check_loss(loss: Any, axis_name: AxisName) -> None:
         )
 
 
-def by_kind(
-    outputs: tuple[Any, ...],
+def as_outputs(
+    values: tuple[Any, ...],
     aux: PyTree,
     axis_name: AxisName,
     shared: Mapping[int, Array],
     examples: Collection[int],
-) -> dict[str, PyTree]:
+) -> tuple[PyTree, ...]:
     """Decides how each leaf of a replica's value and auxiliary output is combined.
 
     Args:
-      outputs: (value,) or (value, auxiliary).
+      values: (value,) or (value, auxiliary).
       aux: The user's `aux=`: None, a word or an axis, or a tree of them.
       axis_name: The axis or axes of the replicas.
       shared: The function's arguments that are equal on all replicas, by their identity inside of
@@ -102,58 +112,48 @@ def by_kind(
       examples: The numbers of this replica's examples, along all axes of its arguments.
 
     Returns:
-      The outputs with only the leaves of a kind, by kind: "mean", "sum", "equal", "compared", or
-      the axis along which rows are joined, as a text.
+      The values with an `Output` in place of each leaf.
 
     Raises:
       ValueError: If `aux` has no entry for a leaf (the message lists all such leaves, with the line
         to write), or an entry does not fit its leaf.
     """
-    auxiliary = None
-    if len(outputs) == 2:
-        auxiliary = outputs[1]
-    elif aux is not None:
-        raise ValueError(
-            f"`aux` is {aux!r}, and the function returns no auxiliary output. Leave `aux` out, or "
-            "pass has_aux=True to jaxcomp.value_and_grad if there is one."
-        )
-    leaves = [jnp.asarray(outputs[0])]
-    kinds = ["mean"]
+    loss = Output(jnp.asarray(values[0]), "mean")
+    if len(values) == 1:
+        if aux is not None:
+            raise ValueError(
+                f"`aux` is {aux!r}, and the function returns no auxiliary output. Leave `aux` out, "
+                "or pass has_aux=True to jaxcomp.value_and_grad if there is one."
+            )
+        return (loss,)
+    leaves, treedef = jax.tree.flatten_with_path(values[1])
+    outputs: list[Any] = []
     line: list[Any] = []
     unsaid = ""
-    paths = jax.tree.leaves_with_path(auxiliary)
-    for (path, leaf), word in zip(paths, words_of(aux, auxiliary), strict=True):
-        name = leaf_name(path)
-        kind = _EQUAL
+    for (path, leaf), word in zip(leaves, words_of(aux, values[1]), strict=True):
         if word is None and id(leaf) in shared:  # an argument that is returned unchanged
-            x = shared[id(leaf)]
-            word = "mean"
-        else:
-            x = as_array(path, leaf)
-            if word == "stack":  # a single row for this replica
-                x = x[None]
-            if word is None:
-                unsaid += f"\n  {name}: {described(x)}"
-                word = _possible(x, axis_name)
-            else:
-                kind = _kind(name, x, word, axis_name, examples)
-        leaves.append(x)
-        kinds.append(kind)
+            outputs.append(Output(shared[id(leaf)], _EQUAL))
+            line.append("mean")
+            continue
+        x = as_array(path, leaf)
+        if word is None:
+            unsaid += f"\n  {leaf_name(path)}: {described(x)}"
+            line.append("|".join(_fitting(x, axis_name)))
+            continue
+        if word == "stack":  # a single row for this replica
+            x = x[None]
+        outputs.append(Output(x, _kind(leaf_name(path), x, word, axis_name, examples)))
         line.append(word)
     if unsaid:
         raise ValueError(
             "`aux` does not say how to combine these auxiliary outputs of the "
-            f"replicas:{unsaid}\nWrite\n  aux={jax.tree.structure(auxiliary).unflatten(line)!r}\n"
+            f"replicas:{unsaid}\nWrite\n  aux={treedef.unflatten(line)!r}\n"
             'with one word in each place: "mean" averages, "sum" adds, "join" concatenates rows '
             'along axis 0 (an integer: along that axis), "stack" adds an axis of replicas. To find '
             "the words, call outputs(params, *batch) of this object, outside of jax.jit, with a "
             "small batch."
         )
-    treedef = jax.tree.structure(outputs)
-    parts: dict[Any, list[Any]] = {}
-    for i, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
-        parts.setdefault(kind, [None] * len(leaves))[i] = leaf
-    return {kind: treedef.unflatten(part) for kind, part in parts.items()}
+    return loss, treedef.unflatten(outputs)
 
 
 def as_array(path: KeyPath, leaf: Any) -> Array:
@@ -172,59 +172,55 @@ def as_array(path: KeyPath, leaf: Any) -> Array:
         ) from error
 
 
-def _kind(name: str, x: Array, word: Any, axis_name: AxisName, examples: Collection[int]) -> str:
-    """Returns how one leaf is combined, a key of what `by_kind` returns.
+def _kind(
+    name: str, x: Array, word: Any, axis_name: AxisName, examples: Collection[int]
+) -> str | int:
+    """Returns how one leaf is combined.
 
     Raises:
       ValueError: If the word does not fit the leaf.
     """
     what = f"The auxiliary output {name}, {described(x)},"
-    possible = _possible(x, axis_name)
-    if word in ("mean", "sum") and word not in possible:
-        raise ValueError(
-            f'{what} has no {word} over the replicas. Say one of {possible}; "stack" gives an axis '
-            "of replicas."
-        )
-    if word == "mean":
-        return str(_kind_of_mean(x, axis_name))
-    if word == "sum":
-        return word
+    if word in ("mean", "sum"):
+        fitting = _fitting(x, axis_name)
+        if word not in fitting:
+            raise ValueError(
+                f"{what} has no {word} over the replicas. Say one of {'|'.join(fitting)}; "
+                '"stack" gives an axis of replicas.'
+            )
+        return fitting[word]
     axis = 0
     if word not in ("join", "stack"):
         axis = int(word)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f'{what} has no axis {axis} along which to join rows. Say "stack".')
     # Time-major outputs (time, batch) are common, and joined along time they would be scrambled.
-    fitting = [other for other, length in enumerate(x.shape) if length in examples]
-    if word == "join" and fitting and fitting[0] > 0:
+    of_examples = [other for other, length in enumerate(x.shape) if length in examples]
+    if word == "join" and of_examples and of_examples[0] > 0:
         raise ValueError(
-            f"{what} has as many entries along axis {fitting[0]} as there are examples, but "
-            f'"join" is along axis 0. Say {fitting[0]}, or 0 if its rows do lie along axis 0.'
+            f"{what} has as many entries along axis {of_examples[0]} as there are examples, but "
+            f'"join" is along axis 0. Say {of_examples[0]}, or 0 if its rows do lie along axis 0.'
         )
-    return str(axis % x.ndim)
+    return axis % x.ndim
 
 
-def _kind_of_mean(x: Array, axis_name: AxisName) -> str | None:
-    """Returns how a leaf with the word "mean" is combined; None if it has no mean."""
-    if known_equal(x, axis_name):
-        return _EQUAL
-    if has_mean(x):
-        return "mean"
-    if vma_axes(axis_name):
-        return None
-    return _COMPARED
-
-
-def _possible(x: Array, axis_name: AxisName) -> str:
-    """Returns the words that fit a leaf's type, separated by ``|``; the user keeps one of them."""
-    kind = _kind_of_mean(x, axis_name)
-    fitting = {
-        "join": x.ndim > 0,
-        "mean": kind is not None,
-        "stack": kind != _EQUAL,
-        "sum": not is_key(x),
-    }
-    return "|".join(filter(fitting.get, fitting))
+def _fitting(x: Array, axis_name: AxisName) -> dict[str, str | int]:
+    """Returns the words that fit a leaf's type, and how each of them combines it."""
+    equal = known_equal(x, axis_name)
+    fitting: dict[str, str | int] = {}
+    if x.ndim:
+        fitting["join"] = 0
+    if equal:
+        fitting["mean"] = _EQUAL
+    elif has_mean(x):
+        fitting["mean"] = "mean"
+    elif not vma_axes(axis_name):
+        fitting["mean"] = _COMPARED
+    if not equal:
+        fitting["stack"] = 0
+    if not is_key(x):
+        fitting["sum"] = "sum"
+    return fitting
 
 
 def has_mean(x: Any) -> bool:
@@ -233,59 +229,64 @@ def has_mean(x: Any) -> bool:
 
 
 def combined(
-    parts: dict[str, PyTree], weight: Array | None, axis_name: AxisName
-) -> tuple[list[PyTree], dict[str, PyTree]]:
+    outputs: tuple[PyTree, ...], weight: Array | None, axis_name: AxisName
+) -> tuple[PyTree, PyTree]:
     """Averages and sums the outputs of a replica, each by its kind.
 
     Args:
-      parts: This replica's outputs, by kind.
+      outputs: This replica's value and auxiliary output, as `as_outputs` returns them.
       weight: This replica's weight; None if all replicas have the same weight.
       axis_name: The axis or axes of the replicas.
 
     Returns:
-      The outputs that are now equal on all replicas, a tree for each kind; and those that are rows,
-      by the axis along which they will be joined, which is moved to the front.
+      Two trees of the same containers: the arrays that are now equal on all replicas, and an
+      `Output` for those that are rows, whose axis is moved to the front. Each has None in place of
+      the leaves of the other.
     """
-    means, *auxiliary = _means(parts["mean"], weight, axis_name)
-    replicated = []
-    rows = {}
-    for kind, part in parts.items():
-        if kind == "sum":
-            replicated.append(jax.tree.map(lambda x: sum_over_replicas(x, axis_name), part))
-        elif kind == _EQUAL:
-            replicated.append(part)
-        elif kind == _COMPARED:
-            replicated.append(part)
-            # A running program cannot raise an error, so the loss becomes NaN.
-            means = jnp.where(_all_equal(part, axis_name), means, jnp.nan)
-        elif kind != "mean":
-            to_front = functools.partial(jnp.moveaxis, source=int(kind), destination=0)
-            rows[kind] = as_local(jax.tree.map(to_front, part), axis_name)
-    replicated.append((means, *auxiliary))
-    return replicated, rows
+    nodes, treedef = jax.tree.flatten(outputs, is_leaf=lambda node: isinstance(node, Output))
+    means = iter(_means([node.array for node in nodes if node.kind == "mean"], weight, axis_name))
+    equal: list[Any] = []
+    rows: list[Any] = []
+    compared: list[Array] = []
+    for node in nodes:
+        x = node.array
+        row = None
+        if node.kind == "mean":
+            x = next(means)
+        elif node.kind == "sum":
+            x = sum_over_replicas(x, axis_name)
+        elif node.kind == _COMPARED:
+            compared.append(x)
+        elif node.kind != _EQUAL:
+            to_front = as_local(jnp.moveaxis(x, node.kind, 0), axis_name)
+            row = Output(to_front, node.kind)
+            x = None
+        equal.append(x)
+        rows.append(row)
+    if compared:
+        # A running program cannot raise an error, so the loss becomes NaN.
+        equal[0] = jnp.where(_all_equal(compared, axis_name), equal[0], jnp.nan)
+    return treedef.unflatten(equal), treedef.unflatten(rows)
 
 
-def _means(part: PyTree, weight: Array | None, axis_name: AxisName) -> PyTree:
-    """Averages floating and complex leaves over the replicas."""
-
-    def in_reals(x: Array) -> Array:
+def _means(arrays: Sequence[Array], weight: Array | None, axis_name: AxisName) -> list[Array]:
+    """Averages floating and complex arrays over the replicas."""
+    reals = []
+    for x in arrays:
         if jnp.iscomplexobj(x):
-            return jnp.stack([x.real, x.imag])
-        return x
-
-    def restored(mean: Array, x: Array) -> Array:
+            x = jnp.stack([x.real, x.imag])
+        reals.append(x)
+    means, _ = averaged(reals, axis_name, weight)
+    for i, x in enumerate(arrays):
         if jnp.iscomplexobj(x):
-            return jax.lax.complex(mean[0], mean[1])
-        return mean
-
-    means, _ = averaged(jax.tree.map(in_reals, part), axis_name, weight)
-    return jax.tree.map(restored, means, part)
+            means[i] = jax.lax.complex(*means[i])
+    return means
 
 
-def _all_equal(tree: PyTree, axis_name: AxisName) -> Array:
+def _all_equal(leaves: Sequence[Array], axis_name: AxisName) -> Array:
     """Returns a bool scalar: True if integers, flags and keys are equal on all replicas."""
     words = []
-    for leaf in jax.tree.leaves(tree):
+    for leaf in leaves:
         numbers = in_words(leaf)
         if numbers.dtype == jnp.bool_ or jnp.iinfo(numbers.dtype).bits < 8:
             numbers = numbers.astype(jnp.int8)
@@ -295,17 +296,15 @@ def _all_equal(tree: PyTree, axis_name: AxisName) -> Array:
     return jnp.all(rows == rows[0])
 
 
-def put_together(replicated: list[PyTree], rows: dict[str, PyTree]) -> PyTree:
+def put_together(equal: PyTree, rows: PyTree) -> PyTree:
     """Returns value and auxiliary output in the structure of the gradient function's result."""
-    parts = list(replicated)
-    for axis, part in rows.items():
-        back = functools.partial(jnp.moveaxis, source=0, destination=int(axis))
-        parts.append(jax.tree.map(back, part))
 
-    def the_one(*leaves: Any) -> Any:
-        return next((leaf for leaf in leaves if leaf is not None), None)
+    def joined(x: Any, row: Output | None) -> Any:
+        if row is None:
+            return x
+        return jnp.moveaxis(row.array, 0, int(row.kind))
 
-    outputs = jax.tree.map(the_one, *parts, is_leaf=lambda node: node is None)
+    outputs = jax.tree.map(joined, equal, rows, is_leaf=lambda node: node is None)
     if len(outputs) == 1:
         return outputs[0]
     return outputs
