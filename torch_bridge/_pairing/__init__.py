@@ -12,8 +12,7 @@ The way of a tensor, ``layers.0.fc.weight`` of shape (8, 4), to ``layers_0/Dense
 5. With an example, only rules and the user's other options are binding. `search.Search` completes
    them to a `Reading`, first with equal names and the likeliest answers, then without, runs the
    Flax model on it (`evidence`), and changes the reading until the outputs are torch's. If the
-   file says what torch's layers were applied to, `follow` goes from layer to layer, and compares
-   with what `watch` sees in Flax.
+   file says what torch's layers were applied to, `follow` goes from layer to layer.
    `proposals` lists the changes, the likeliest first, from what the model does (`trace`);
    `neighbours` runs similar readings as a check.
 6. `Reading.pairs` returns the `Pair` of each tensor. `Pair.to_flax` and `Pair.to_torch` convert it.

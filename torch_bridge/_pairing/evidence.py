@@ -19,8 +19,7 @@ from torch_bridge._base.tensors import in_model, shape_of, to_numpy
 from torch_bridge._pairing.kinds import without_ones
 from torch_bridge._pairing.leaves import Tree
 from torch_bridge._pairing.pairs import Path
-from torch_bridge._pairing.trace import Trace
-from torch_bridge._pairing.watch import Use
+from torch_bridge._pairing.trace import Trace, Use
 
 Apply: TypeAlias = Callable[..., Any]
 Calls: TypeAlias = Mapping[str, np.ndarray]  # as in `Checkpoint`
@@ -119,9 +118,8 @@ class Evidence:
         self._run: Callable[..., Any] = jax.jit(apply)
         self.traces = self._traced(apply, inputs)
         self.trace = self.traces[0]
-        for trace in self.traces:
-            if not (self.calls and trace.watch and trace.watch.can_run()):
-                self.calls = {}
+        if self.calls and not all(trace.can_run() for trace in self.traces):
+            self.calls = {}
 
     @classmethod
     def of(
@@ -163,10 +161,8 @@ class Evidence:
         """
         self.runs += 1
         uses = None
-        if self.calls and self.trace.watch:
-            params = self._tree.with_leaves(self._leaves | dict(leaves))
-            arguments = jax.tree.leaves((params, self.trace.inputs))
-            outputs, uses = self.trace.watch.run(arguments)
+        if self.calls:
+            outputs, uses = self.trace.run(self._params(leaves))
         else:
             outputs = self._outputs(leaves, self.trace.inputs)
         difference = _difference(outputs, self._theirs)._replace(uses=uses)
@@ -204,12 +200,15 @@ class Evidence:
             return 0.0
         return share if share < _OTHER_AXIS else 0.0
 
+    def _params(self, leaves: Mapping[Path, Any]) -> Any:
+        """Returns the tree of the model with these leaves; others have the values of `like`."""
+        return self._tree.with_leaves(self._leaves | dict(leaves))
+
     def _outputs(self, leaves: Mapping[Path, Any], inputs: Sequence[np.ndarray]) -> Any:
         """Runs the model and returns its outputs."""
-        params = self._tree.with_leaves(self._leaves | dict(leaves))
         # By default a GPU rounds products of float32 to fewer bits.
         with jax.default_matmul_precision("highest"):
-            return self._run(params, *inputs)
+            return self._run(self._params(leaves), *inputs)
 
     def _traced(self, apply: Apply, inputs: Sequence[np.ndarray]) -> list[Trace]:
         """Returns the inputs in each order of axes for which the outputs have torch's shapes.
@@ -219,7 +218,7 @@ class Evidence:
         """
         traces = []
         errors = {}  # text of an error -> shapes of the inputs
-        params = self._tree.with_leaves(self._leaves)
+        params = self._params({})
         for arrays in itertools.product(*map(_in_orders, inputs)):
             try:
                 with jax.default_matmul_precision("highest"):

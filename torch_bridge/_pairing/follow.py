@@ -20,7 +20,7 @@ from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import Group, Partners, grouped
 from torch_bridge._pairing.pairs import Path
 from torch_bridge._pairing.proposals import Case, changes, rearranged
-from torch_bridge._pairing.watch import Use
+from torch_bridge._pairing.trace import Use
 
 _FEW = 5  # up to so many layers that are applied to one array are tried in all orders
 
