@@ -11,9 +11,9 @@ The way of a tensor, ``layers.0.fc.weight`` of shape (8, 4), to ``layers_0/Dense
    raises one error with all questions and problems.
 5. With an example, only rules and the user's other options are binding. `search.Search` completes
    them to a `Reading`, first with equal names and the likeliest answers, then without, runs the
-   Flax model on it (`evidence`), and changes the reading until the outputs are torch's. If the
-   file says what torch's layers were applied to, `follow` goes from layer to layer.
-   `proposals` lists the changes, the likeliest first, from what the model does (`trace`);
-   `neighbours` runs similar readings as a check.
+   Flax model on it (`evidence`), and changes the reading until the outputs are torch's. `proposals`
+   lists the changes, the likeliest first, from what the model does (`trace`). If the example says
+   what torch's layers were applied to, `follow` goes from layer to layer. At the end similar
+   readings are run as a check.
 6. `Reading.pairs` returns the `Pair` of each tensor. `Pair.to_flax` and `Pair.to_torch` convert it.
 """

@@ -21,11 +21,10 @@ from torch_bridge._base.tensors import (
 from torch_bridge._base.terminal import printable, warn
 from torch_bridge._pairing.evidence import TRIES, Apply, Difference, Evidence, Example
 from torch_bridge._pairing.kinds import CONV1D, OUT_IN, join
-from torch_bridge._pairing.layers import Layer, layers_of
+from torch_bridge._pairing.layers import Layer, layers_of, reparametrized
 from torch_bridge._pairing.leaves import Tree
 from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import Group, Match, grouped
-from torch_bridge._pairing.neighbours import reparametrized
 from torch_bridge._pairing.options import Options, PairOptions, refuse_unused_patterns
 from torch_bridge._pairing.pairs import Pair
 from torch_bridge._pairing.proposals import Case

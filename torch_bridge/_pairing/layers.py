@@ -58,6 +58,18 @@ _WEIGHT_NORM = {
     "weight_g": r"\.parametrizations\.weight\.original0$",
     "weight": r"\.(weight_v|parametrizations\.weight\.original1)$",
 }
+# Advice -> pattern of the names of tensors that it is for.
+_REPARAMETRIZED = {
+    "weight_norm stores a length and a direction instead of a weight. Put flax.linen."
+    "WeightNorm around the layer, or call torch.nn.utils.remove_weight_norm (or parametrize."
+    "remove_parametrizations) before you save the file.": r".*(weight_g|weight\.original0)\b.*",
+    "spectral_norm divides a weight by its largest singular value. Call torch.nn.utils."
+    "remove_spectral_norm (or parametrize.remove_parametrizations) before you save the file.": (
+        r".*(weight_orig|weight\.original|weight\.0\._[uv]|weight_[uv])\b.*"
+    ),
+    "An LSTM with proj_size has no counterpart among Flax's cells. Write the cell by hand and name "
+    "its leaves with rules.": r".*weight_hr_.*",
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -275,3 +287,12 @@ def _divided(segments: Path, kind: Kind, known: str, parts: Parts, sep: str) -> 
         yield Layer(segments, kind, together, sep)
     for key, part in alone.items():
         yield Layer((*segments, key), "bare", {"": part}, sep)
+
+
+def reparametrized(names: Collection[str]) -> str:
+    """Returns advice for weights that torch computes from other tensors; "" if there are none."""
+    sentences = ""
+    for sentence, pattern in _REPARAMETRIZED.items():
+        if any(map(re.compile(pattern).match, names)):
+            sentences += f"{sentence} "
+    return sentences

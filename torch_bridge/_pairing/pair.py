@@ -9,9 +9,9 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._pairing.decide import Pairing, decide, known_forms, refuse_lost_statistics
 from torch_bridge._pairing.evidence import Apply, Evidence, Example
 from torch_bridge._pairing.leaves import flatten_tree
-from torch_bridge._pairing.neighbours import OTHER_FORMULA
 from torch_bridge._pairing.options import Flatten, Options, PairOptions, Rules
 from torch_bridge._pairing.pairs import Pair, leaves_from_torch
+from torch_bridge._pairing.search import OTHER_FORMULA
 
 
 class HasStateDict(Protocol):

@@ -95,6 +95,31 @@ def changes(case: Case, reading: Reading, culprits: AbstractSet[Layer]) -> Itera
     yield from of_choices(_single([*first, *second]))
 
 
+def neighbours(case: Case, reading: Reading) -> Iterator[Change]:
+    """Yields one changed reading for each choice that names do not decide.
+
+    A reading that gives torch's outputs is right if none of its neighbours gives them.
+    """
+    choices = forms(case, reading)
+    for choice in itertools.chain(*flattened_maps(case, reading)):
+        if choice.layers[0] in reading.answers:
+            choices.append(choice)
+    for choice in packed_rows(case, reading):
+        packing = reading.answer(choice.layers[0]).packing
+        if packing and packing.is_in_order:
+            # Parts in torch's order need no proof that another order is wrong.
+            in_order = filter(lambda value: value is None or value.is_in_order, choice.values)
+            choice = choice._replace(values=list(in_order))
+        if packing:
+            choices.append(choice)
+    yield from changed(reading, choices)
+    named = case.match.by_name.union(case.match.ruled.partners)
+    for alike in grouped(reading.partners, lambda layer: layer.sizes).values():
+        for one, other in itertools.pairwise(alike):
+            if not {one, other} <= named:
+                yield from exchanged(case.match, reading, [one], [other])
+
+
 def changed(reading: Reading, choices: Iterable[Choice]) -> Iterator[Change]:
     """Yields each reading in which one choice has another value."""
     for layers, field, values in choices:

@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._pairing.evidence import TRIES, Difference
 from torch_bridge._pairing.follow import Follower
 from torch_bridge._pairing.kinds import CONV_TRANSPOSE, Answer
-from torch_bridge._pairing.layers import Layer
+from torch_bridge._pairing.layers import Layer, reparametrized
 from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import Group, Partners, grouped
-from torch_bridge._pairing.neighbours import refusal, refuse_doubtful
 from torch_bridge._pairing.pairs import Path, leaves_from_torch
-from torch_bridge._pairing.proposals import Case, Change, changes, likely_packings
+from torch_bridge._pairing.proposals import Case, Change, changes, likely_packings, neighbours
 
 _BATCH = 20  # changes of a reading to try before another reading has its turn
 # After this number of tried changes, the nearest reading comes after one that is twice as far off.
@@ -32,6 +32,14 @@ _PATIENCE = 100
 _HASTE = 20  # the same for the other readings
 _FAR = 0.3  # relative to the outputs' norm; larger distances of the other readings count as equal
 _STEP = 0.2  # for the other readings, the cost of one more change, beside the distance
+_LEAST_CHECKS = 64  # neighbours that are run even if the search has used up all runs
+_SLIGHT = 1e-2  # relative to the largest output; another eps or activation differs by less
+_SHOWN = 12  # the most layers in an error
+OTHER_FORMULA = (
+    "look at the eps and momentum of norms, the form of an activation (GELU with tanh or without), "
+    "padding, a factor by which torch multiplies a weight (equalised learning rate, LoRA), "
+    "evaluation mode, and what `apply` does with the inputs."
+)
 
 
 @dataclasses.dataclass
@@ -100,10 +108,9 @@ class Search:
             self._search()
             if self._is_proved():
                 difference, reading = self._tried[-1]
-                refuse_doubtful(self._case, reading, self._leaves_of)
+                self._refuse_doubtful(reading)
                 return reading, difference
-        difference, reading = min(self._tried, key=lambda one: one[0].mean)
-        raise refusal(self._case, difference, reading, self._tensors, self._first_other)
+        raise self._refusal()
 
     def _search(self) -> None:
         """Tries readings with the current order of the inputs, until one gives torch's outputs."""
@@ -163,6 +170,63 @@ class Search:
         of_all = changes(self._case, reading, reading.partners.keys())
         self._states.append(_State(difference.mean, of_all, depth))
         return difference
+
+    def _refuse_doubtful(self, proved: Reading) -> None:
+        """Runs the neighbours of a proved reading, and refuses it if one is proved, too.
+
+        The runs that the search has left are for these checks.
+
+        Raises:
+          CheckpointMismatch: The example does not tell some layers apart; the error lists all that
+            were run.
+        """
+        evidence = self._case.evidence
+        leaves = self._leaves_of(proved)
+        doubtful = []
+        checks = max(_LEAST_CHECKS, TRIES - evidence.runs)
+        for text, reading in itertools.islice(neighbours(self._case, proved), checks):
+            others = self._leaves_of(reading)
+            if all(np.array_equal(leaves[path], others[path]) for path in leaves):
+                continue  # the exchanged leaves have equal values
+            if evidence.compare(others).is_rounding:
+                doubtful.append(text)
+        if doubtful:
+            raise CheckpointMismatch(
+                "The Flax model gives torch's outputs, but also with some layers exchanged, so the "
+                "example does not tell which is which. Use other inputs, or answer with these "
+                "arguments.",
+                ambiguous=doubtful,
+                parameters=("rules", "conv1d", "conv_transpose", "flatten"),
+            )
+
+    def _refusal(self) -> CheckpointMismatch:
+        """Returns the error if no reading gives torch's outputs, with the layers in doubt."""
+        difference, reading = min(self._tried, key=lambda one: one[0].mean)
+        evidence = self._case.evidence
+        near = itertools.islice(neighbours(self._case, reading), _SHOWN)
+        doubtful = [text for text, _ in near]
+        hint = "No layer is in doubt, so the two models seem to compute different functions"
+        if difference.largest < _SLIGHT:
+            hint = "So small a difference is rarely a wrong layer, and often another formula"
+        elif doubtful:
+            hint = (
+                "The layers in doubt are listed; answer for those that you know (rules, flatten, "
+                "conv1d, conv_transpose). If all are right, the models compute different functions"
+            )
+        first_other = self._first_other
+        if not evidence.is_recorded:
+            first_other = (
+                "The example has no record of torch's calls, which finds layers one after the "
+                "other; pass example=torch_bridge.run_example(module, inputs) if you have the "
+                "torch module. "
+            )
+        return CheckpointMismatch(
+            f"{reparametrized(self._tensors)}The Flax model does not give torch's outputs: after "
+            f"{evidence.runs} tries the nearest are {difference}. {first_other}{hint}: "
+            f"{OTHER_FORMULA}",
+            ambiguous=doubtful,
+            parameters=("apply", "rules", "flatten", "conv1d", "conv_transpose"),
+        )
 
     def _leaves_of(self, reading: Reading) -> dict[Path, np.ndarray]:
         """Makes the leaves of a reading; reuses those that are the same in the last reading."""
