@@ -11,7 +11,6 @@ import numpy as np
 import optax
 
 from torch_bridge._base.errors import Problems
-from torch_bridge._base.tensors import to_numpy
 from torch_bridge._base.terminal import warn
 from torch_bridge._convert.doubts import (
     doubts_of_absence,
@@ -29,7 +28,7 @@ from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
 from torch_bridge._pairing.decide import Pairing
-from torch_bridge._pairing.evidence import Apply, Example
+from torch_bridge._pairing.evidence import Apply, Example, ExampleRun
 from torch_bridge._pairing.leaves import MatrixDimsFn, flatten_tree, matrix_dims_of, trained
 from torch_bridge._pairing.options import PairOptions
 from torch_bridge._pairing.pair import Pairs, find_or_check_pairs, pairs_in_tree
@@ -273,8 +272,11 @@ def to_flax(
         (checkpoint.optimizer or {}).clear()
     else:
         completed = dataclasses.replace(checkpoint, layout=layout, optimizer=named_groups)
-        if example is not None:
-            completed = _with_example(completed, example)
+        if example is not None:  # `to_torch` can run both models on it
+            ran = ExampleRun.of(example)
+            completed = dataclasses.replace(
+                completed, example=(ran.inputs, ran.outputs), calls=dict(ran.calls)
+            )
     if step is None:
         step = taken if calls is None else calls
     difference = None
@@ -295,18 +297,6 @@ def to_flax(
         checkpoint=completed,
         matrix_dims=matrix_dims,
     )
-
-
-def _with_example(checkpoint: Checkpoint, example: Example) -> Checkpoint:
-    """Returns the checkpoint with this example, on which `to_torch` can run both models."""
-    inputs, outputs, *rest = example
-    if not isinstance(inputs, list | tuple):
-        inputs = (inputs,)
-    inputs = tuple(map(to_numpy, inputs))
-    calls = {}
-    if rest:
-        calls = dict(rest[0])
-    return dataclasses.replace(checkpoint, example=(inputs, outputs), calls=calls)
 
 
 def refuse_other_than_checkpoint(value: Any, name: str) -> None:

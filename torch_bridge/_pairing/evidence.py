@@ -42,6 +42,43 @@ _LEAST_UNITS = 8  # units of rounding of the largest output that are always allo
 _MAP_AXES = 3  # from 3 axes on, channels may be the second axis in torch and the last in Flax
 
 
+class ExampleRun(NamedTuple):
+    """What the user's example says about one run of the torch module.
+
+    Attributes:
+      inputs: The arguments of the module.
+      outputs: What the module returned.
+      calls: Torch's calls; empty if the example has none.
+    """
+
+    inputs: tuple[np.ndarray, ...]
+    outputs: Any
+    calls: Calls
+
+    @classmethod
+    def of(cls, example: Example) -> ExampleRun:
+        """Reads an example.
+
+        Raises:
+          ValueError: The example has another form.
+        """
+        try:
+            inputs, outputs, *rest = example
+            calls: Any = {}
+            if rest:
+                (calls,) = rest
+            calls = dict(calls)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "`example` must be what torch_bridge.run_example returns, or (inputs, outputs) of "
+                "the torch module in evaluation mode: a tuple of arrays, and the module's outputs "
+                "for them."
+            ) from error
+        if not isinstance(inputs, list | tuple):
+            inputs = (inputs,)
+        return cls(tuple(map(to_numpy, inputs)), outputs, calls)
+
+
 class Difference(NamedTuple):
     """The difference between the outputs of the Flax model and torch's.
 
@@ -95,13 +132,21 @@ class Evidence:
           tensors: The torch tensors, by name. Their dtype shows how exact torch's outputs are.
 
         Raises:
-          ValueError: The example has another form, or `apply` does not run on it.
+          ValueError: The example has another form, or no finite floating-point outputs. Or `apply`
+            does not run on it.
         """
         self._tree = tree
-        inputs, self._theirs, calls = _read(example)
+        ran = ExampleRun.of(example)
+        self._theirs = _numbers(ran.outputs)
+        if not self._theirs:
+            raise ValueError("`example` has no floating-point outputs to compare with.")
+        if not all(np.isfinite(array).all() for array in self._theirs):
+            raise ValueError("torch's outputs in `example` are not finite. Take other inputs.")
+        # jnp.asarray converts int64 to int32, unless x64 is enabled.
+        inputs = [np.asarray(jnp.asarray(value)) for value in ran.inputs]
         # The module that ran may have been wrapped otherwise than the one that was saved.
-        self.calls = in_model(calls, tensors)
-        self.is_recorded = bool(calls)
+        self.calls = in_model(ran.calls, tensors)
+        self.is_recorded = bool(ran.calls)
         dtypes = []
         for array in filter(_is_real, map(to_numpy, tensors.values())):
             # JAX computes in float32 instead of float64, unless x64 is enabled.
@@ -291,38 +336,6 @@ def _difference_of_one(mine: np.ndarray, other: np.ndarray) -> Difference:
     largest = error.max(initial=0.0) / (np.abs(other).max(initial=0.0) or 1.0)
     mean = np.linalg.norm(error) / (np.linalg.norm(other) or 1.0)
     return Difference(float(largest), float(mean))
-
-
-def _read(example: Example) -> tuple[list[np.ndarray], list[np.ndarray], Calls]:
-    """Returns the inputs in JAX's dtypes, the floating-point outputs as float64, and the calls.
-
-    Raises:
-      ValueError: The example has another form, or no finite floating-point outputs.
-    """
-    try:
-        inputs, outputs, *rest = example
-        calls: Any = {}
-        if rest:
-            (calls,) = rest
-            calls = dict(calls)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            "`example` must be what torch_bridge.run_example returns, or (inputs, outputs) of the "
-            "torch module in evaluation mode: a tuple of arrays, and the module's outputs for them."
-        ) from error
-    if not isinstance(inputs, list | tuple):
-        inputs = (inputs,)
-    # jnp.asarray converts int64 to int32, unless x64 is enabled.
-    arrays = []
-    for value in inputs:
-        arrays.append(np.asarray(jnp.asarray(to_numpy(value))))
-    theirs = _numbers(outputs)
-    for array in theirs:
-        if not np.isfinite(array).all():
-            raise ValueError("torch's outputs in `example` are not finite. Take other inputs.")
-    if not theirs:
-        raise ValueError("`example` has no floating-point outputs to compare with.")
-    return arrays, theirs, calls
 
 
 def _numbers(outputs: Any) -> list[np.ndarray]:
