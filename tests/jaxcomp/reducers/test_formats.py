@@ -66,7 +66,8 @@ def allowed(name, dtype, scale):
     """Returns how far a value may be off, in units of the largest gradient, which is `scale`.
 
     Two levels of an integer, or some roundings to the gradients' dtype or the wire's; and of
-    float16 the least number there is.
+    float16 the least number there is, twice: an all-reduce is off by that number at most, because
+    each of two replicas halves its values before the sum, and loses half of it.
     """
     units = {"int8": 2.0**-6, "int6": 2.0**-4, "bf16": 2.0**-7}
     unit = units.get(name.split("-")[-1], float(jnp.finfo(dtype).eps))
