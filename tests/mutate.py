@@ -61,6 +61,11 @@ TESTS = {
         "tests/fuzz/test_fuzz.py::test_what_torch_writes_is_read_as_torch_reads_it_or_refused",
     ],
     "torch_bridge/_cli": ["tests/torch_bridge/test_cli.py", "tests/torch_bridge/test_cli_files.py"],
+    "torch_bridge/_job": [
+        *("tests/torch_bridge/test_layout.py", "tests/torch_bridge/test_powersgd_state.py"),
+        *("tests/torch_bridge/test_units.py", "tests/torch_bridge/test_frameworks.py"),
+        *("tests/torch_bridge/test_verbs.py", "tests/torch_bridge/test_calls.py"),
+    ],
 }
 PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
 
