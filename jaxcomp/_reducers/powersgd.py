@@ -1,9 +1,9 @@
 """PowerSGD as an Optax transformation: local gradients in, one low-rank mean out.
 
-`powersgd` checks the arguments and holds the equations; `powersgd_step` is one update of one
-replica; `low_rank.py` beside it has the two averages, exact and low-rank. A step never looks at
-single leaves: small leaves of equal shape are first stacked to one array, a group, and the results
-are taken apart at the end.
+`powersgd` checks the arguments and holds the equations. `powersgd_step` is one update of one
+replica on trees, and `_step_of_groups` its arithmetic on arrays; `low_rank.py` beside it has the
+two averages, exact and low-rank. The arithmetic never looks at single leaves: small leaves of equal
+shape are first stacked to one array, a group, and the results are taken apart at the end.
 
 The reason is the number of operations. For each array there are dozens, which XLA compiles and a
 GPU launches one by one: 300 layers of width 64 take half a minute to compile. A group costs as much
@@ -49,6 +49,7 @@ from jaxcomp._mesh.collectives import (
 )
 from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._reducers.low_rank import (
+    Average,
     PowerSGDOptions,
     compressed_views,
     count_bytes,
@@ -230,11 +231,7 @@ def powersgd_step(
     like: PyTree | None = None,
     **extra_args: Any,
 ) -> Reduction:
-    """Makes one update; the docstring of `powersgd` has the equations.
-
-    Leaves are stacked to groups, and these are unstacked at the end. With ``start_step > 0`` the
-    average is a conditional. XLA copies each result of a conditional, so it does not return the
-    residual, which is updated in place after it.
+    """Makes one update: stacks leaves to groups, takes the step, and unstacks the results.
 
     Args:
       options: The reducer's arguments.
@@ -246,25 +243,75 @@ def powersgd_step(
     """
     del params, extra_args
     leaves, treedef = jax.tree.flatten(updates)
-    old_residual = treedef.flatten_up_to(state.residual)
-    old_q = treedef.flatten_up_to(state.q)
+    residual = treedef.flatten_up_to(state.residual)
+    q = treedef.flatten_up_to(state.q)
     # Weighted gradients are float32, and the dtype of a plan is that of the output.
-    of_leaves = options.plan(updates if like is None else like)
-    factors = old_q
+    plans = options.plan(updates if like is None else like)
+    starts = q
     if not options.warm_start:
-        factors = options.random_factors(of_leaves, state.count)
-    groups = grouped(of_leaves)
-    plans = groups.plans
-    gradients = stack_groups(groups, leaves)
-    residual = stack_groups(groups, old_residual)
-    starts = stack_groups(groups, factors)
+        starts = options.random_factors(plans, state.count)
+    groups = Groups.of(plans)
+    step = _step_of_groups(
+        options,
+        groups.plans,
+        groups.stack(leaves),
+        groups.stack(residual),
+        groups.stack(starts),
+        state.count,
+    )
+    average = step.average
+    new_q = state.q  # without a warm start the state does not keep the factors
+    if options.warm_start:
+        new_q = treedef.unflatten(groups.unstack(step.q, q))
+    new = PowerSGDState(
+        count=jnp.where(average.finite, optax.safe_increment(state.count), state.count),
+        residual=treedef.unflatten(groups.unstack(step.residual, residual)),
+        q=optax.tree.cast_like(new_q, state.q),
+        owner=jnp.where(step.commit, owner_id(options.axis_name), state.owner),
+    )
+    means = treedef.unflatten(groups.unstack(average.means, leaves))
+    sent = treedef.unflatten(groups.unstack(average.sent, leaves))
+    return Reduction(means, new, sent, average.finite)
 
-    started = state.count >= options.start_step
+
+class _Step(NamedTuple):
+    """Holds the results of a step, in lists of groups."""
+
+    average: Average
+    residual: list[Array]
+    q: list[Array]  # right factors for the next step
+    commit: Array  # bool scalar: True if residual and factors are new
+
+
+def _step_of_groups(
+    options: PowerSGDOptions,
+    plans: list[LeafPlan],
+    gradients: list[Array],
+    residual: list[Array],
+    starts: list[Array],
+    count: Array,
+) -> _Step:
+    """Takes the step of which the docstring of `powersgd` has the equations.
+
+    With ``start_step > 0`` the average is a conditional. XLA copies each result of a conditional,
+    so it does not return the residual, which is updated in place after it.
+
+    Args:
+      options: The reducer's arguments.
+      plans: The plan of each gradient. Compressed gradients come first, so a position is the same
+        in all lists.
+      gradients: This replica's gradients.
+      residual: What was not sent yet of the compressed gradients; empty without error feedback.
+      starts: The right factors that the power iteration starts from.
+      count: The number of earlier updates.
+    """
+    started = count >= options.start_step
     totals = []
-    for i, start in enumerate(starts):
-        dtype = compute_dtype(gradients[i].dtype)
-        totals.append(gradients[i].astype(dtype))
-        starts[i] = start.astype(dtype)
+    factors = []
+    for gradient, start in zip(gradients, starts, strict=False):  # uncompressed gradients follow
+        dtype = compute_dtype(gradient.dtype)
+        totals.append(gradient.astype(dtype))
+        factors.append(start.astype(dtype))
     for i, old in enumerate(residual):
         old = old.astype(totals[i].dtype)
         if options.start_step:
@@ -272,9 +319,9 @@ def powersgd_step(
             # that `adapt_state` has brought from an earlier run.
             old = jnp.where(started, old, 0)
         totals[i] += old
-    arguments = (options, plans, gradients, totals, starts)
+    arguments = (options, plans, gradients, totals, factors)
     average = branch_at_step(
-        state.count,
+        count,
         options.start_step,
         functools.partial(uncompressed_average, *arguments),
         functools.partial(low_rank_average, *arguments),
@@ -286,10 +333,9 @@ def powersgd_step(
         commit = average.finite & started
     views = compressed_views(plans)
     replicas = axis_size(options.axis_name)
-    # Compressed gradients come first, so a position is the same in all lists. There are no
-    # residuals without error feedback.
+    unsent_parts = []
     for i, old in enumerate(residual):
-        residual[i] = unsent(
+        new = unsent(
             views[i],
             plans[i].dtype,
             p=average.p[i],
@@ -300,20 +346,9 @@ def powersgd_step(
             commit=commit,
             replicas=replicas,
         )
-
-    new_q = state.q  # without a warm start the state does not keep the factors
-    if options.warm_start:
-        q = jax.tree.map(functools.partial(jnp.where, commit), average.q, starts)
-        new_q = treedef.unflatten(unstack_groups(groups, q, old_q))
-    new = PowerSGDState(
-        count=jnp.where(average.finite, optax.safe_increment(state.count), state.count),
-        residual=treedef.unflatten(unstack_groups(groups, residual, old_residual)),
-        q=optax.tree.cast_like(new_q, state.q),
-        owner=jnp.where(commit, owner_id(options.axis_name), state.owner),
-    )
-    means = treedef.unflatten(unstack_groups(groups, average.means, leaves))
-    sent = treedef.unflatten(unstack_groups(groups, average.sent, leaves))
-    return Reduction(means, new, sent, average.finite)
+        unsent_parts.append(new)
+    q = jax.tree.map(functools.partial(jnp.where, commit), average.q, factors)
+    return _Step(average, unsent_parts, q, commit)
 
 
 class Groups(NamedTuple):
@@ -322,68 +357,66 @@ class Groups(NamedTuple):
     positions: list[tuple[int, ...]]  # positions of the leaves of each group
     plans: list[LeafPlan]  # plan of each group
 
+    @classmethod
+    def of(cls, plans: Sequence[LeafPlan]) -> Groups:
+        """Groups floating leaves: small compressed leaves of equal shape together, others alone."""
+        # No groups on a mesh with unmapped axes: stacking would gather a leaf that is sharded over
+        # them.
+        largest = _SMALL
+        if unmapped_axes():
+            largest = 0
+        kinds: list[Any] = []
+        for i, plan in enumerate(plans):
+            kind = None
+            if plan.view is not None and plan.size <= largest:
+                kind = dataclasses.replace(plan, path="")  # equal but for the name
+            elif is_floating(plan):
+                kind = i
+            kinds.append(kind)
+        groups = []
+        values = 0
+        # The smallest leaves first, because they gain most from a group; those that come after the
+        # limit is passed stay alone.
+        for equal in sorted(alike(kinds), key=lambda equal: plans[equal[0]].size):
+            if len(equal) > 1:
+                values += len(equal) * plans[equal[0]].size
+            most = _MOST_LEAVES
+            if values > _MOST_VALUES:
+                most = 1
+            for start in range(0, len(equal), most):
+                groups.append(tuple(equal[start : start + most]))
+        # Compressed gradients first, as the averages expect them.
+        groups.sort(key=lambda group: (plans[group[0]].view is None, group))
+        of_groups = []
+        for group in groups:
+            plan = plans[group[0]]
+            if len(group) > 1 and plan.view is not None:
+                shape = (len(group), *plan.shape)
+                view = MatrixView(shape, plan.view.dims.behind_an_axis(), is_group=True)
+                plan = dataclasses.replace(plan, shape=shape, view=view)
+            of_groups.append(plan)
+        return cls(groups, of_groups)
 
-def grouped(plans: Sequence[LeafPlan]) -> Groups:
-    """Groups floating leaves: small compressed leaves of equal shape together, others alone."""
-    # No groups on a mesh with unmapped axes: stacking would gather a leaf that is sharded over
-    # them.
-    largest = _SMALL
-    if unmapped_axes():
-        largest = 0
-    kinds: list[Any] = []
-    for i, plan in enumerate(plans):
-        kind = None
-        if plan.view is not None and plan.size <= largest:
-            kind = dataclasses.replace(plan, path="")  # equal but for the name
-        elif is_floating(plan):
-            kind = i
-        kinds.append(kind)
-    groups = []
-    values = 0
-    # The smallest leaves first, because they gain most from a group; those that come after the
-    # limit is passed stay alone.
-    for equal in sorted(alike(kinds), key=lambda equal: plans[equal[0]].size):
-        if len(equal) > 1:
-            values += len(equal) * plans[equal[0]].size
-        most = _MOST_LEAVES
-        if values > _MOST_VALUES:
-            most = 1
-        for start in range(0, len(equal), most):
-            groups.append(tuple(equal[start : start + most]))
-    # Compressed gradients first, as the averages expect them.
-    groups.sort(key=lambda group: (plans[group[0]].view is None, group))
-    of_groups = []
-    for group in groups:
-        plan = plans[group[0]]
-        if len(group) > 1 and plan.view is not None:
-            shape = (len(group), *plan.shape)
-            view = MatrixView(shape, plan.view.dims.behind_an_axis(), is_group=True)
-            plan = dataclasses.replace(plan, shape=shape, view=view)
-        of_groups.append(plan)
-    return Groups(groups, of_groups)
+    def stack(self, leaves: Sequence[Any]) -> list[Array]:
+        """Returns the array of each group of leaves, except groups whose leaves are masked."""
+        arrays = []
+        for positions in self.positions:
+            array = leaves[positions[0]]
+            if is_masked(array):
+                continue
+            if len(positions) > 1:
+                array = jnp.stack([leaves[i] for i in positions])
+            arrays.append(array)
+        return arrays
 
-
-def stack_groups(groups: Groups, leaves: Sequence[Any]) -> list[Array]:
-    """Returns the array of each group of leaves, except groups whose leaves are masked."""
-    arrays = []
-    for positions in groups.positions:
-        array = leaves[positions[0]]
-        if is_masked(array):
-            continue
-        if len(positions) > 1:
-            array = jnp.stack([leaves[i] for i in positions])
-        arrays.append(array)
-    return arrays
-
-
-def unstack_groups(groups: Groups, arrays: Sequence[Array], leaves: Sequence[Any]) -> list[Any]:
-    """Returns `leaves` with the leaves of the first groups taken from `arrays`; others stay."""
-    result = list(leaves)
-    # Residuals and factors have an array for each compressed group, and these come first.
-    for positions, array in zip(groups.positions, arrays, strict=False):
-        if len(positions) == 1:
-            result[positions[0]] = array
-            continue
-        for place, i in enumerate(positions):
-            result[i] = array[place]
-    return result
+    def unstack(self, arrays: Sequence[Array], leaves: Sequence[Any]) -> list[Any]:
+        """Returns `leaves` with the leaves of the first groups taken from `arrays`; others stay."""
+        result = list(leaves)
+        # Residuals and factors have an array for each compressed group, and these come first.
+        for positions, array in zip(self.positions, arrays, strict=False):
+            if len(positions) == 1:
+                result[positions[0]] = array
+                continue
+            for place, i in enumerate(positions):
+                result[i] = array[place]
+        return result
