@@ -247,43 +247,21 @@ def call_on_replicas(
     if weight is not None:
         weights = weight_spec(weight, examples, axis_name, replicas)
         weight = jnp.asarray(weight)
-    shared = PartitionSpec()
-    rows = PartitionSpec(axis_name)
-    states = state_specs(state, state_axis)
-    explicit = mesh_axes(AxisType.Explicit, mesh)
-    context: Any = contextlib.nullcontext()
-    if replicas == 1 and mesh.size > 1:
-        # XLA refuses an all-reduce of one replica if an array is sharded over another axis
-        # ("Cross-partition allreduce must be in (partial) manual partitioning mode"). Under
-        # `jax.vmap` an average over the replicas is a sum without a collective.
-        mapped: Callable[..., Any] = only_replica(function, axes)
-        # The mesh of the context inside `jax.jit` is abstract already.
-        context = jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh))
-    else:
-        inside = mesh
-        if explicit:
-            inside = None  # the mesh of the context, where these axes are Auto
-        mapped = jax.shard_map(
-            function,
-            mesh=inside,
-            in_specs=(states, specs, weights),
-            out_specs=(shared, rows, shared, states),
-            axis_names=set(axes),
-            check_vma=check_vma,
-        )
-    if explicit:
-        # JAX before 0.12 gathers inputs and outputs of a `jax.shard_map` along further Explicit
-        # axes, and no JAX reshards along Explicit axes by itself. So all axes are Auto around it.
-        types = (shared, rows, typed_specs(params), typed_specs(state))
-        # Types name only Explicit axes, and the axes of the replicas may be Auto.
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, over_axes(spec, explicit)), types)
-        mapped = jax.sharding.auto_axes(mapped, axes=explicit, out_sharding=shardings)
-        if all(jax.typeof(x).sharding.mesh.empty for x in jax.tree.leaves(arrays)):
-            # Arrays of NumPy do not tell a program its devices, and Explicit axes need them.
-            shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-            arrays = jax.device_put(arrays, shardings)
+    mapped = _mapped(
+        function,
+        (state_specs(state, state_axis), specs, weights),
+        (params, state),
+        mesh,
+        axis_name,
+        check_vma=check_vma,
+    )
+    on_host = all(jax.typeof(x).sharding.mesh.empty for x in jax.tree.leaves(arrays))
+    if on_host and mesh_axes(AxisType.Explicit, mesh):
+        # Arrays of NumPy do not tell a program its devices, and Explicit axes need them.
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        arrays = jax.device_put(arrays, shardings)
     inputs = (state, arrays, weight)
-    with context, _explained(axes):
+    with _explained(axes):
         # In `jax.jit` a new array is traced; under `jax.grad` and `jax.vmap` outside of it, only
         # arguments are.
         if is_traced(jnp.zeros([])):
@@ -291,6 +269,62 @@ def call_on_replicas(
         if key is None:
             return jax.jit(mapped)(*inputs)
         return jitted(Keyed(weakref.ref(mapped), key), *inputs)
+
+
+def _mapped(
+    function: Callable[..., Any],
+    specs: tuple[PyTree, PyTree, PyTree],
+    like: tuple[PyTree, PyTree],
+    mesh: Any,
+    axis_name: AxisName,
+    *,
+    check_vma: bool,
+) -> Callable[..., Any]:
+    """Maps a function of one replica over all replicas of a mesh, with all axes Auto around it.
+
+    Args:
+      function: As for `call_on_replicas`.
+      specs: The PartitionSpecs of states, arrays and weights.
+      like: The parameters and the state, whose types the results get.
+      mesh: The mesh.
+      axis_name: The axis or axes of the replicas.
+      check_vma: As for `jax.shard_map`.
+    """
+    axes = axis_tuple(axis_name)
+    shared = PartitionSpec()
+    rows = PartitionSpec(axis_name)
+    explicit = mesh_axes(AxisType.Explicit, mesh)
+    single = replicas_on(mesh, axes) == 1 and mesh.size > 1
+    if single:
+        # XLA refuses an all-reduce of one replica if an array is sharded over another axis
+        # ("Cross-partition allreduce must be in (partial) manual partitioning mode"). Under
+        # `jax.vmap` an average over the replicas is a sum without a collective.
+        mapped: Callable[..., Any] = only_replica(function, axes)
+    else:
+        mapped = jax.shard_map(
+            function,
+            mesh=None if explicit else mesh,  # of the context, where Explicit axes are Auto
+            in_specs=specs,
+            out_specs=(shared, rows, shared, specs[0]),
+            axis_names=set(axes),
+            check_vma=check_vma,
+        )
+    if explicit:
+        # JAX before 0.12 gathers inputs and outputs of a `jax.shard_map` along further Explicit
+        # axes, and no JAX reshards along Explicit axes by itself. So all axes are Auto around it.
+        types = (shared, rows, *map(typed_specs, like))
+        # Types name only Explicit axes, and the axes of the replicas may be Auto.
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, over_axes(spec, explicit)), types)
+        mapped = jax.sharding.auto_axes(mapped, axes=explicit, out_sharding=shardings)
+    if not single:
+        return mapped
+
+    def in_mesh(*inputs: Any) -> Any:
+        # The mesh of the context inside `jax.jit` is abstract already.
+        with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+            return mapped(*inputs)
+
+    return in_mesh
 
 
 @contextlib.contextmanager
