@@ -274,6 +274,13 @@ def test_rule_couples_a_tensor_and_a_leaf_of_different_layers(name, shape, path,
     assert_array_equal(params[module][leaf], expected)
 
 
+def test_a_weight_behind_an_axis_of_length_one_keeps_the_order_of_its_places():
+    model = {"conv.weight": values(1, 5, 4, 3, 3)}  # as StyleGAN's, which a layer modulates
+    params = there_and_back(model, kernels(conv=(3, 3, 4, 5)))
+    expected = model["conv.weight"][0].transpose(2, 3, 1, 0)
+    assert_array_equal(params["conv"]["kernel"], expected)
+
+
 def test_axes_of_length_one_keep_their_place_among_the_others():
     model = {"conv.weight": values(1, 4, 3, 3), "pos": values(1, 8, 6, 6)}
     like = {"conv": {"w": np.zeros((3, 3, 4, 1))}, "pos": np.zeros((1, 6, 6, 8))}

@@ -189,8 +189,10 @@ def _weight(torch: Layer, flax: Layer) -> list[Link]:
         maps = _DENSE
         if math.prod(shape[2:]) > 1:  # a convolution over patches, each one flattened for a Dense
             forms = {OUT_IN: (1, 0), in_out: (0, 1)}
-    elif len(shape) != len(kernel):  # a Conv2d over one channel that is a Conv1d in Flax
-        forms = {OUT_IN: forms[OUT_IN], (*space[::-1], 1, 0): (*space[::-1], 1, 0)}
+    elif len(shape) != len(kernel):
+        # A Conv2d over one channel that is a Conv1d in Flax, or (1, out, in, *space).
+        last = (*space[1:], *space[:1], 1, 0)
+        forms = {OUT_IN: forms[OUT_IN], last: last}
     elif len(shape) == 3 and not torch.share:
         for order in itertools.permutations(range(3)):
             forms[order] = order
