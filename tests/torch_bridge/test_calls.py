@@ -101,6 +101,27 @@ def test_inputs_that_are_complex_or_sparse_have_no_extremes(alone, tmp_path):
     assert np.isnan(list(calls.values())).all()
 
 
+class Latent(tnn.Module):
+    """Attends with queries that are made of parameters alone, and divided into two heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.latents = tnn.Parameter(torch.randn(2, 4))
+        self.query = tnn.Linear(4, 4)
+
+    def forward(self, x):
+        heads = self.query(self.latents).split(2, -1)
+        return torch.cat(heads, -1) @ x.T
+
+
+def test_parts_of_what_is_made_of_parameters_are_made_of_them(alone, tmp_path):
+    x = values(3, 4)
+    calls = recorded(tmp_path, Latent(), torch.from_numpy(x)).calls
+    assert list(calls) == ["latents", "query.weight", "query.bias"]
+    for known in calls.values():
+        assert_array_equal(known, extremes(x))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_scripted_modules_have_no_record(alone, tmp_path):
     module = torch.jit.script(tnn.Sequential(tnn.Linear(3, 4)))

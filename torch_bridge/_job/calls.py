@@ -64,8 +64,9 @@ def recorded_calls(module: torch.nn.Module) -> Iterator[dict[str, np.ndarray]]:
                     unknown = np.full_like(extremes, np.nan)
                     calls.setdefault(name, extremes if name in known else unknown)
             result = function(*arguments, **options)
-            if used and not is_applied and is_tensor(result):  # such as a transposed weight
-                names[id(result)] = (result, used)
+            if used and not is_applied:  # such as a transposed weight, or the parts of a packed one
+                for part in filter(is_tensor, jax.tree.leaves(result)):
+                    names[id(part)] = (part, used)
             return result
 
     with contextlib.ExitStack() as stack:
