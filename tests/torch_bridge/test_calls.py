@@ -1,8 +1,10 @@
 """What `save_checkpoint` records of a run of the example: it finds layers one after the other."""
 
+import warnings
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -120,6 +122,24 @@ def test_parts_of_what_is_made_of_parameters_are_made_of_them(alone, tmp_path):
     assert list(calls) == ["latents", "query.weight", "query.bias"]
     for known in calls.values():
         assert_array_equal(known, extremes(x))
+
+
+def spectral(params, x):
+    filters = params["filter"].astype(jnp.complex64)
+    return jnp.fft.ifft(jnp.fft.fft(x) * filters).real @ params["kernel"]
+
+
+def test_flax_models_may_apply_leaves_to_complex_numbers():
+    x = values(3, 4)
+    calls = {"kernel": extremes(x), "filter": extremes(x)}
+    weights = {"filter": values(4), "kernel": values(4, 4)}
+    outputs = spectral(weights, x)
+    checkpoint = Checkpoint(weights, example=((x,), outputs), calls=calls)
+    like = {"filter": np.zeros(4), "kernel": np.zeros((4, 4))}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")  # an error would only end the following of calls
+        assert to_flax(checkpoint, like, apply=spectral).difference < 1e-6
+    assert not [warning for warning in caught if "complex" in str(warning.message)]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")

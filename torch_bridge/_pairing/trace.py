@@ -227,8 +227,10 @@ class Trace:
         if not others:
             return made_of
         other = others[0]
+        is_ordered = jnp.issubdtype(other.array.dtype, jnp.number)  # neither a key nor complex
+        is_ordered &= not jnp.iscomplexobj(other.array)
         for path in made_of:
-            if path not in extremes and jnp.issubdtype(other.array.dtype, jnp.number):
+            if path not in extremes and is_ordered:
                 extremes[path] = _extremes(other.array)
                 self._sources[path] = other.sources
         return frozenset()
