@@ -41,7 +41,7 @@ from jaxcomp._mesh.collectives import (
 from jaxcomp._mesh.weights import refuse_misspelt_weight
 from jaxcomp._reducers.allreduce import allreduce
 from jaxcomp._reducers.reducer import check_averaged, check_class, check_gradients
-from jaxcomp._reducers.transformation import Transformation, bytes_of, shows_its_call
+from jaxcomp._reducers.transformation import Transformation, shows_its_call
 
 
 @shows_its_call
@@ -270,7 +270,7 @@ def local_sgd(
         if sync.uncompressed:
             sent = [dense_stats(params)]
         else:
-            sent = [bytes_of(sync.reducer, params, replicas, step)]
+            sent = [sync.reducer.bytes(params, replicas=replicas, step=step)]
         if step == start - 1 and not sync.plain:
             sent.append(wide_stats(params))  # the first anchor
         return payload(params, sent)

@@ -27,8 +27,8 @@ from jaxcomp._mesh.collectives import as_local, axis_size, axis_tuple, local_if_
 from jaxcomp._mesh.per_replica import no_owner
 from jaxcomp._mesh.weights import averaged
 from jaxcomp._reducers.allreduce import allreduce
-from jaxcomp._reducers.reducer import Reducer, check_averaged
-from jaxcomp._reducers.transformation import bytes_of
+from jaxcomp._reducers.reducer import Reducer, averaging, check_averaged
+from jaxcomp._reducers.transformation import Transformation
 from jaxcomp._training.on_mesh import named_axis, only_replica
 
 AverageInnerState: TypeAlias = bool | Literal["reset"]
@@ -81,7 +81,7 @@ class Sync:
     """Synchronises replicas; holds the checked arguments for it."""
 
     axis_name: AxisName
-    reducer: optax.GradientTransformationExtraArgs  # a `Reducer`, or another that averages
+    reducer: Transformation  # a `Reducer`, or a chain that averages
     outer: optax.GradientTransformation
     uncompressed: bool  # no reducer was passed
     plain: bool  # no reducer and no outer optimizer, so parameters are averaged
@@ -194,7 +194,7 @@ class Sync:
         """
         sent = wide_stats(part)
         if not (plain or self.uncompressed):
-            sent = bytes_of(self.reducer, part, replicas, nth)
+            sent = self.reducer.bytes(part, replicas=replicas, step=nth)
         if self.average_inner is True:
             if begin is None:
                 raise ValueError(
@@ -285,7 +285,7 @@ def check_sync(
         )
     return Sync(
         axis_name,
-        optax.with_extra_args_support(reducer),
+        averaging(reducer, axis_name),
         outer,
         uncompressed,
         plain,

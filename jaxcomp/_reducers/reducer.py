@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxcomp._base.checks import check_axis_name
@@ -36,7 +37,7 @@ from jaxcomp._mesh.collectives import axis_tuple, mesh_axes, varying, vma_axes
 from jaxcomp._mesh.meshes import call_on_automatic_axes, typed_specs
 from jaxcomp._mesh.per_replica import PER_REPLICA, leaves_marked
 from jaxcomp._mesh.weights import refuse_misspelt_weight, weighted_gradients
-from jaxcomp._reducers.transformation import CountBytes, Transformation
+from jaxcomp._reducers.transformation import CountBytes, Transformation, bytes_of
 
 
 class Reduction(NamedTuple):
@@ -236,6 +237,34 @@ def in_dtypes_of(gradients: PyTree, averages: PyTree) -> PyTree:
         return np.zeros(gradient.shape, gradient.dtype)
 
     return jax.tree.map(cast, averages, gradients)
+
+
+def averaging(reducer: Any, axis_name: AxisName) -> Transformation:
+    """Returns a `Reducer` as it is, and gives any other transformation its ``weight=`` and dtypes.
+
+    In a chain each reducer would weight along its own axis only, and other links not at all. So the
+    gradients are weighted before the chain. As a `Transformation`, links of other libraries get no
+    replica axis either.
+    """
+    if isinstance(reducer, Reducer):
+        return reducer
+    chain = optax.with_extra_args_support(reducer)
+
+    def update(
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, PyTree]:
+        weighted = updates
+        if weight is not None:
+            weighted = weighted_gradients(updates, weight, axis_name)
+        means, state = chain.update(weighted, state, params, **extra_args)
+        return in_dtypes_of(updates, means), state
+
+    return Transformation(chain.init, update, count_bytes=functools.partial(bytes_of, reducer))
 
 
 def check_reducer(reducer: Any, fix: str = "Pass the first link of the chain.") -> Reducer:

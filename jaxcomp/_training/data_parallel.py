@@ -35,8 +35,7 @@ from jaxcomp._mesh.meshes import (
     typed_specs,
 )
 from jaxcomp._mesh.per_replica import is_reducer_state, reducer_states
-from jaxcomp._mesh.weights import weighted_gradients
-from jaxcomp._reducers.reducer import Reducer, check_averaged, in_dtypes_of
+from jaxcomp._reducers.reducer import averaging, check_averaged
 from jaxcomp._reducers.transformation import Transformation
 from jaxcomp._states.place import shard_state
 from jaxcomp._training.arguments import (
@@ -86,7 +85,7 @@ class DataParallel:
     """Computes averaged gradients when it is called; `data_parallel` makes such an object."""
 
     grad_fn: Callable[..., Any]
-    reducer: optax.GradientTransformation
+    reducer: Transformation  # a `Reducer`, or a chain that begins with one
     axis_name: AxisName
     mesh: Mesh | None
     batch_specs: Any
@@ -336,18 +335,7 @@ class DataParallel:
             usable = jnp.all(counts >= 0)
             weight = jnp.where(usable, jnp.sum(counts), jnp.nan)
         params = self._params(arrays[:-1])
-        if isinstance(self.reducer, Reducer):
-            means, state = self.reducer.update(gradients, state, params, weight=weight)
-        else:
-            weighted = gradients
-            if weight is not None:
-                # In a chain each reducer would weight along its own axis only, and other links not
-                # at all.
-                weighted = weighted_gradients(gradients, weight, self.axis_name)
-            # Wrapped, so that links of other libraries get no replica axis either.
-            chain = Transformation(self.reducer.init, self.reducer.update)
-            means, state = chain.update(weighted, state, params)
-            means = in_dtypes_of(gradients, means)
+        means, state = self.reducer.update(gradients, state, params, weight=weight)
         check_averaged(means, self.axis_name)
         equal, rows = combined(outputs, weight, self.axis_name)
         return equal, rows, means, state
@@ -464,7 +452,8 @@ def data_parallel(
     check_flag("check_vma", check_vma)
     if mesh is not None:
         check_mesh_axes(mesh, axis_name)
-    return DataParallel(grad_fn, reducer, axis_name, mesh, batch_specs, aux, check_vma, argnums)
+    averages = averaging(reducer, axis_name)
+    return DataParallel(grad_fn, averages, axis_name, mesh, batch_specs, aux, check_vma, argnums)
 
 
 @answers_other_names

@@ -204,3 +204,20 @@ def test_a_misspelt_weight_of_local_steps_is_refused_with_the_right_name():
     for tx in (local, steps):
         with pytest.raises(ValueError, match="no argument `weights`: it is `weight`"):
             updated(tx, jnp.ones((2, 4)), jnp.ones(4), weights=2.0)
+
+
+def test_a_chain_of_two_levels_is_weighted_over_both():
+    weights = np.arange(1.0, 9.0, dtype=np.float32).reshape(2, 4)
+    targets = np.arange(8.0, dtype=np.float32).reshape(2, 4)
+    fast = jaxcomp.allreduce(axis_name="fast")
+    chain = optax.chain(fast, jaxcomp.allreduce(axis_name="slow"))
+    axes = ("slow", "fast")
+    tx = jaxcomp.local_sgd(optax.sgd(1.0), sync_every=1, axis_name=axes, reducer=chain)
+
+    def step(target, weight):
+        params = jnp.zeros(())
+        return tx.update(params - target, tx.init(params), params, weight=weight)[0]
+
+    along_fast = jax.vmap(step, axis_name="fast")
+    updates = jax.jit(jax.vmap(along_fast, axis_name="slow"))(targets, weights)
+    assert_allclose(updates, np.average(targets, weights=weights), rtol=1e-6)
