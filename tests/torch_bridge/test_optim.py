@@ -99,9 +99,15 @@ class Job:
 
 
 def assert_close(params, job):
+    # Adam divides by the square root of 1 - 0.999**count, whose digits in float32 are lost if count
+    # is small: 0.999**count is rounded.
+    kept = [1 - 0.999**count for count in range(1, 7)]
+    step = 0.05 * float(np.finfo(np.float32).eps) / 2
+    lost = sum(step / (2 * part) for part in kept)
+
     def close(a, b):
         # A dozen operations in each of six steps; Adam's quotient is of sums of about one.
-        allowed = rounding(12 * 6, largest=max(1, np.abs(b).max()))
+        allowed = rounding(12 * 6, largest=max(1, np.abs(b).max())) + lost
         assert_allclose(a, b, rtol=0, atol=allowed)
 
     jax.tree.map(close, params, job.params)
@@ -166,7 +172,7 @@ def test_packed_and_summed_parameters(make, keywords, module, twin):
 def test_param_groups_with_their_own_hyperparameters(named):
     module = network()
     names = [["0.weight", "1.weight"], ["0.bias"]]
-    groups = [{"weight_decay": 0.3}, {"lr": 0.5}]
+    groups = [{"weight_decay": 0.3}, {"lr": 0.05}]
     for group, chosen in zip(groups, names, strict=True):
         parameters = [(name, module.get_parameter(name)) for name in chosen]
         group["params"] = parameters if named else [parameter for _, parameter in parameters]
@@ -178,7 +184,7 @@ def test_param_groups_with_their_own_hyperparameters(named):
         said["param_names"] = names
     with pytest.raises(ValueError, match="one for each group"):
         job.to_flax(**said, learning_rate=[optax.constant_schedule(0.1)])
-    with pytest.warns(UserWarning, match=r"different rates in torch \(0.01, 0.5\)"):
+    with pytest.warns(UserWarning, match=r"different rates in torch \(0.01, 0.05\)"):
         job.to_flax(**said, learning_rate=0.1)
     tx, state = job.to_flax(**said)
     before = copy.deepcopy(job.optimizer.state_dict())
