@@ -289,9 +289,13 @@ def test_what_was_frozen_late_keeps_its_state():
     assert float(back[2]["step"]) == 3
 
 
-def test_frozen_or_never_used_is_asked_about_where_no_layout_says_it():
+MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, MOMENTUM])
+def test_frozen_or_never_used_is_asked_about_where_no_layout_says_it(make):
     for nothing in (None, BucketLayout(())):  # as to_torch writes it before compression began
-        source, like = frozen_beside(torch.optim.AdamW)
+        source, like = frozen_beside(make)
         source = dataclasses.replace(source, layout=nothing)
         with pytest.warns(UserWarning, match="stem/bias, stem/kernel: never used, or frozen"):
             updates, _ = one_update(torch_bridge.to_flax(source, like))

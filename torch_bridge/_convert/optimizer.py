@@ -363,9 +363,8 @@ def _part(pair: Pair, entry: Entry, begun: bool, frozen: bool) -> _Part | None:
             f"The optimizer moves {pair.torch_name}, which flax.nnx.GRUCell does not have. "
             "Use flax.linen.GRUCell."
         )
-    # With plain SGD a gradient of zeros changes nothing, so the leaf needs no pause.
     elif begun and hyper.keeps and not entry.state:
-        pause = "" if hyper.algorithm == "sgd" and not hyper.weight_decay else UNUSED
+        pause = UNUSED
     if pair.terms > 1 and hyper.algorithm == "adam" and hyper.weight_decay:
         raise CheckpointMismatch(
             f"{'/'.join(pair.path)} is the sum of {pair.terms} torch biases, whose L2 "
