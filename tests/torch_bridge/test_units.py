@@ -250,12 +250,16 @@ def test_an_optimizers_own_file_is_read(tmp_path):
     assert_array_equal(found["state"][2]["exp_avg"], kept)
 
 
-def test_a_hook_that_draws_q_anew_is_equal_in_kind_alone(alone, tmp_path):
-    ddp, state, _ = ddp_job(torch.nn.Linear(24, 16), warm_start=False)
+@pytest.mark.parametrize("feedback", [True, False])
+def test_a_hook_that_draws_q_anew_is_equal_in_kind_alone(alone, tmp_path, feedback):
+    module = torch.nn.Linear(24, 16)
+    ddp, state, _ = ddp_job(module, warm_start=False, use_error_feedback=feedback)
     save_checkpoint(tmp_path / "c.pt", ddp, state)
     checkpoint = load(tmp_path / "c.pt")
     run, said = converted(checkpoint)
     assert "warm_start=False" in "".join(said)
+    if not feedback:
+        return
     error = checkpoint.layout.parts(checkpoint.powersgd[0])["weight"].error
     assert_array_equal(run.reducer_state.residual["kernel"], error.T)
     document = to_torch(run.params, run.opt_state, checkpoint)

@@ -147,7 +147,7 @@ def filled_state(
             f"The state of {some(renewed)} in the file is not finite: the layer was never used, or "
             "the run diverged. It starts with a new Q and no residual."
         )
-    if record.buckets and not record.warm_start:
+    if not record.warm_start:
         warn(
             "The hook has warm_start=False: each step draws a new Q, and JAX draws others than "
             "torch, so the next steps are equivalent in kind, not equal."
