@@ -30,7 +30,6 @@ Partners: TypeAlias = dict[Layer, Layer]
 _T = TypeVar("_T")
 # Numbers of parts of a packed Linear: (query, key, value), (key, value), the gates of a cell.
 PACKED = (3, 2, 4)
-_MOST_DIVISIONS = 256  # the most ways to divide all packed layers that are compared
 UNUSUAL = 1
 FITS = 2
 
@@ -135,38 +134,27 @@ class Match:
             replace_layers(side, parts)
 
     def take_shares(self, layers: Group) -> None:
-        """Divides packed Linears into shares, so that as many layers as possible have a partner.
+        """Divides packed Linears into shares, if more layers have a partner then.
 
         Layers of one shape are divided alike. A convolution over single places counts as a Linear.
         """
         targets = list(grouped(layers.flax, lambda target: target.signature).values())
-        families = []
-        divisions = []
+        packed = {}
+        fewest = len(layers.torch) + len(layers.flax) - 2 * len(self.assign({}, layers))
         for alike in grouped(layers.torch, lambda layer: layer.signature).values():
             weight = alike[0].shape("weight")
             if len(weight) < 2 or math.prod(weight[2:]) > 1:
                 continue
-            whole: Shape = (1,)
-            families.append(alike)
-            divisions.append([*_divisions(alike[0], targets), whole])
-        best = {}
-        fewest = math.inf
-        for choice in itertools.islice(itertools.product(*divisions), _MOST_DIVISIONS):
-            packed = {}
-            for alike, sizes in zip(families, choice, strict=True):
-                for layer in alike:
-                    packed[layer] = layer.shares(sizes)
-            torch = layers.torch.copy()
-            replace_layers(torch, packed)
-            paired = self.assign({}, Group(torch, layers.flax))
-            alone = len(torch) + len(layers.flax) - 2 * len(paired)
-            are_whole = True
-            for shares in packed.values():
-                are_whole &= len(shares) == 1 or all(map(paired.__contains__, shares))
-            if are_whole and alone < fewest:
-                fewest = alone
-                best = packed
-        replace_layers(self.layers.torch, best)
+            for sizes in _divisions(alike[0], targets):
+                divided = packed | {layer: layer.shares(sizes) for layer in alike}
+                torch = layers.torch.copy()
+                replace_layers(torch, divided)
+                paired = self.assign({}, Group(torch, layers.flax))
+                alone = len(torch) + len(layers.flax) - 2 * len(paired)
+                if alone < fewest and paired.keys() >= set(itertools.chain(*divided.values())):
+                    fewest = alone
+                    packed = divided
+        replace_layers(self.layers.torch, packed)
 
     def match_names(self, *, misfits: bool = True) -> None:
         """Pairs layers of equal names.
