@@ -165,7 +165,8 @@ class Flow:
             if len(picture) == 3 and picture[1] >= least:
                 return tuple(filter(any, (picture, (rest,))))
         conv = next(itertools.filterfalse(lambda other: other.is_vector, before), None)
-        if conv in self.convs and channels[0] > 1 and not self.has_other_end(option, values):
+        is_joined = any(self._is_joined(other, values) for other in self.layers)
+        if conv in self.convs and channels[0] > 1 and not is_joined:
             space = self.convs[conv]
             side = int((values / channels[0]) ** (1 / space) + 1e-9)  # 64 has the cube root 4
             if side > 1:  # a map of this side, and other values beside it
@@ -173,28 +174,18 @@ class Flow:
                 return (shape, (values - math.prod(shape),))
         return None
 
-    def is_beside_convolution(self, option: str, layer: Layer) -> bool:
-        """Returns whether a layer has several values for each channel of the convolution beside it.
+    def has_other_source(self, option: str, layer: Layer) -> bool:
+        """Returns whether a layer's values are probably those of another layer, and not a map.
 
-        So has a convolution over patches that is a Dense in Flax.
-
-        Then no pooling to one value a channel stands between them, and the values are probably a
-        flattened map. Norms, bare parameters, layers with as many inputs (or outputs), and
-        convolutions of one channel may stand between the two.
+        Then a layer that gives (or reads) as many values stands nearer than any convolution.
         """
-        values = self.sizes[layer][option]
-        if self._has_patches(option, layer):
-            return True
         before, after = self._beside(layer)
+        values = self.sizes[layer][option]
         for other in before if option == "flatten" else after:
-            if other in self.convs:
-                channels = self.channels[option][other]
-                if channels > 1:
-                    return values > channels and values % channels == 0
-            elif other.is_vector:
-                if option == "flatten" and self._is_joined(other, values):
-                    return False
-            elif other.kind == "attention" or self.sizes[other].get(option, values) != values:
+            channels = self.channels[option].get(other)
+            if channels == values or self._is_joined(other, values):
+                return True
+            if other in self.convs and channels != 1:
                 return False
         return False
 
@@ -202,15 +193,6 @@ class Flow:
         """Returns True for a convolution over patches that is a Dense in Flax."""
         patch = layer.shape("weight")[1:]
         return len(patch) > 1 and math.prod(patch) == self.sizes[layer][option] > patch[0]
-
-    def has_other_end(self, option: str, values: int) -> bool:
-        """Returns whether a layer gives (or reads) as many values as another one reads (or gives).
-
-        Then these are probably the same values, and not a flattened map.
-        """
-        if values in self.channels[option].values():
-            return True
-        return any(self._is_joined(layer, values) for layer in self.layers)
 
     def _is_joined(self, layer: Layer, values: int) -> bool:
         """Returns True for the norm of several joined maps, whose values are a channel each.

@@ -293,10 +293,10 @@ class Questions:
                 continue
             names = listed(layers)
             answer = f"{option}={{{names!r}: {_written(shapes[0])}}}"
-            is_likely = any(map(flow.is_beside_convolution, itertools.repeat(option), layers))
-            self.has_likely_map |= is_likely
+            has_other_source = all(flow.has_other_source(option, layer) for layer in layers)
+            self.has_likely_map |= bool(flow.convs) and not has_other_source
             if self._options.plain:
-                if is_likely or not flow.has_other_end(option, values):
+                if not has_other_source:
                     self.assumed.append(
                         f"{names} {VERBS[option]} no flattened map (else {answer}; if there is "
                         f"none, {option}={{}})"
