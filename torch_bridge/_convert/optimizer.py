@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -121,7 +121,7 @@ def optimizer_from_torch(
     model = named(model)
     pairs = pairs_of(model, params, pairs)
     plan = OptimizerPlan.of(optimizer, model, pairs, param_names, None, learning_rate)
-    for doubt in plan.doubts():
+    for doubt in plan.doubts:
         warn(doubt)
     tx = plan.transformation(params)
     return tx, plan.state(tx.init(params), plan.taken(step))
@@ -133,25 +133,21 @@ class OptimizerPlan:
 
     Attributes:
       optimizer: The optimizer's ``state_dict()``.
-      model: Torch state dict of the model.
       entries: Torch parameter -> its entry in the optimizer.
-      are_named: Whether the user or the optimizer names the parameters.
       pairs: The pairs of these parameters.
       parts: Path of a leaf -> the part that updates it; a frozen leaf without state has no part.
       rates: The user's learning rate of each param group; None means the rate in the file.
-      has_one_rate: Whether the user passed one rate for all groups, or none.
       counted: The number of updates that Adam has counted; None for SGD, which does not count.
+      doubts: Warnings: torch schedulers that stop here, uncertain names, and other dtypes.
     """
 
     optimizer: Document
-    model: Document
     entries: Mapping[str, Entry]
-    are_named: bool
     pairs: Pairs
     parts: Mapping[Path, _Part]
     rates: Sequence[optax.ScalarOrSchedule | None]
-    has_one_rate: bool
     counted: int | None
+    doubts: Sequence[str]
 
     @classmethod
     def of(
@@ -206,26 +202,22 @@ class OptimizerPlan:
                 ambiguous=split,
             )
         parts = {path: part for path, part in parts.items() if part}
-        groups = len(optimizer["param_groups"])
+        groups = optimizer["param_groups"]
         rates = learning_rate
-        has_one_rate = not isinstance(rates, Sequence)
-        if has_one_rate:
-            rates = [rates] * groups
-        if len(rates) != groups:
+        if not isinstance(rates, Sequence):
+            rates = [rates] * len(groups)
+        if len(rates) != len(groups):
             raise ValueError(
-                f"The optimizer has {groups} param groups, and `learning_rate` gives "
+                f"The optimizer has {len(groups)} param groups, and `learning_rate` gives "
                 f"{len(rates)} rates. Give one for all, or one for each group."
             )
+        scheduled = rates.count(None) < len(rates)
         are_named = recorded_names(optimizer, param_names) is not None
-        return cls(optimizer, model, entries, are_named, pairs, parts, rates, has_one_rate, counted)
-
-    def doubts(self) -> Iterator[str]:
-        """Yields warnings: torch schedulers that stop here, uncertain names, and other dtypes."""
-        scheduled = self.rates.count(None) < len(self.rates)
-        yield from doubts_of_entries(self.entries, self.model, self.are_named)
-        yield from doubts_of_schedulers(self.optimizer["param_groups"], scheduled)
-        if scheduled and self.has_one_rate:
-            yield from doubts_of_one_rate(self.optimizer["param_groups"])
+        doubts = list(doubts_of_entries(entries, model, are_named))
+        doubts += doubts_of_schedulers(groups, scheduled)
+        if scheduled and rates is not learning_rate:
+            doubts += doubts_of_one_rate(groups)
+        return cls(optimizer, entries, pairs, parts, rates, counted, doubts)
 
     def with_names(self) -> dict[str, Any]:
         """Returns the optimizer's state dict with the names of the parameters in its groups."""

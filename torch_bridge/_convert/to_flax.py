@@ -252,7 +252,7 @@ def to_flax(
         doubts += doubts_of_steps(plan, layout, calls, step)
         if mean is not None and checkpoint.loss_scale is None:
             doubts += doubts_of_scale(mean, layout, plan)
-        doubts += plan.doubts()
+        doubts += plan.doubts
     mean = None  # frees the errors' memory before the optimizer state is allocated
     for doubt in doubts:
         warn(doubt)
