@@ -15,9 +15,8 @@ from torch_bridge._base.errors import CheckpointMismatch, Problems
 from torch_bridge._base.schema import PowerSGDRecord, is_optimizer
 from torch_bridge._base.tensors import trainable
 from torch_bridge._base.terminal import printable, some
-from torch_bridge._convert.doubts import doubts_of_file
 from torch_bridge._convert.optimizer_groups import doubts_of_schedulers
-from torch_bridge._convert.review import reviewed_layout
+from torch_bridge._convert.review import doubts_of_file, reviewed_layout
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint, loss_scale_of
 from torch_bridge._hook.load import load

@@ -12,18 +12,19 @@ import optax
 
 from torch_bridge._base.errors import Problems
 from torch_bridge._base.terminal import warn
-from torch_bridge._convert.doubts import (
+from torch_bridge._convert.optimizer import OptimizerPlan, Rates
+from torch_bridge._convert.optimizer_groups import ParamNames
+from torch_bridge._convert.params import doubts_of_values
+from torch_bridge._convert.powersgd import filled_state
+from torch_bridge._convert.review import (
     doubts_of_absence,
     doubts_of_dtypes,
     doubts_of_file,
     doubts_of_scale,
     doubts_of_steps,
+    reducer_of,
+    reviewed_layout,
 )
-from torch_bridge._convert.optimizer import OptimizerPlan, Rates
-from torch_bridge._convert.optimizer_groups import ParamNames
-from torch_bridge._convert.params import doubts_of_values
-from torch_bridge._convert.powersgd import filled_state
-from torch_bridge._convert.review import reducer_of, reviewed_layout
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint, mean_of_ranks
 from torch_bridge._hook.infer import layout_of
