@@ -231,7 +231,7 @@ class Questions:
         for layer, forms in several.items():
             target = reading.partners[layer]
             is_norm = target.kind == "norm"
-            if _known_form(layer, forms, match):
+            if reading.answer(layer).form:
                 continue
             if is_norm and layer in match.ruled.partners and len(layer.shape("weight")) == 2:
                 continue  # a rule transposes a matrix only if its shape requires it
