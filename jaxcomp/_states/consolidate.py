@@ -112,7 +112,11 @@ def layout_of(state: PyTree) -> Layout:
     owners = leaves_marked(state, OWNER)
     local = leaves_marked(state, PER_REPLICA, OWNER)
     for name, owner in owners.items():
-        if not is_traced(owner) and float(_owner_of_all(jnp.asarray(owner))) != 0:
+        if is_traced(owner):
+            continue
+        with jax.ensure_compile_time_eval():  # `jax.jit` would trace what is made of a closure
+            owner_of_all = float(_owner_of_all(jnp.asarray(owner)))
+        if owner_of_all != 0:
             raise ValueError(
                 f"The state holds the residual of one replica only, as {name} shows, and the "
                 "residuals of the other replicas would be lost. Do not take the first copy of a "
@@ -134,10 +138,12 @@ def layout_of(state: PyTree) -> Layout:
     for name, leaf in shared.items():
         if not everything or is_traced(leaf):
             continue
-        rows = in_words(leaf)
-        # NaN differs from itself, and a run that has diverged on all replicas may be saved.
-        both_nan = (rows != rows) & (rows[:1] != rows[:1])
-        if not ((rows == rows[:1]) | both_nan).all():
+        with jax.ensure_compile_time_eval():
+            rows = in_words(leaf)
+            # NaN differs from itself, and a run that has diverged on all replicas may be saved.
+            both_nan = (rows != rows) & (rows[:1] != rows[:1])
+            all_equal = bool(((rows == rows[:1]) | both_nan).all())
+        if not all_equal:
             raise ValueError(
                 f"The replicated leaf {name} differs between the replicas. Start every replica "
                 "from the same values; or, if the leaf has no axis of replicas, call "

@@ -244,7 +244,8 @@ class DataParallel:
         arguments = (params, *batch, kwargs)
         inputs = self._inputs(arguments, None, 2)
         arrays = arrays_only(arguments)
-        if any(map(is_traced, jax.tree.leaves((arrays, weight)))):
+        # A new array is traced inside of `jax.jit`, even if all arguments come from a closure.
+        if any(map(is_traced, jax.tree.leaves((arrays, weight, jnp.zeros([]))))):
             raise ValueError(
                 "outputs compares numbers, and inside of jax.jit there are none yet. Call it once "
                 "before, outside, with arrays."

@@ -80,6 +80,25 @@ def test_random_keys_and_python_numbers_are_placed_too():
     equal(jax.random.key_data(own), jax.random.key_data(jnp.stack([keys] * 3)))
 
 
+def test_states_in_a_closure_of_a_compiled_function_are_read():
+    """Inside `jax.jit` whatever is computed is traced, even from values that are known."""
+    fresh = powersgd(2, start_step=0).init(PARAMS)
+    rows = jaxcomp.stack_replicas(fresh, 2)
+    copies = jax.tree.map(lambda x: jnp.stack([x, x]), fresh)
+
+    @jax.jit
+    def read(x):
+        share = jaxcomp.diagnostics(rows).share
+        placed = jaxcomp.shard_state(rows, mesh_of(4), AXIS)
+        return x * share, jaxcomp.consolidate(rows), jaxcomp.consolidate(copies), placed
+
+    share, of_rows, of_copies, placed = read(1.0)
+    assert share == 1
+    assert placed.residual["kernel"].shape == (4, 24, 16)
+    equal(of_rows, fresh)
+    equal(of_copies, fresh)
+
+
 def test_errors_name_the_leaf_or_the_axis():
     state = powersgd(2).init(PARAMS)
     with pytest.raises(ValueError, match=r"`mesh` must be a mesh, .* got a str"):
