@@ -111,22 +111,52 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def check_int(name: str, value: Any, minimum: int) -> int:
-    """Returns `value` as an int of at least `minimum`; refuses other values and tracers."""
+def check_int(name: str, value: Any, minimum: int, below: int = 2**31) -> int:
+    """Returns `value` as an int from `minimum` to below a bound; refuses other values and tracers.
+
+    The bound is that of the counters on devices, which are int32.
+    """
     kind = "a non-negative integer"
     if minimum == 1:
         kind = "a positive integer"
     if not is_integer(value) or value < minimum:
         hint = _static_hint(name, value)
         raise ValueError(f"`{name}` must be {kind}, got {name}={value!r}.{hint}")
+    if value >= below:
+        raise ValueError(f"`{name}` must be below {below:,}, got {name}={value}.")
     return int(value)
 
 
-def check_function(name: str, value: Any) -> Any:
-    """Returns `value` if it is None or callable; refuses anything else."""
-    if value is not None and not callable(value):
-        raise ValueError(f"`{name}` must be a function of (path, leaf) or None, got {value!r}.")
+def check_function(name: str, value: Any, *parameters: str, otherwise: str = "") -> Any:
+    """Returns `value` if it takes these arguments, or is None and `otherwise` says so.
+
+    Raises:
+      ValueError: If it is anything else.
+    """
+    if value is None and otherwise:
+        return None
+    try:
+        inspect.signature(value).bind(*parameters)
+    except TypeError as error:  # not a function, or one of other arguments
+        listed = ", ".join(parameters)
+        raise ValueError(
+            f"`{name}` must be a function of ({listed}){otherwise}, got {value!r}."
+        ) from error
+    except ValueError:  # some built-in functions have no signature
+        pass
     return value
+
+
+def check_dims(matrix_dims: Any) -> Any:
+    """Returns a `matrix_dims` function or None; refuses anything else."""
+    return check_function("matrix_dims", matrix_dims, "path", "leaf", otherwise=" or None")
+
+
+def check_rank(rank: Any) -> Any:
+    """Returns a rank, or a function of (path, leaf) that will return it; refuses anything else."""
+    if callable(rank):
+        return check_function("rank", rank, "path", "leaf")
+    return check_int("rank", rank, 1)
 
 
 def check_flag(name: str, value: Any) -> bool:

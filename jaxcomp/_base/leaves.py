@@ -71,14 +71,22 @@ def named_dtype(path: KeyPath, leaf: Any) -> Any:
     Raises:
       ValueError: If the leaf is neither an array nor a number; the message names it.
     """
+    kind = type(leaf).__name__
     try:
-        return leaf_dtype(leaf)
-    except TypeError as error:
-        raise ValueError(
-            f"The leaf {leaf_name(path)} is a {type(leaf).__name__} and no array. For an Equinox "
-            "module pass eqx.filter(model, eqx.is_inexact_array), for other trees the arrays that "
-            "are trained."
-        ) from error
+        if not has_texts(leaf):
+            return leaf_dtype(leaf)
+        kind += f" of {leaf.dtype}"
+    except TypeError:
+        pass
+    raise ValueError(
+        f"The leaf {leaf_name(path)} is a {kind} and no array of numbers. For an Equinox module "
+        "pass eqx.filter(model, eqx.is_inexact_array), for other trees the arrays that are trained."
+    )
+
+
+def has_texts(leaf: Any) -> bool:
+    """Returns whether a leaf is an array of NumPy that holds texts, dates or objects."""
+    return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm"
 
 
 def checked_params(name: str, tree: PyTree) -> PyTree:
@@ -214,7 +222,7 @@ def checked_dtype(name: str, dtype: Any, allowed: tuple[str, ...] = WIRE_DTYPES)
     try:
         kind = jnp.dtype(dtype).name
     except (TypeError, ValueError):  # "int6" is no name of a NumPy dtype
-        kind = dtype
+        kind = str(dtype)
     if kind not in allowed:
         hint = "."
         if kind == "int8" and allowed == WIRE_DTYPES:
@@ -253,6 +261,12 @@ def with_leaves(tree: PyTree, arrays: Sequence[Array]) -> PyTree:
       >>> extend.with_leaves({"w": jnp.ones(2)}, [jnp.zeros(2)])["w"].tolist()
       [0.0, 0.0]
     """
+    needed = len(floating_leaves(tree))
+    if len(arrays) != needed:
+        raise ValueError(
+            f"`arrays` must hold one array for each of the {needed} floating leaves of `tree`, got "
+            f"{len(arrays)}."
+        )
     new = iter(arrays)
     return jax.tree.map(lambda x: next(new) if is_floating(x) else x, tree)
 

@@ -12,7 +12,7 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from jaxcomp._base.checks import check_axis_name, check_int
+from jaxcomp._base.checks import check_axis_name, check_function, check_int
 from jaxcomp._base.typing import AxisName
 from jaxcomp._local.fragments import check_streaming
 from jaxcomp._local.round import LocalSGDRound, StepFn
@@ -154,12 +154,8 @@ def local_sgd_round(
             "need fragments=1 and fragment_sync_delay=0: an inner state belongs to all parameters, "
             "and what is not finite in some spreads to the others."
         )
-    if not callable(step_fn):
-        raise ValueError(f"`step_fn` must be a function, got {step_fn!r}.")
-    if inner_init is not None and not callable(inner_init):
-        raise ValueError(
-            f"`inner_init` must be a function such as optimizer.init, got {inner_init!r}."
-        )
+    check_function("step_fn", step_fn, "params", "inner_state", "batch")
+    check_function("inner_init", inner_init, "params", otherwise=" or None")
     anew = ""  # the argument that makes a fresh inner state necessary
     if average_inner_state == "reset":
         anew = "average_inner_state='reset'"

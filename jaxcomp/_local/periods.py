@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomp._base.checks import check_axis_name, check_int, check_number
+from jaxcomp._base.checks import check_axis_name, check_function, check_int, check_number
 from jaxcomp._base.typing import Array, Axes, AxisName, Schedule
 from jaxcomp._mesh.collectives import axis_tuple
 
@@ -83,6 +83,7 @@ def check_periods(
     start_step = check_int("start_step", start_step, 0)
     axes = axis_tuple(axis_name)
     if callable(sync_every):
+        check_function("sync_every", sync_every, "count")
         if offset is not None:
             raise ValueError(
                 "`offset` needs a fixed period, and sync_every is a schedule, whose first round "

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxcomp._base.checks import answers_other_names
-from jaxcomp._base.leaves import floating_leaves, leaf_name, with_leaves
+from jaxcomp._base.leaves import floating_leaves, leaf_name, named_dtype, with_leaves
 from jaxcomp._base.stats import CompressionStats
 from jaxcomp._base.typing import AxisName, KeyPath, PyTree, Shape
 from jaxcomp._local.fragments import Streaming, numbered, part_of, put_back
@@ -117,6 +117,8 @@ class LocalSGDRound(Counted):
                 "A round takes (params, state, batches) with the LocalSGDState that init or the "
                 f"last round returned, got a {type(state).__name__} second."
             )
+        # Refuses other objects than arrays.
+        jax.tree.map_with_path(named_dtype, {"params": params, "batches": batches})
         for path, leaf in jax.tree.leaves_with_path(batches):
             if np.shape(leaf)[:1] != (self.sync_every,):
                 raise ValueError(
@@ -136,7 +138,7 @@ class LocalSGDRound(Counted):
         axis_name = self.axis_name
         axes = axis_tuple(axis_name)
         # Arrays of NumPy have no types to read specs from.
-        params, state, batches, weight = jax.tree.map(jnp.asarray, (params, state, batches, weight))
+        params, state, batches = jax.tree.map(jnp.asarray, (params, state, batches))
         # A step gets one replica's state without the replica axis, and one batch.
         rows = typed_specs((state.inner, batches))
         of_a_step = jax.tree.map(lambda spec: P(*spec[1:]), rows)

@@ -279,7 +279,8 @@ def check_sync(
     check_transformation("outer", outer, " or None")
     if isinstance(outer, Reducer):
         raise ValueError(f"`outer` must be an optimizer, got {outer!r}. Pass it as reducer=.")
-    if not isinstance(average_inner_state, bool) and average_inner_state != "reset":
+    words = (True, False, "reset")
+    if type(average_inner_state) not in (bool, str) or average_inner_state not in words:
         raise ValueError(
             f"`average_inner_state` must be True, False or 'reset', got {average_inner_state!r}."
         )

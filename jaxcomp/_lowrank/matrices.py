@@ -25,8 +25,9 @@ from jax import lax
 
 from jaxcomp._base.checks import (
     answers_other_names,
-    check_function,
+    check_dims,
     check_int,
+    check_rank,
     check_static_number,
     is_integer,
 )
@@ -430,9 +431,8 @@ def plan_leaves(
       >>> bias.view is None, kernel.p_shape, kernel.q_shape
       (True, (64, 4), (288, 4))
     """
-    if not callable(rank):
-        check_int("rank", rank, 1)
-    check_function("matrix_dims", matrix_dims)
+    check_rank(rank)
+    check_dims(matrix_dims)
     leaves = jax.tree.leaves_with_path(tree)
     # `jaxcomp.stacked` checks here that the tree has its names: a misspelt name would do nothing.
     check_leaves = getattr(matrix_dims, "check_leaves", None)
@@ -454,6 +454,8 @@ def is_compressed(rows: int, cols: int, rank: int, min_compression_rate: float) 
       >>> extend.is_compressed(64, 64, 16, 2.0), extend.is_compressed(64, 64, 15, 2.0)
       (False, True)
     """
+    for name, value in {"rows": rows, "cols": cols, "rank": rank}.items():
+        check_int(name, value, 0)
     rate = check_static_number("min_compression_rate", min_compression_rate, 0)
     return (rows + cols) * rank * rate < rows * cols
 

@@ -33,7 +33,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp._base.checks import answers_other_names, check_number
-from jaxcomp._base.leaves import alike, put_at
+from jaxcomp._base.leaves import alike, is_floating, put_at
 from jaxcomp._base.typing import Array
 from jaxcomp._lowrank.matrices import exact_einsum, factors_of
 
@@ -77,6 +77,9 @@ def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
     Returns:
       ``(*batch, n, r)`` with ``P^T P = I`` to rounding (for ``eps=0``).
 
+    Raises:
+      ValueError: If `matrix` is something else, or `eps` is negative.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from jaxcomp import extend
@@ -85,6 +88,13 @@ def orthogonalize(matrix: Array, eps: float | Array = 0.0) -> Array:
       >>> bool(jnp.allclose(basis.T @ basis, jnp.eye(3), atol=1e-5))
       True
     """
+    is_matrix = isinstance(matrix, (jax.Array, np.ndarray)) and is_floating(matrix)
+    if not is_matrix or np.ndim(matrix) < 2 or matrix.shape[-1] > matrix.shape[-2]:
+        kind = getattr(matrix, "dtype", type(matrix).__name__)
+        raise ValueError(
+            "`matrix` must be a floating array of shape (*batch, n, r) with r <= n, got a "
+            f"{kind} of shape {np.shape(matrix)}."
+        )
     return orthonormal_bases([matrix], check_number("eps", eps, 0))[0]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxcomp._base.checks import answers_other_names, check_function
+from jaxcomp._base.checks import answers_other_names, check_dims
 from jaxcomp._base.leaves import key_names, leaf_dtype, leaf_name
 from jaxcomp._base.typing import KeyPath, MatrixDims, MatrixDimsFn, Shape
 from jaxcomp._lowrank.matrices import default_matrix_dims, plan_leaves
@@ -55,7 +55,7 @@ def stacked(*names: str, matrix_dims: MatrixDimsFn | None = None) -> MatrixDimsF
         raise ValueError(
             f"`stacked` takes names of parts of the tree, got {names!r}, as in stacked('blocks')."
         )
-    rule = check_function("matrix_dims", matrix_dims) or default_matrix_dims
+    rule = check_dims(matrix_dims) or default_matrix_dims
 
     def dims(path: KeyPath, leaf: Any) -> MatrixDims | None:
         if not set(names) & set(key_names(path)):

@@ -44,7 +44,7 @@ def check_mesh_axes(mesh: Any, axis_name: AxisName) -> None:
         kind = type(mesh).__name__
         raise ValueError(f"`mesh` must be a mesh, as jax.make_mesh makes it, got a {kind}.")
     for name in axis_tuple(axis_name):
-        if name not in tuple(mesh.shape):  # a list has no hash
+        if not isinstance(name, str) or name not in mesh.shape:
             raise ValueError(
                 f"The mesh has no axis {name!r}; its axes are {tuple(mesh.shape)}. Make the "
                 "reducer with an axis of this mesh, or pass the mesh that has it."

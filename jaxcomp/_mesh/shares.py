@@ -91,7 +91,7 @@ class BlockLayout(_Layout):
     @classmethod
     def of(cls, size: int, replicas: int, block_size: int | None, bits: int = 8) -> BlockLayout:
         """Makes equal blocks of at most `block_size` values, with little padding."""
-        share = _quotient_up(check_int("size", size, 0), check_int("replicas", replicas, 1))
+        share = _quotient_up(check_int("size", size, 0, 2**63), check_int("replicas", replicas, 1))
         if block_size is not None:
             check_int("block_size", block_size, 1)
         blocks = _quotient_up(share, block_size or max(share, 1))

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcomp._base.checks import answers_other_names
 from jaxcomp._base.leaves import compute_dtype, floating_leaves, is_floating, widest, with_leaves
@@ -45,11 +44,22 @@ def refuse_misspelt_weight(names: Iterable[str]) -> None:
             )
 
 
-def is_real(dtype: Any) -> bool:
-    """Returns whether a dtype can hold weights: real numbers and bools."""
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return False
-    return jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_
+def as_weights(weight: Any) -> Array:
+    """Returns weights, real numbers or bools, as an array.
+
+    Raises:
+      ValueError: If they are something else.
+    """
+    try:
+        array = jnp.asarray(weight)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"`weight` must hold real numbers, got a {type(weight).__name__}: {error}"
+        ) from error
+    real = jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_
+    if not real or jnp.iscomplexobj(array):
+        raise ValueError(f"`weight` must hold real numbers, got dtype {array.dtype}.")
+    return array
 
 
 def share_of_mean(weight: Any, axis_name: AxisName, dtype: Any) -> tuple[Array, Array]:
@@ -67,15 +77,14 @@ def share_of_mean(weight: Any, axis_name: AxisName, dtype: Any) -> tuple[Array, 
     Raises:
       ValueError: If `weight` is not one real number.
     """
-    if not hasattr(weight, "dtype"):
-        weight = np.asarray(weight)
-    if weight.size != 1 or not is_real(weight.dtype):
+    weight = as_weights(weight)
+    if weight.size != 1:
         raise ValueError(
-            f"`weight` must be one number for this replica, got shape {weight.shape} of dtype "
-            f"{weight.dtype}. Map the array of all replicas' weights along the axis, as the batch."
+            f"`weight` must be one number for this replica, got shape {weight.shape}. Map the "
+            "array of all replicas' weights along the axis, as the batch."
         )
     # `lax.psum` refuses a value whose type varies along a part of the axes only.
-    scalar = as_local(jnp.asarray(weight).astype(dtype).reshape(()), axis_name)
+    scalar = as_local(weight.astype(dtype).reshape(()), axis_name)
     scalar = jnp.where(scalar >= 0, scalar, jnp.nan)
     mean = reduce_mean([scalar], axis_name, dtype).means[0]
     usual = (mean >= _LEAST) & (mean <= 1 / _LEAST)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomp._base.checks import check_int, check_number
+from jaxcomp._base.checks import check_function, check_int, check_number
 from jaxcomp._base.leaves import (
     RESIDUAL_DTYPES,
     checked_dtype,
@@ -116,7 +116,9 @@ def error_feedback(
         )
     axis_name = reducer.axis_name
     every = check_int("every", every, 1)
-    if not callable(decay):
+    if callable(decay):
+        check_function("decay", decay, "count")
+    else:
         decay = check_number("decay", decay, 0, 1)
     dtype = checked_dtype("residual_dtype", residual_dtype, RESIDUAL_DTYPES)
 

@@ -23,10 +23,11 @@ import numpy as np
 import optax
 
 from jaxcomp._base.checks import (
+    check_dims,
     check_flag,
-    check_function,
     check_int,
     check_number,
+    check_rank,
     check_static_number,
 )
 from jaxcomp._base.leaves import (
@@ -178,9 +179,9 @@ def powersgd(
     # `optax.inject_hyperparams` passes arguments that it may change, `eps` and `seed`, as arrays.
     in_array = isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jnp.integer)
     if not in_array or np.ndim(seed):
-        seed = check_int("seed", seed, 0)
+        seed = check_int("seed", seed, 0, 2**63)
     options = PowerSGDOptions(
-        rank=rank if callable(rank) else check_int("rank", rank, 1),
+        rank=check_rank(rank),
         axis_name=axis_name,
         start_step=check_int("start_step", start_step, 0),
         min_compression_rate=check_static_number("min_compression_rate", min_compression_rate, 0),
@@ -190,7 +191,7 @@ def powersgd(
         seed=seed,
         comm_dtype=checked_dtype("comm_dtype", comm_dtype, FACTOR_DTYPES),
         residual_dtype=checked_dtype("residual_dtype", residual_dtype, RESIDUAL_DTYPES),
-        matrix_dims=check_function("matrix_dims", matrix_dims),
+        matrix_dims=check_dims(matrix_dims),
     )
 
     def init(params: PyTree) -> PowerSGDState:

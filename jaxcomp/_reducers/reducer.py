@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxcomp._base.checks import check_axis_name
+from jaxcomp._base.checks import check_axis_name, check_function
 from jaxcomp._base.leaves import (
     boxed_as,
     checked_params,
@@ -116,9 +116,8 @@ class Reducer(Transformation):
     ) -> Self:
         """Makes an ``update`` that checks its arguments and calls `reduce`."""
         check_axis_name(axis_name)
-        for name, function in (("init", init), ("reduce", reduce)):
-            if not callable(function):
-                raise ValueError(f"`{name}` must be a function, got {function!r}.")
+        check_function("init", init, "params")
+        check_function("reduce", reduce, "updates", "state", "params")
 
         def checked_init(params: PyTree) -> PyTree:
             return init(checked_params("params", params))

@@ -88,7 +88,7 @@ class Counted:
         if step is not None and steps is not None:
             raise ValueError("Pass `step` for one step or `steps` for a whole run, not both.")
         if step is not None:
-            step = check_int("step", step, 0)
+            step = check_int("step", step, 0, 2**63)
         if self.count_bytes is None:
             raise ValueError(
                 f"{self!r} does not know what it sends. Make it with count_bytes=, a function of "
@@ -97,7 +97,7 @@ class Counted:
         params = checked_params("params", params)
         if steps is None:
             return self.count_bytes(params, replicas, step)
-        steps = check_int("steps", steps, 1)
+        steps = check_int("steps", steps, 1, 2**63)
         count = functools.partial(self.count_bytes, params, replicas)
         return whole_run(count, steps, in_phases=self.in_phases)
 

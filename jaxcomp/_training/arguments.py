@@ -18,11 +18,11 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
 
-from jaxcomp._base.leaves import is_array, leaf_name, with_arrays
+from jaxcomp._base.leaves import has_texts, is_array, leaf_name, with_arrays
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import axis_tuple, mesh_axes
 from jaxcomp._mesh.meshes import over_axes, split_axis
-from jaxcomp._mesh.weights import is_real, refuse_misspelt_weight
+from jaxcomp._mesh.weights import as_weights, refuse_misspelt_weight
 from jaxcomp._states.place import known_spec
 
 
@@ -112,7 +112,7 @@ def split_specs(
 
     def spec_of(path: Any, leaf: Any, specified: PartitionSpec | None) -> PartitionSpec | None:
         name = f"{leaf_name(path[1:])} of argument {path[0].idx}"
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm":
+        if has_texts(leaf):
             raise ValueError(
                 f"The leaf {name} has dtype {leaf.dtype}, and JAX computes with numbers only. "
                 "Leave it out of the batch."
@@ -304,16 +304,9 @@ def weight_spec(
       replicas: The number of replicas.
 
     Raises:
-      ValueError: If the shape fits neither, or the dtype is not real.
+      ValueError: If the shape fits neither, or these are no real numbers.
     """
-    if isinstance(weight, dict):
-        raise ValueError(
-            f"`weight` must be an array, got a dict of {', '.join(map(repr, weight))}."
-        )
-    if not hasattr(weight, "dtype"):
-        weight = np.asarray(weight)
-    if not is_real(weight.dtype):
-        raise ValueError(f"`weight` must hold real numbers, got dtype {weight.dtype}.")
+    weight = as_weights(weight)
     # One number for each replica comes first: with as many examples as replicas both are the same.
     if weight.shape == (replicas,):
         return PartitionSpec(axis_name)

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomp._base.checks import check_axis_name, is_traced
-from jaxcomp._base.leaves import leaf_name
+from jaxcomp._base.leaves import leaf_name, named_dtype
 from jaxcomp._base.typing import Axes, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, mesh_axes, varying
 from jaxcomp._mesh.meshes import (
@@ -78,7 +78,7 @@ def check_differentiable(params: PyTree) -> None:
       ValueError: If it finds one; the message names the leaf.
     """
     for path, leaf in jax.tree.leaves_with_path(params):
-        dtype = jnp.result_type(leaf)
+        dtype = named_dtype(path, leaf)
         if not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
                 f"The leaf {leaf_name(path)} of the parameters has dtype {dtype} and no gradient. "

@@ -98,7 +98,8 @@ def check(
     if allow is not None:
         allow = check_number("allow", allow, 0)
     program = read_program(compiled)  # refuses what is not compiled
-    mesh = mesh or mesh_of(compiled)
+    if mesh is None:
+        mesh = mesh_of(compiled)
     for each, _, _ in networks:
         check_mesh_axes(mesh, each.axis_name)
     listed = collectives(compiled, mesh=mesh)

@@ -91,6 +91,10 @@ def test_what_does_not_fit_the_mesh_is_refused():
     params = {"w": jnp.zeros((16, 12)), "steps": 0}
     with pytest.raises(ValueError, match="no axis 'data'"):
         make("at once", jax.make_mesh((8,), ("x",)))
+    with pytest.raises(ValueError, match=r"\['batches'\] is a ndarray of <U4 and no array"):
+        run(params, run.init(params), np.full((EVERY, 8), "text"))
+    with pytest.raises(ValueError, match="`weight` must hold real numbers, got a str"):
+        run(params, run.init(params), jnp.zeros((EVERY, 8, 16)), weight="equal")
     with pytest.raises(ValueError, match="cannot split between 4 replicas"):
         run(params, run.init(params), jnp.zeros((EVERY, 6, 16)))
     spread = {"w": placed(grid(N), jnp.zeros((16, 12)), jax.P("data")), "steps": 0}

@@ -217,6 +217,8 @@ BAD = [
     ({"sync_every": 0}, "sync_every=0"),
     ({"sync_every": {AXIS: 2}}, "positive integer"),
     ({"step_fn": optax.sgd(0.1)}, "`step_fn` must be a function"),
+    ({"step_fn": lambda params, batch: None}, r"a function of \(params, inner_state, batch\)"),
+    ({"average_inner_state": np.array(["reset"])}, "`average_inner_state` must be True, F"),
     ({"inner_init": optax.sgd(0.1)}, "`inner_init` must be a function"),
     ({"fragment_sync_delay": 3}, "leave 3 steps .* fragment_sync_delay=3 must be less"),
     ({"sync_every": 7, "fragment_sync_delay": 3}, "leave 3 steps of sync_every=7"),

@@ -119,6 +119,25 @@ OVERFLOWS = ": a sum of 8-bit integers overflows. Use jaxcomp.quantized_allreduc
         (lambda: allreduce(comm_dtype=jnp.int8), OVERFLOWS),
         (lambda: batched(comm_dtype="int8"), OVERFLOWS),
         (lambda: quantized(block_size=0), "`block_size` must be a positive integer"),
+        (
+            lambda: jaxcomp.allreduce(axis_name=AXIS, comm_dtype=np.array(["float16"])),
+            "`comm_dtype` must be one of",
+        ),
+        (
+            lambda: powersgd(2).init({"w": np.array(["a"])}),
+            "['w'] is a ndarray of <U1 and no array",
+        ),
+        (lambda: powersgd(2**70), "`rank` must be below 2,147,483,648, got rank=11"),
+        (lambda: powersgd(2, start_step=10**10), "`start_step` must be below 2,147,483,648"),
+        (lambda: powersgd(2, seed=2**70), "`seed` must be below 9,2"),
+        (lambda: powersgd(lambda path: 4), "`rank` must be a function of (path, leaf), got"),
+        (lambda: powersgd(2, matrix_dims=lambda: None), "must be a function of (path, leaf) or N"),
+        (lambda: feedback(allreduce(), decay=lambda: 1.0), "`decay` must be a function of (coun"),
+        (lambda: local_sgd(SGD, sync_every=lambda: 4), "`sync_every` must be a function of (cou"),
+        (lambda: jaxcomp.extend.is_compressed("64", 64, 4, 2.0), "`rows` must be a non-negative"),
+        (lambda: jaxcomp.extend.orthogonalize("matrix"), "with r <= n, got a str of shape ()"),
+        (lambda: jaxcomp.extend.orthogonalize(MATRIX.T), "got a float32 of shape (16, 24)"),
+        (lambda: jaxcomp.extend.with_leaves({"w": MATRIX}, []), "each of the 1 floating leaves"),
         (lambda: powersgd(2).init({"name": "resnet"}), "['name'] is a str and no array"),
         (lambda: feedback(allreduce()).init({"name": "resnet"}), "['name'] is a str and no array"),
         (lambda: batched().init(["resnet"]), "[0] is a str and no array"),
@@ -313,7 +332,9 @@ def test_what_a_users_reducer_must_not_return(function, words):
 
 
 def test_a_reducer_is_made_of_functions():
-    with pytest.raises(ValueError, match="`reduce` must be a function, got None"):
+    with pytest.raises(
+        ValueError, match=r"`reduce` must be a function of \(updates, state, params\), got N"
+    ):
         jaxcomp.Reducer(optax.init_empty_state, None, AXIS)  # type: ignore[arg-type]
 
 

@@ -121,7 +121,7 @@ def test_a_uniform_number_needs_no_array():
         (WEIGHTS[0], r"`weight` must be one number for this replica.*\(4,\)"),
         (jnp.complex64(1), "complex64"),
         ([1, 2], "`weight` must be one number for this replica"),
-        ("3", "`weight` must be one number for this replica"),
+        ("3", "`weight` must hold real numbers, got a str"),
     ],
 )
 def test_weights_that_are_no_number_of_this_replica_are_refused(weight, message):

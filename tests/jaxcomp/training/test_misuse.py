@@ -141,11 +141,19 @@ CASES = {
     ),
     "weights in a dict": (
         lambda: make()(state(), PARAMS, X, weight={"mask": np.ones(16)}),
-        r"`weight` must be an array, got a dict of 'mask'",
+        "`weight` must hold real numbers, got a dict",
     ),
     "a weight in words": (
         lambda: make()(state(), PARAMS, X, weight="equal"),
-        "`weight` must hold real numbers, got dtype <U5",
+        "`weight` must hold real numbers, got a str",
+    ),
+    "outputs inside jit": (
+        lambda: jax.jit(lambda x: (make().outputs(PARAMS, X), x)[1])(1.0),
+        "inside of jax.jit there are none yet",
+    ),
+    "a text of NumPy": (
+        lambda: make().init({"w": np.array(["a", "b"])}),
+        r"The leaf \['w'\] is a ndarray of <U1 and no array",
     ),
     "spread": (
         lambda: make().init(placed(MESH, PARAMS, P("data"))),
@@ -226,7 +234,7 @@ def test_a_batch_with_texts_is_refused_outside_of_jit():
 
 
 def test_every_public_function_answers_an_unknown_argument():
-    run = jaxcomp.local_sgd_round(loss, sync_every=2, axis_name="data")
+    run = jaxcomp.local_sgd_round(print, sync_every=2, axis_name="data")
     functions = [REDUCER.bytes, make().init, make().restore, run.init, run.__call__]
     for module in (jaxcomp, jaxcomp.extend):
         for name in module.__all__:
@@ -397,6 +405,13 @@ def test_what_is_near_weight_or_what_the_loss_names_itself_goes_to_it():
 def test_weights_that_are_no_real_numbers_are_refused(weight):
     with pytest.raises(ValueError, match="`weight` must hold real numbers"):
         make(loss)(state(), PARAMS, X, weight=weight)
+
+
+def test_weights_may_be_a_list_which_jit_makes_one_of_tracers():
+    step = make()
+    (value, _), _ = jax.jit(step)(state(), PARAMS, X, weight=[1, 2, 0, 3])
+    (expected, _), _ = jax.jit(step)(state(), PARAMS, X, weight=np.array([1, 2, 0, 3]))
+    assert value == expected
 
 
 def test_a_negative_weight_is_not_lost_in_the_sum_of_others():
