@@ -32,7 +32,7 @@ from jaxcomp._mesh.per_replica import has_replica_axis, with_replica_axis, witho
 from jaxcomp._reducers.transformation import Counted
 from jaxcomp._states.place import shard_state
 from jaxcomp._training.arguments import check_keys, is_raw_key, is_shared, split_spec
-from jaxcomp._training.on_mesh import call_on_replicas, check_params, jit_of_keyed, the_mesh
+from jaxcomp._training.on_mesh import call_on_replicas, check_params, the_mesh
 from jaxcomp._training.outputs import as_array, one_level
 
 # (params, inner state, batch) -> (params, inner state, auxiliary)
@@ -50,7 +50,7 @@ class LocalSGDRound(Counted):
     syncs: tuple[Sync, ...]  # one for each fragment
     inner_init: InnerInit | None
     mesh: Mesh | None = None
-    jitted: Callable[..., Any] = dataclasses.field(default_factory=jit_of_keyed, compare=False)
+    compiled: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False)
 
     @answers_other_names
     def init(self, params: PyTree, inner_state: PyTree = None) -> LocalSGDState:
@@ -179,8 +179,8 @@ class LocalSGDRound(Counted):
             mesh=mesh,
             axis_name=axis_name,
             state_axis=axis_name,
-            jitted=self.jitted,
-            key=mesh,  # all else is fixed for a round
+            compiled=self.compiled,
+            static=(),
         )
         return params, state, auxiliary
 

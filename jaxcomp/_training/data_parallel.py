@@ -52,8 +52,6 @@ from jaxcomp._training.on_mesh import (
     call_on_replicas,
     check_differentiable,
     check_params,
-    jit_of_keyed,
-    key_of,
     named_axis,
     the_mesh,
 )
@@ -92,7 +90,7 @@ class DataParallel:
     aux: PyTree
     check_vma: bool
     argnums: int | tuple[int, ...]  # positions of the parameters
-    jitted: Callable[..., Any] = dataclasses.field(default_factory=jit_of_keyed, repr=False)
+    compiled: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @answers_other_names
     def init(self, params: PyTree) -> PyTree:
@@ -305,8 +303,8 @@ class DataParallel:
             mesh=mesh,
             axis_name=self.axis_name,
             state_axis=self._axes_of_state(params, mesh),
-            jitted=self.jitted,
-            key=key_of((inputs.arguments, inputs.specs, mesh)),
+            compiled=self.compiled,
+            static=inputs.arguments,
             check_vma=self.check_vma,
         )
 

@@ -10,9 +10,7 @@ ones get a note.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -156,40 +154,6 @@ _NOTES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Keyed:
-    """Refers to a function that is equal to all others with its key, as `jax.jit` compares them."""
-
-    # Weak, because `jax.jit` keeps what it compares, and would keep itself through this function.
-    function: weakref.ref[Any] = dataclasses.field(compare=False)
-    key: Any
-
-
-def jit_of_keyed() -> Callable[..., Any]:
-    """Makes a function that calls a `Keyed` function of arrays, and compiles it once for each key.
-
-    Each object that compiles has its own, so that what it compiled is freed with it.
-    """
-
-    def step(keyed: Keyed, state: PyTree, arrays: PyTree, weight: Any) -> Any:
-        function: Any = keyed.function()
-        return function(state, arrays, weight)
-
-    return jax.jit(step, static_argnums=0)
-
-
-def key_of(tree: PyTree) -> Any:
-    """Returns a key of all leaves of a tree; None if a leaf has no hash."""
-    leaves, treedef = jax.tree.flatten(tree)
-    # With their types, because 1 == 1.0 == True.
-    key = (treedef, tuple(leaves), tuple(map(type, leaves)))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
-
-
 def call_on_replicas(
     function: Callable[..., tuple[PyTree, PyTree, PyTree, PyTree]],
     state: PyTree,
@@ -202,8 +166,8 @@ def call_on_replicas(
     mesh: Any,
     axis_name: AxisName,
     state_axis: AxisName,
-    jitted: Callable[..., Any],
-    key: Any,
+    compiled: dict[Any, Any],
+    static: PyTree,
     check_vma: bool = True,
 ) -> Any:
     """Calls a function of one replica in a `jax.shard_map` over all replicas.
@@ -223,9 +187,10 @@ def call_on_replicas(
       mesh: The mesh.
       axis_name: The axis or axes of the replicas.
       state_axis: Those along which the state differs.
-      jitted: The `jit_of_keyed` of the caller.
-      key: A key of what the function, `specs` and `mesh` depend on beside the types of the arrays;
-        None if there is none, and the function is then compiled in each call outside of `jax.jit`.
+      compiled: What was compiled outside of `jax.jit`, by all that it depends on. Each object that
+        calls has its own dictionary, so that what it compiled is freed with it.
+      static: What the function depends on beside the types of the arrays. If a leaf of it has no
+        hash, each call outside of `jax.jit` compiles.
       check_vma: As for `jax.shard_map`.
 
     Raises:
@@ -266,9 +231,22 @@ def call_on_replicas(
         # arguments are.
         if is_traced(jnp.zeros([])):
             return mapped(*inputs)
+        key = _key_of((static, specs, mesh, jax.tree.map(jax.typeof, inputs)))
         if key is None:
             return jax.jit(mapped)(*inputs)
-        return jitted(Keyed(weakref.ref(mapped), key), *inputs)
+        return compiled.setdefault(key, jax.jit(mapped))(*inputs)
+
+
+def _key_of(tree: PyTree) -> Any:
+    """Returns a key of all leaves of a tree; None if a leaf has no hash."""
+    leaves, treedef = jax.tree.flatten(tree)
+    # With their types, because 1 == 1.0 == True.
+    key = (treedef, tuple(leaves), tuple(map(type, leaves)))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def _mapped(
