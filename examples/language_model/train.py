@@ -361,6 +361,11 @@ def main() -> int:
         if jax.process_count() > 1:
             leave(f"error: {error}", 2)
         p.error(str(error))
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        why = str(error).partition("\n")[0]
+        leave(f"error: {why}; if another process ended first, see its error", 1)
     except Exception:
         if jax.process_count() == 1:
             raise
