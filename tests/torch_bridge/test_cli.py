@@ -260,6 +260,8 @@ def test_back_from_what_a_training_script_saved(call, of_nnx):
 CODES = {"usage": USAGE, "unsafe": UNSAFE, "unusable": UNUSABLE}
 FAILURES = """
 usage | explode | invalid choice
+usage | to-flax checkpoint.pt PARAMS | required: --out
+usage | to-flax checkpoint.pt --out x | required: --params
 usage | to-flax checkpoint.pt --params tests.helpers.cli_model --out x | MODULE:NAME
 usage | to-flax checkpoint.pt --params broken:params --out x | KeyError
 usage | to-flax checkpoint.pt --params os:getcwd --out x | is a str
@@ -272,7 +274,7 @@ unsafe | inspect hostile.pt | os.system
 unusable | inspect none.pt | none.pt: No such file
 unusable | inspect text.pt/none.pt | text.pt/none.pt: Not a directory
 unusable | inspect text.pt | Expected a torch.save file
-usage | inspect checkpoint.pt --max-bytes -1 | must be a positive number of bytes, got '-1'
+usage | inspect checkpoint.pt --max-bytes 0 | must be a positive number of bytes, got '0'
 unusable | inspect checkpoint.pt --max-bytes 10 | --max-bytes
 unusable | inspect checkpoint.pt --layout text.pt | text.pt: A bucket
 unusable | inspect checkpoint.pt --layout pipe | a pipe

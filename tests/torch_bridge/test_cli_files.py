@@ -192,16 +192,19 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
-def test_a_terminal_sees_what_a_long_conversion_is_at_and_a_file_does_not(monkeypatch, kind):
-    monkeypatch.setattr(progress, "SECONDS", 0.0)
+@pytest.mark.parametrize(
+    ("kind", "seconds", "is_shown"),
+    [(Terminal, 0.0, True), (Terminal, 5.0, False), (io.StringIO, 0.0, False)],
+)
+def test_a_terminal_sees_what_a_long_conversion_is_at(monkeypatch, kind, seconds, is_shown):
+    monkeypatch.setattr(progress, "SECONDS", seconds)
     monkeypatch.setenv("TERM", "xterm")
     stderr = kind()
     monkeypatch.setattr(sys, "stderr", stderr)
     with progress.steps(2) as begin:
         begin("reading")
         time.sleep(0.3)
-    assert ("reading" in stderr.getvalue()) == stderr.isatty()
+    assert ("reading" in stderr.getvalue()) == is_shown
 
 
 def test_a_pipe_is_not_waited_for_nor_one_behind_a_linked_folder(fails, tmp_path):
