@@ -133,15 +133,14 @@ def check_function(name: str, value: Any, *parameters: str, otherwise: str = "")
     Raises:
       ValueError: If it is anything else.
     """
-    if value is None and otherwise:
-        return None
     try:
         inspect.signature(value).bind(*parameters)
     except TypeError as error:  # not a function, or one of other arguments
         listed = ", ".join(parameters)
-        raise ValueError(
-            f"`{name}` must be a function of ({listed}){otherwise}, got {value!r}."
-        ) from error
+        if value is not None or not otherwise:
+            raise ValueError(
+                f"`{name}` must be a function of ({listed}){otherwise}, got {value!r}."
+            ) from error
     except ValueError:  # some built-in functions have no signature
         pass
     return value
