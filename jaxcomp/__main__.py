@@ -13,9 +13,9 @@ _EPILOG = """\
 example:
   jaxcomp advise --params 124M --workers 16 --bandwidth 25Gbps --step-time 120ms
 
-It assumes a transformer's shapes and a device's speed. In Python, jaxcomp.advise(params, ...) takes
-your own parameters, with device=jaxcomp.measure(params) the speed of what you have, and with
-opt_state=... what a rank costs your own run.
+It assumes a transformer's shapes and a device's speed. In Python, pass your
+parameters to jaxcomp.advise(params, ...). It also takes the speed of your own device,
+device=jaxcomp.measure(params), and what a rank costs your own run, opt_state=... and measured=...
 """
 
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="jaxcomp",
         usage="%(prog)s advise --params N --workers N --bandwidth RATE --step-time TIME [options]",
-        description="Whether compressing gradients pays on a network.",
+        description="Says whether compressing gradients pays on a network.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,  # so that `advise` sees only what was passed
@@ -36,13 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--version", action="version", version=f"jaxcomp {__version__}")
     add("command", choices=["advise"], help="whether to compress, and with which rank")
     add("--params", required=True, help="number of parameters: 124M or 1.5B")
-    add("--workers", required=True, type=int, help="replicas")
-    add("--bandwidth", required=True, help="of each link, each way: 10Gbit, 25Gbps, 1.2GB/s")
-    add("--step-time", required=True, help="of a step without communication: 120ms")
-    add("--latency", help="from one replica to the next (default: 50us)")
+    add("--workers", required=True, type=int, help="number of replicas")
+    add("--bandwidth", required=True, help="rate of a link, each way: 10Gbit, 25Gbps, 1.2GB/s")
+    add("--step-time", required=True, help="time of a step without communication: 120ms")
+    add("--latency", help="one-way time to the next replica (default: 50us)")
     add("--loss-budget", help="how far above the exact run the loss may end (default: 0.5%%)")
-    add("--tokens", help="in a step of all replicas: 8192 or 512k (default: estimated)")
-    add("--hosts", type=int, help="that share a link each (default: one for every worker)")
+    add("--tokens", help="tokens in a step of all replicas: 8192 or 512k (default: estimated)")
+    add("--hosts", type=int, help="number of hosts with one link each (default: the workers)")
     add("--optimizer", help="adamw or muon (default: adamw)")
     add("--device", help="gpu or cpu (default: gpu)")
     options = vars(parser.parse_args(arguments))

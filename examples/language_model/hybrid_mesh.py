@@ -101,7 +101,7 @@ def main() -> None:
     """Trains, and prints the bytes and the losses."""
     p = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--mode", choices=MODES, default="tensor", help="default: %(default)s")
-    p.add_argument("--rank", type=int, default=4, help="0 for no compression (default: 4)")
+    p.add_argument("--rank", type=int, default=4, help="rank; 0 for no compression (default: 4)")
     p.add_argument("--steps", type=int, default=30, help="default: %(default)s")
     p.add_argument("--width", type=int, default=128, help="default: %(default)s")
     arguments = p.parse_args()

@@ -206,7 +206,9 @@ def main() -> int:
     """Runs the command line; returns the exit code."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
-    parser.add_argument("--devices", type=int, default=4, help="n (default: %(default)s)")
+    parser.add_argument(
+        "--devices", type=int, default=4, help="number n of devices (default: %(default)s)"
+    )
     parser.add_argument("--torch-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--torch-folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

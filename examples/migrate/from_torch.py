@@ -1,4 +1,4 @@
-"""Move a training run from PyTorch DDP to JAX and back, and compare it with one that never moved.
+"""Moves a training run from PyTorch DDP to JAX and back, and compare it with one that never moved.
 
     python examples/migrate/from_torch.py --out out/migration
 
@@ -158,8 +158,9 @@ def show(runs: dict[str, dict[str, np.ndarray]]) -> bool:
 
 def main() -> int:
     """Runs, compares and prints; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Move a run from PyTorch DDP to JAX and back.")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/migration"))
+    parser = argparse.ArgumentParser(description="Moves a run from PyTorch DDP to JAX and back.")
+    out = pathlib.Path("out/migration")
+    parser.add_argument("--out", type=pathlib.Path, default=out, help="default: %(default)s")
     parser.add_argument("--only", help="run the cases whose name contains this text")
     arguments = parser.parse_args()
     cases = [case for case in CASES if not arguments.only or arguments.only in case.name]

@@ -257,7 +257,7 @@ def advise(
         ``"25Gbps"``, or bytes per second.
       step_time: The time of a step without communication: ``"120ms"``, or seconds.
       latency: The one-way time from one replica to the next: ``"50us"``, or seconds.
-      loss_budget: How far above the exact run's loss the held-out loss may be expected to end:
+      loss_budget: How far above the exact run's held-out loss the expected loss may end:
         ``"0.5%"``, or 0.005.
       opt_state: The optimizer's state from an exact run of this model, after a quarter to a half of
         its steps, as for `predict_gap`.
@@ -429,8 +429,9 @@ def _check_same_model(momentum: PyTree, params: PyTree) -> None:
     for path, leaf in jax.tree.leaves_with_path(momentum):
         if np.shape(leaf) not in shapes:
             raise ValueError(
-                f"`opt_state` has a momentum of shape {np.shape(leaf)} for {leaf_name(path)}, and "
-                "`params` has no other leaf of that shape. Pass both of one model."
+                f"`opt_state` has a momentum of shape {np.shape(leaf)} for {leaf_name(path)}, but "
+                "`params` has no leaf of that shape left. Pass the parameters and the optimizer's "
+                "state of one model."
             )
         shapes.remove(np.shape(leaf))
 

@@ -293,7 +293,10 @@ def measure(
     tree = floating_leaves(shapes)
     low_rank = powersgd(rank, axis_name=_AXIS, start_step=0, comm_dtype="int6")
     if not any(leaf.rank for leaf in low_rank.bytes(tree, replicas=1).leaves):
-        raise ValueError(f"At rank {rank} nothing of this model is compressed: no time to measure.")
+        raise ValueError(
+            f"At rank {rank} no leaf of this model is compressed, so there is nothing to measure. "
+            "Pass a lower rank."
+        )
     if devices is None:
         devices = jax.devices()
     local = next(device for device in devices if device.process_index == jax.process_index())

@@ -79,8 +79,9 @@ def named_dtype(path: KeyPath, leaf: Any) -> Any:
     except TypeError:
         pass
     raise ValueError(
-        f"The leaf {leaf_name(path)} is a {kind} and no array of numbers. For an Equinox module "
-        "pass eqx.filter(model, eqx.is_inexact_array), for other trees the arrays that are trained."
+        f"The leaf {leaf_name(path)} is a {kind} and not an array of numbers. For an Equinox "
+        "module pass eqx.filter(model, eqx.is_inexact_array), for other trees the arrays that are "
+        "trained."
     )
 
 

@@ -25,7 +25,7 @@ from jaxcomp._base.typing import PyTree, Shape
 
 @dataclasses.dataclass(frozen=True)
 class LeafStats:
-    """Bytes of one leaf in one step, or in a whole run."""
+    """Holds the bytes of one leaf in one step, or in a whole run."""
 
     path: str
     shape: Shape
@@ -51,7 +51,7 @@ class LeafStats:
 
 @dataclasses.dataclass(frozen=True)
 class CompressionStats:
-    """Bytes that each replica passes to the collectives, in a step or in a whole run."""
+    """Holds the bytes that each replica passes to the collectives, in a step or in a whole run."""
 
     leaves: tuple[LeafStats, ...]
 

@@ -137,7 +137,10 @@ class Momentum:
         """
         tail = self.tail(ranks)
         if tail == 0:
-            raise ValueError("`measured` has a rank that leaves out nothing: measure a lower one.")
+            raise ValueError(
+                "The rank in `measured` leaves out nothing, so it shows no cost. Measure a lower "
+                "rank."
+            )
         return dataclasses.replace(self, law=self.law.through(tail, gap))
 
 
@@ -253,8 +256,8 @@ def read_momentum(
     if not with_law and measured is None:
         raise ValueError(
             "`opt_state` is that of sgd, lion, adafactor or the like, for which no law is known. "
-            "Compare a compressed run of this model with the exact one, and pass its rank and how "
-            "far above its loss ended: measured=(16, '1.2%')."
+            "Also run this model compressed, and pass the rank and how far above the exact loss "
+            "that run ended: measured=(16, '1.2%')."
         )
     for fields in states:
         if _has_leading_axis(fields):

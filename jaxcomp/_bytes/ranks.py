@@ -115,8 +115,8 @@ def ranks_by_spectrum(
         noise.) With `loss_budget`, the optimizer's state, as for `predict_gap`.
       ratio: How many times fewer values a step sends than an all-reduce does. With the gradients'
         dtype on the wire this is the ratio of ``tx.bytes(params)``.
-      loss_budget: Instead of `ratio`: how far above the exact run's loss the held-out loss may be
-        expected to end, ``"0.5%"`` or 0.005.
+      loss_budget: Instead of `ratio`: how far above the exact run's held-out loss the expected loss
+        may end, ``"0.5%"`` or 0.005.
       measured: With `loss_budget`, as for `predict_gap`: a rank that was run, and its gap.
       adaptive: True if the optimizer scales gradients by their size, as Adam does. Read only with
         `ratio`.
@@ -217,7 +217,7 @@ def _spend_bytes(
     if left < 0:
         possible = math.floor(10 * dense / spent) / 10  # rounded down, so that it can be reached
         raise ValueError(
-            f"rank 1 everywhere already sends {spent:.0f} {unit}, and ratio={ratio:g} allows "
+            f"Even rank 1 for every leaf sends {spent:.0f} {unit}, but ratio={ratio:g} allows only "
             f"{dense / ratio:.0f}. Pass a ratio of at most {possible:.1f}."
         )
     for offer in in_order:

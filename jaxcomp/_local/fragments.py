@@ -91,9 +91,9 @@ def check_streaming(fragments: Any, delay: Any, alpha: Any, period: int) -> Stre
     apart = period // count
     if delay >= apart:
         raise ValueError(
-            f"fragments={count} leave {apart} steps of sync_every={period} between two averages, "
-            f"and fragment_sync_delay={delay} must be less, because an average must end before the "
-            "next one begins. Pass fewer fragments, a shorter delay or a larger sync_every."
+            f"An average must end before the next one begins. With fragments={count} and "
+            f"sync_every={period} averages are {apart} steps apart, so fragment_sync_delay must be "
+            f"less, got {delay}. Pass fewer fragments, a shorter delay or a larger sync_every."
         )
     # At least one step apart, because there are no more fragments than steps.
     ends = tuple(k * period // count for k in range(1, count + 1))
@@ -174,15 +174,16 @@ def _by_pattern(paths: Iterable[KeyPath], patterns: tuple[str, ...]) -> dict[Key
                 break
         else:
             raise ValueError(
-                f"No pattern of `fragments` is found in the leaf {name!r}, so that it would never "
-                "be averaged. Add a pattern for it, such as '.*' at the end for all other leaves."
+                f"No pattern of `fragments` is found in the path of the leaf {name!r}, so it would "
+                "never be averaged. Add a pattern for it, such as '.*' at the end for all other "
+                "leaves."
             )
     for number, pattern in enumerate(patterns):
         if number not in numbers.values():
             raise ValueError(
-                f"`fragments` has the pattern {pattern!r}, and no floating leaf is left for it. A "
-                "leaf belongs to the first pattern that is found in its path; correct it, or leave "
-                "it out."
+                f"No floating leaf belongs to the pattern {pattern!r} of `fragments`: a leaf "
+                "belongs to the first pattern that is found in its path. Correct the pattern, or "
+                "leave it out."
             )
     return numbers
 

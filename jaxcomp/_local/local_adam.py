@@ -27,7 +27,7 @@ def scale_by_local_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
 ) -> optax.GradientTransformation:
-    r"""Does what `optax.scale_by_adam` does, corrected for the noise of local gradients.
+    r"""Scales gradients like `optax.scale_by_adam`, corrected for the noise of local gradients.
 
     Use it in the inner optimizer of `local_sgd`. Because of noise, the square of one replica's
     gradient is up to :math:`W` times the square of the mean over :math:`W` replicas, which makes

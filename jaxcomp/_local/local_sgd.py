@@ -302,8 +302,8 @@ def _sends_something(
             other = unbound_axis(error)
             if other is None or other in axes:
                 raise ValueError(
-                    "What `inner` sends is not known, because it does not run on gradients, state "
-                    f"and parameters alone: {error}"
+                    "`bytes` cannot find out what `inner` sends, because `inner` fails with "
+                    f"gradients, state and parameters as its only arguments: {error}"
                 ) from error
             axes.append(other)  # collectives over it are not counted
     for equation in _equations(step):

@@ -114,8 +114,8 @@ class LocalSGDRound(Counted):
         """
         if not isinstance(state, LocalSGDState):
             raise ValueError(
-                "A round takes (params, state, batches) with the LocalSGDState that init or the "
-                f"last round returned, got a {type(state).__name__} second."
+                "Call a round as (params, state, batches), with the LocalSGDState that init or the "
+                f"last round returned. The second argument is a {type(state).__name__}."
             )
         # Refuses other objects than arrays.
         jax.tree.map_with_path(named_dtype, {"params": params, "batches": batches})
@@ -267,9 +267,9 @@ class LocalSGDRound(Counted):
         in_three = isinstance(result, tuple) and len(result) == 3
         if not in_three or _types_of(result[:2]) != _types_of(carry):
             raise ValueError(
-                "`step_fn` must return a tuple (params, inner_state, auxiliary), in this order, "
-                "the first two with the structure and shapes of its arguments; the third is None "
-                f"without auxiliary outputs. It got {one_level(carry)} and returned "
+                "`step_fn` must return a tuple (params, inner_state, auxiliary). The first two "
+                "must have the structure and shapes of its arguments. Return None as the third if "
+                f"there are no auxiliary outputs. It got {one_level(carry)} and returned "
                 f"{one_level(result)}."
             )
         params, inner, auxiliary = result

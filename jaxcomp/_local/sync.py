@@ -36,7 +36,7 @@ InnerInit: TypeAlias = Callable[[PyTree], PyTree]
 
 
 class LocalSGDState(NamedTuple):
-    """State of `local_sgd` and `local_sgd_round`; a checkpoint holds a consolidated one."""
+    """Holds the state of `local_sgd` and `local_sgd_round`; consolidated in a checkpoint."""
 
     # int32 scalar: number of optimizer steps taken; replicated. The name is that of every Optax
     # state, although a tuple has a method of this name.
@@ -198,7 +198,7 @@ class Sync:
         if self.average_inner is True:
             if begin is None:
                 raise ValueError(
-                    "The inner state is averaged too, and its size is not known. Make the round "
+                    "The inner state is averaged too, but its size is not known. Make the round "
                     "with inner_init=optimizer.init."
                 )
             sent = sent.plus(wide_stats(jax.eval_shape(begin, params), "inner state "))

@@ -108,7 +108,7 @@ class MatrixView:
         return batch + first + second
 
     def in_order(self, of_rows: T, of_cols: T) -> tuple[T, T]:
-        """Orders a value for rows and one for columns as `cols_first` says; its own inverse."""
+        """Swaps a value for rows and one for columns if `cols_first` is true; its own inverse."""
         if self.cols_first:
             return of_cols, of_rows
         return of_rows, of_cols

@@ -108,8 +108,9 @@ def _check_part(part: str, shapes: Mapping[str, Shape]) -> None:
         )
     if max(map(len, shapes.values())) < _LEAST_AXES:
         raise ValueError(
-            f"`stacked` would compress nothing in {part}, where no leaf has an axis of layers and "
-            f"two more: {_listed(shapes)}. Leave its name out, and a matrix is compressed as one."
+            f"`stacked` would compress nothing in {part}: no leaf in it has an axis of layers and "
+            f"two more axes: {_listed(shapes)}. Leave this name out; each leaf is then compressed "
+            "as one matrix."
         )
     thin = {}  # leaves of which the matrix of one layer is too small, even at rank 1
     for name, shape in shapes.items():
@@ -120,9 +121,9 @@ def _check_part(part: str, shapes: Mapping[str, Shape]) -> None:
             thin[name] = shape
     if thin:
         warnings.warn(
-            f"`stacked` compresses nothing of {_listed(thin)} in {part}: for one layer two "
-            "factors are not smaller than the matrix. Under a name that is not in `stacked`, all "
-            "layers form one matrix.",
+            f"`stacked` compresses nothing of {_listed(thin)} in {part}: the matrix of one layer "
+            "is too small. To compress all layers as one matrix, keep these leaves under a name "
+            "that is not in `stacked`.",
             stacklevel=2,
         )
 

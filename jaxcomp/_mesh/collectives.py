@@ -256,12 +256,12 @@ def reduce_mean(
     several all-reduces, so factors, which the next product waits for, are always packed. On a mesh
     with unmapped axes each array is sent in its own shape, and so keeps its sharding.
 
-    If an array is cast to the wire dtype, all are also divided by a power of two before the sum.
-    This rounds nothing, and no sum of 16-bit gradients overflows if their mean does not. Otherwise
-    they are not divided, because that would need a copy.
+    If an array is cast to the wire dtype, all arrays are also divided by a power of two before the
+    sum. This rounds nothing, and no sum of 16-bit gradients overflows if their mean does not.
+    Otherwise they are not divided, because that would need a copy.
 
     Args:
-      parts: Arrays of any shapes and floating dtypes; means and sent have the same.
+      parts: Arrays of any shapes and floating dtypes; the results have the same shapes and dtypes.
       axis_name: The mapped axis or axes.
       wire_dtype: The dtype on the wire. If it is narrower than float32, or than an array, values
         are rounded to it once.

@@ -164,7 +164,7 @@ def mean_by_shares(
     """Averages arrays over the replicas in an all-to-all and an all-gather of int8 rows.
 
     Args:
-      parts: Arrays of any shapes, float32 or wider; means and sent have the same.
+      parts: Arrays of any shapes, float32 or wider; the results have the same shapes and dtypes.
       layouts: The layout of each part. A part may be a stack of arrays along its first axis, with
         the layout of one array; the result is the same as for separate parts.
       axis_name: The mapped axis or axes.

@@ -39,7 +39,7 @@ def refuse_misspelt_weight(names: Iterable[str]) -> None:
         near = len(word) < 10 and len(missing) <= 1 and "w" in word
         if near or word in _OTHER_NAMES or word.endswith(("weight", "weights")):
             raise ValueError(
-                f"There is no argument `{name}`: it is `weight` that says how much a replica, or "
+                f"There is no argument `{name}`. Pass `weight`, which says how much a replica, or "
                 "each of its examples, counts."
             )
 

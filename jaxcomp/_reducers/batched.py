@@ -55,8 +55,8 @@ def batched_powersgd(
     The gradients are concatenated to a vector of :math:`N` values, padded with zeros, and viewed as
     a matrix of :math:`n \times n`, :math:`n = \lceil\sqrt N\rceil`, which `powersgd` compresses. A
     step sends :math:`2 n r` values for all leaves together, whatever their shapes. But rows and
-    columns of this matrix have no meaning for the model, so a low rank loses more than it loses
-    leaf by leaf. Use it to continue a run that used torch's hook; for a new run use `powersgd`.
+    columns of this matrix have no meaning for the model, so it loses more than `powersgd` of the
+    same rank. Use it to continue a run that used torch's hook; for a new run use `powersgd`.
 
     All gradients are copied into one array. Do not use it where weights are sharded over other mesh
     axes: the compiler would gather them.

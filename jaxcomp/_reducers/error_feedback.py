@@ -37,7 +37,7 @@ from jaxcomp._reducers.transformation import shows_its_call
 
 
 class ErrorFeedbackState(NamedTuple):
-    """State of `error_feedback`."""
+    """Holds the state of `error_feedback`."""
 
     residual: PyTree  # floating leaf: the part not sent yet, shape of the leaf; per replica
     inner: PyTree  # state of the wrapped reducer

@@ -70,7 +70,7 @@ _MOST_LEAVES = 32
 
 
 class PowerSGDState(NamedTuple):
-    """State of `powersgd`; a checkpoint holds a consolidated one, for any number of replicas."""
+    """Holds the state of `powersgd`; consolidated in a checkpoint, for any number of replicas."""
 
     # int32 scalar: finite updates seen; replicated
     count: Array  # pyright: ignore[reportIncompatibleMethodOverride]

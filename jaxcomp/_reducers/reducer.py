@@ -298,7 +298,7 @@ def check_gradients(updates: PyTree, params: PyTree, axis_name: AxisName) -> Non
     for path, leaf in leaves:
         dtype = getattr(leaf, "dtype", None)
         if dtype is None:
-            wrong.append(f"{leaf_name(path)} is a {type(leaf).__name__} and no array")
+            wrong.append(f"{leaf_name(path)} is a {type(leaf).__name__} and not an array")
         elif not jnp.issubdtype(dtype, jnp.floating) and dtype != jax.dtypes.float0:
             wrong.append(f"{leaf_name(path)} has dtype {dtype}")
     if wrong:

@@ -33,11 +33,11 @@ def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
 
     * For a lower rank, factors keep their first columns (the power iteration has ordered the
       columns by importance). For a higher rank, they get fresh orthonormal columns.
-    * A leaf that still has a residual keeps its old one, also between `powersgd` and
-      `error_feedback`. If the new reducer keeps no residual for a leaf, the old one is dropped.
-    * A reducer of another kind keeps only the residuals. The rest of its state is fresh, and its
-      ``start_step`` is still to come. Between `batched_powersgd`, whose residual is one matrix of
-      all leaves, and another reducer, the residual is dropped too.
+    * A leaf keeps its residual if it also has one under the new reducer, even from `powersgd` to
+      `error_feedback` or back. Otherwise its residual is dropped.
+    * A reducer of another kind keeps only the residuals. The rest of its state is fresh, so its
+      ``start_step`` counts from the beginning. Between `batched_powersgd`, whose residual is one
+      matrix of all leaves, and another reducer, the residual is dropped too.
 
     Everything else, such as momenta, stays as it is. Restore a checkpoint with the reducer that
     wrote it, then call `adapt_state`, then `shard_state`.
@@ -72,8 +72,8 @@ def adapt_state(state: PyTree, params: PyTree, reducer: Reducer) -> PyTree:
     states = nodes_of(state, _has_residual)
     if len(states) != 1:
         raise ValueError(
-            f"`state` must hold the state of one reducer with a residual, it holds {len(states)}. "
-            "Pass that of one; a run that had none starts with reducer.init(params)."
+            "`state` must hold exactly one state of a reducer with a residual, but it holds "
+            f"{len(states)}. Pass one state; a run that had none starts with reducer.init(params)."
         )
     (old,) = states
     new = reducer.init(params)

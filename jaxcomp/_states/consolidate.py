@@ -118,11 +118,11 @@ def layout_of(state: PyTree) -> Layout:
             owner_of_all = float(_owner_of_all(jnp.asarray(owner)))
         if owner_of_all != 0:
             raise ValueError(
-                f"The state holds the residual of one replica only, as {name} shows, and the "
-                "residuals of the other replicas would be lost. Do not take the first copy of a "
-                "state, as flax's unreplicate does: call jaxcomp.consolidate on all copies. Also "
-                "pmap(out_axes=None), and shard_map(check_vma=False) with P(), return the arrays "
-                "of one replica only: pass them jaxcomp.state_axes(state) or "
+                f"The state holds the residual of one replica only, as {name} shows; the residuals "
+                "of the other replicas would be lost. Call jaxcomp.consolidate on the copies of "
+                "all replicas, and not on the first copy, which flax's unreplicate takes. "
+                "pmap(out_axes=None), and shard_map(check_vma=False) with P(), also return the "
+                "arrays of one replica only. There use jaxcomp.state_axes(state) or "
                 "jaxcomp.state_specs(state, axis_name)."
             )
     # Owners are scalars, so an axis is that of the replicas. Without owners a common leading axis

@@ -27,7 +27,7 @@ _DTYPES = (*WIRE_DTYPES, "float64")
 
 
 class AccumulateState(NamedTuple):
-    """State of `accumulate`; fields as in `optax.MultiStepsState`."""
+    """Holds the state of `accumulate`; fields as in `optax.MultiStepsState`."""
 
     mini_step: Array  # int32 scalar: micro-batches since the last optimizer step; replicated
     gradient_step: Array  # int32 scalar: optimizer steps taken; replicated
@@ -44,7 +44,7 @@ def accumulate(
     *,
     accumulator_dtype: DType = jnp.float32,
 ) -> Transformation:
-    r"""Accumulates as `optax.MultiSteps`, but runs `tx` and its collectives only every k-th time.
+    r"""Accumulates like `optax.MultiSteps`, but runs `tx` and its collectives only every k-th time.
 
     .. math:: \bar g = \frac{1}{k} \sum_{j=1}^{k} g_j, \qquad
         \text{updates} = \begin{cases} tx(\bar g) & \text{on the k-th call} \\ 0 & \text{else}

@@ -145,8 +145,8 @@ def split_specs(
         each = jax.tree.broadcast(each, args, is_leaf=lambda node: node is None)
     except ValueError as error:
         raise ValueError(
-            "`batch_specs` must have the containers of the arguments besides the parameters, or "
-            f"end before them: {error}"
+            "`batch_specs` must be a tree like the arguments besides the parameters, or a prefix "
+            f"of that tree: {error}"
         ) from error
     specs = jax.tree.map_with_path(spec_of, args, each)
     if mesh is not None:  # else somebody else has split the batch
@@ -268,10 +268,10 @@ def check_keys(keys: dict[str, Any], lengths: Collection[int]) -> None:
         # Other leaves that are split have as many rows, or there are none: it may be either.
         if set(key.shape).issuperset(lengths):
             raise ValueError(
-                f"The leaf {name} is {key.dtype} of shape {key.shape}: a key of "
-                "jax.random.PRNGKey, or as many examples. Pass jax.random.key(seed), or examples "
-                "as int32. For data_parallel, batch_specs may say it instead: P() for a key, the "
-                "axis of the replicas for examples."
+                f"The leaf {name} is {key.dtype} of shape {key.shape}. It may be a key of "
+                f"jax.random.PRNGKey, or {key.shape[0]} examples. Pass jax.random.key(seed) for a "
+                "key, or int32 for examples. With data_parallel, batch_specs can also say which: "
+                "P() for a key, the axis of the replicas for examples."
             )
 
 

@@ -412,9 +412,9 @@ def data_parallel(
         words. "mean" averages floating and complex values; values of any dtype that JAX knows to be
         equal on all replicas stay as they are. With ``check_vma=False`` JAX knows no such values. A
         "mean" of integers, flags or keys is then compared between the replicas, with one more
-        all-gather of their bytes: equal ones stay as they are, and if they differ, the value is
-        NaN. "sum" adds. "join" concatenates the rows of the examples along axis 0; an integer does
-        so along that axis. "stack" adds an axis of replicas. An output without an entry is refused,
+        all-gather of their bytes: equal ones stay as they are, and if they differ, the loss is NaN.
+        "sum" adds. "join" concatenates the rows of the examples along axis 0; an integer does so
+        along that axis. "stack" adds an axis of replicas. An output without an entry is refused,
         and the error shows the line to write; only an argument that the function returns unchanged
         needs no entry. `DataParallel.outputs` finds the words.
       axis_name: The axis or axes of the replicas; None takes those of the reducer.
@@ -468,7 +468,7 @@ def value_and_grad(
     axis_name: AxisName | None = None,
     check_vma: bool = True,
 ) -> DataParallel:
-    """Does what `jax.value_and_grad` does, and averages the gradients with a reducer.
+    """Differentiates like `jax.value_and_grad`, and averages the gradients with a reducer.
 
     It is for loops in `jax.jit`, and short for
     ``data_parallel(jax.value_and_grad(fun, argnums, has_aux), reducer, ...)``.

@@ -91,9 +91,9 @@ def examined(
         (loss,) = whole[0]
         first, second = halves[0]
         raise ValueError(
-            f"The loss of a batch is {loss:.4g}, and of its halves {first:.4g} and "
-            f"{second:.4g}: it is a sum, or divides by a constant, as the size of the global "
-            "batch. Divide by the number of examples that it is given, x.shape[0]."
+            f"The loss of a batch is {loss:.4g}, and of its halves {first:.4g} and {second:.4g}: "
+            "it is a sum, or is divided by a constant, such as the size of the global batch. "
+            "Divide by the number of examples that it is given, x.shape[0]."
         )
     if len(verdicts) == 1:
         return None

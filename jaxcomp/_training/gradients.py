@@ -20,7 +20,7 @@ from jaxcomp._training.outputs import check_loss
 def local_value_and_grad(
     fun: Callable[..., Any], axis_name: AxisName, **value_and_grad_kwargs: Any
 ) -> Callable[..., Any]:
-    """Does what `jax.value_and_grad` does, but returns the gradient of this replica alone.
+    """Differentiates like `jax.value_and_grad`, and returns the gradient of this replica alone.
 
     Under ``shard_map(check_vma=True)`` plain `jax.grad` with respect to a replicated parameter
     returns the *sum* over the axis. That is an uncompressed all-reduce, so a reducer after it

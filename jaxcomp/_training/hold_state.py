@@ -78,12 +78,11 @@ def hold_state(reducer: Reducer) -> optax.GradientTransformation:
         leaves = jax.tree.leaves(updates)
         if is_bound(axis_name) and not all(known_equal(leaf, axis_name) for leaf in leaves):
             raise ValueError(
-                "hold_state averages nothing, and here, in a function that is mapped over "
-                f"{axis_name!r}, JAX does not know that the gradients are equal on all replicas. "
-                "Put the reducer itself into the chain: optax.chain(reducer, optimizer). "
-                "hold_state is for loops in jax.jit, after jaxcomp.data_parallel or value_and_grad "
-                "has averaged. In a mapped function it works after these only for jax.shard_map "
-                "with check_vma=True, where JAX knows it."
+                "hold_state does not average gradients, and in this function, which is mapped over "
+                f"{axis_name!r}, JAX does not know that they are averaged. Put the reducer itself "
+                "into the chain: optax.chain(reducer, optimizer). hold_state belongs to loops in "
+                "jax.jit that call jaxcomp.data_parallel or value_and_grad. In a mapped function "
+                "it works with these only under jax.shard_map with check_vma=True."
             )
         return updates, state
 
@@ -120,7 +119,8 @@ def state_in(
             raise ValueError(
                 f"{type(node).__name__} around jaxcomp.hold_state would accumulate gradients that "
                 "are already averaged. Accumulate in the gradient function, as docs/adopt.md "
-                "shows, or after it: optax.chain(hold_state(reducer), optax.MultiSteps(...))."
+                "shows, or after hold_state: optax.chain(hold_state(reducer), "
+                "optax.MultiSteps(...))."
             )
     if is_reducer_state(params):
         raise ValueError(_not_the_order(tree, "none"))
@@ -188,5 +188,5 @@ def _not_the_order(tree: PyTree, held: str) -> str:
         names += f" of {', '.join(map(repr, tree))}"
     return (
         "The first argument must be the reducer's state, as init(params) gives it, or a tree that "
-        f"holds it, and the second the parameters; got {names} first, which has {held}."
+        f"holds it, and the second the parameters. The first is {names}, which holds {held}."
     )

@@ -55,10 +55,10 @@ def note_stacked_layers(params: PyTree, state: PyTree) -> None:
             ((length,),) = lengths
             last = jax.tree_util.keystr(path[-1:], simple=True)
             warnings.warn(
-                f"All leaves in {leaf_name(path)} have a leading axis of {length}, {why}, "
-                f"and {whole} is compressed as one matrix. If they are layers, pass "
-                f"powersgd(matrix_dims=jaxcomp.stacked({last!r})), which compresses layer by layer "
-                "and loses less.",
+                f"All leaves in {leaf_name(path)} have a leading axis of {length}, {why}, and "
+                f"{whole} is compressed as one matrix. If they are layers, pass "
+                f"powersgd(matrix_dims=jaxcomp.stacked({last!r})), which compresses each layer "
+                "separately and loses less.",
                 stacklevel=3,
             )
             return

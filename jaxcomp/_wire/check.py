@@ -191,9 +191,10 @@ def _networks(reducer: Any, params: Any, steps: Any) -> list[tuple[Reducer, PyTr
     lists = (reducer, params, steps)
     if not isinstance(params, (list, tuple)) or len(set(map(len, lists))) > 1:
         raise ValueError(
-            f"`reducer` is a list of {len(reducer)}, so `params` must be one, and `steps` if it is "
-            f"a list; got params of type {type(params).__name__} and steps={steps}. Pass "
-            "check(compiled, [first, second], [params, others])."
+            f"`reducer` is a list of {len(reducer)}, so `params` must be a list of the same "
+            "length, and so must `steps` if it is a list. Got params of type "
+            f"{type(params).__name__} and steps={steps}. Pass check(compiled, [first, second], "
+            "[params, others])."
         )
     for each, tree, count in zip(*lists, strict=True):
         check_reducer(each, _HOW_TO_PASS)

@@ -84,7 +84,7 @@ def _generators():
         found[name] = (_with_generator(good | change), "`rng` must h")
     for position in (-1, 625, 5_000):
         state = files.slots(rng=GeneratorAt(position))
-        found[f"NumPy's generator at {position}"] = (state, "`rng` must have its position")
+        found[f"NumPy's generator at {position}"] = (state, "`rng` must have a position")
     return found
 
 
@@ -112,8 +112,8 @@ def foreign():
         "a number": (3, "a int"),
         "text": ("state_dict", "a str"),
         "numbers": ({"epoch": 3, "loss": 0.5}, "no state_dict"),
-        "a hook state that is none": ({"w": MODEL, "comm_hook_state": [3]}, "no PowerSGDState"),
-        "a hook state without Q": ({"comm_hook_state": without_q}, "no PowerSGDState"),
+        "a hook state that is none": ({"w": MODEL, "comm_hook_state": [3]}, "not a PowerSGDState"),
+        "a hook state without Q": ({"comm_hook_state": without_q}, "not a PowerSGDState"),
         "text for iter": (files.slots(iter="twelve"), "`iter`"),
         "rank zero": (files.slots(matrix_approximation_rank=0), "rank"),
         "errors of numbers": (files.slots(error_dict={0: 1.5}), "error_dict"),
@@ -124,7 +124,7 @@ def foreign():
             files.slots(error_dict={0: torch.zeros(3, dtype=torch.int64)}), "floating-point",
         ),
         "2**40 iterations": (files.slots(iter=2**40), "`iter`"),
-        "True iterations": (files.slots(iter=True), "`iter` must be a number of its kind"),
+        "True iterations": (files.slots(iter=True), "`iter` must be of type int"),
         "a rate of 10**400": (files.slots(min_compression_rate=10**400), "min_compression_rate"),
         "a rate that is none": (files.slots(min_compression_rate=np.nan), "min_compression_rate"),
         "a version in a list": (own(version=[1]), "format version a list"),
@@ -141,7 +141,7 @@ def foreign():
             {"state_dict": {1: torch.ones(2), "1": torch.zeros(2)}}, "equal as text",
         ),
         "a big-endian array": ({"state_dict": MODEL, "a": np.ones(2, ">f4")}, "big-endian"),
-        "keys that are no text": ({"state_dict": MODEL, None: 2}, "no text"),
+        "keys that are no text": ({"state_dict": MODEL, None: 2}, "not text"),
         "20 000 numbers as keys": (
             {"state_dict": MODEL, "seen": {3 * k + 1: 0 for k in range(20_000)}}, "str(key)",
         ),
@@ -151,7 +151,7 @@ def foreign():
     kinds = {
         "empty": (b"", "empty"),
         "one byte": (b"\x80", "torch.save"),
-        "a sentence": (b"hello, this is no checkpoint\n", "no zip archive"),
+        "a sentence": (b"hello, this is no checkpoint\n", "not a zip archive"),
         "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
         "gzip": (gzip.compress(files.saved(MODEL), mtime=0), "gunzip"),
         "tar": (tar.getvalue(), "a tar archive"),

@@ -71,7 +71,7 @@ def unsafe():
 _V3 = "torch._utils:_rebuild_tensor_v3 MARK storage 0 1 TUPLE1 1 TUPLE1 NEWFALSE NONE"
 # Of harmless objects. What is said -> the name of a trick -> what does it.
 TRICKS = {
-    "attributes of something that has none": {
+    "attributes of an object that cannot have any": {
         "attributes of a function": "rebuild EMPTY_TUPLE EMPTY_DICT '__code__' 'x' SETITEM"
         " TUPLE2 BUILD",
         "attributes of a class": "collections:OrderedDict EMPTY_DICT 'update' 'x' SETITEM BUILD",
@@ -84,7 +84,7 @@ TRICKS = {
         "attributes without names": "argparse:Namespace EMPTY_TUPLE REDUCE NONE EMPTY_DICT 7"
         " NONE SETITEM TUPLE2 BUILD",
     },
-    "a call of something that is no function": {
+    "a call of something that is not a function": {
         "a call of a call's result": "collections:OrderedDict EMPTY_TUPLE REDUCE EMPTY_TUPLE"
         " REDUCE",
         "a new object of a call's result": "collections:OrderedDict EMPTY_TUPLE REDUCE"
@@ -110,7 +110,7 @@ TRICKS = {
         "a bytearray of 2**60": "BYTEARRAY8 0x0000000000000010",
         "a memo that is not there": "GET7",
     },
-    "a reference to something that is no storage": {
+    "a reference to something that is not a storage": {
         "a persistent id on the stack": "'e' BINPERSID",
         "an array in a persistent id": "MARK tensor torch:FloatStorage '0' 'cpu' 6 TUPLE BINPERSID",
     },
@@ -120,10 +120,10 @@ TRICKS = {
     "a ndarray where text belongs": {
         "an array as an encoding": "_codecs:encode 'a' tensor TUPLE2 REDUCE",
     },
-    "a device whose index is no number": {
+    "a device whose index is not a number": {
         "an array as a device's number": "torch:device 'cuda' tensor TUPLE2 REDUCE",
     },
-    "numbers of the memo that do not count up": {
+    "memo numbers that are not in ascending order": {
         "a memo index of four billion": "NONE LONG_BINPUT 0xffffffff",
     },
     "a container that holds itself, or that is filled after its first use": {
@@ -131,7 +131,7 @@ TRICKS = {
         "a list that is filled after it was shown": "EMPTY_LIST MEMOIZE EMPTY_LIST GET0 APPEND"
         " 1 GET0 1 APPEND",
     },
-    "more than 100 containers in each other": {
+    "containers nested more than 100 deep": {
         "150 lists in each other": "(EMPTY_LIST) * 150 (APPEND) * 149",
         "60 lists in 60 others": "(EMPTY_LIST) * 60 (APPEND) * 59 KEEP (EMPTY_LIST) * 60 GET0"
         " (APPEND) * 60",
@@ -154,7 +154,7 @@ VIEWS = {
         "strides past the end": {"stride": (100, 1)},
         "an overflowing product": {"size": (2**32, 2**32), "stride": (2**32, 2**32)},
     },
-    "a tensor whose offset, sizes or strides are no counts": {
+    "a tensor whose offset, sizes or strides are not counts": {
         "a negative offset": {"offset": -1},
         "a negative stride": {"stride": (-3, 1)},
         "sizes without strides": {"stride": (3,)},
@@ -162,7 +162,7 @@ VIEWS = {
     "contents that unpack to more than": {
         "a terabyte by strides of 0": {"size": (2**20, 2**20), "stride": (0, 0)},
     },
-    "a tensor whose sizes and strides are no tuples of at most 64": {
+    "a tensor whose sizes and strides are not tuples of at most 64 numbers": {
         "100 axes": {"size": (1,) * 100, "stride": (1,) * 100},
     },
     "a int as a storage": {
@@ -171,7 +171,7 @@ VIEWS = {
     "a storage of an unknown type": {
         "a storage of no type": {"source": files.storage(kind=("torch", "float32"))},
     },
-    "one storage with two sizes or types": {
+    "one storage that has two sizes or types": {
         "a storage of another size": {"source": files.storage(numel=2**40)},
     },
     "an archive without its entry": {

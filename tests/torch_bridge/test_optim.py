@@ -272,10 +272,10 @@ BROKEN = [
     (SGD, {"momentum": 0.9}, {"momentum_buffer": np.zeros(7)}, "does not belong to this model"),
     (Adam, {}, {"step": float("inf")}, "`step` must be a count"),
     (Adam, {}, {"step": "many"}, "`step` must be a number"),
-    (SGD, {"params": [[0]]}, {}, "no optimizer state"),
-    (SGD, {"params": 0}, {}, "no optimizer state"),
-    (SGD, {"param_names": [b"w"]}, {}, "no optimizer state"),
-    (SGD, {"param_names": "w"}, {}, "no optimizer state"),
+    (SGD, {"params": [[0]]}, {}, "not an optimizer state"),
+    (SGD, {"params": 0}, {}, "not an optimizer state"),
+    (SGD, {"param_names": [b"w"]}, {}, "not an optimizer state"),
+    (SGD, {"param_names": "w"}, {}, "not an optimizer state"),
 ]
 NO_STATES = [
     {"state": {}},
@@ -295,7 +295,7 @@ def test_entries_of_wrong_types_are_refused(make, group, kept, said):
 
 @pytest.mark.parametrize("saved", NO_STATES)
 def test_what_is_no_state_of_an_optimizer_is_refused(saved):
-    with pytest.raises(CheckpointMismatch, match="no optimizer state"):
+    with pytest.raises(CheckpointMismatch, match="not an optimizer state"):
         optimizer_from_torch(saved, network().state_dict(), LIKE)
 
 

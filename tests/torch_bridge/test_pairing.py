@@ -165,7 +165,7 @@ def test_names_that_become_one_are_refused():
         lambda: params_to_torch(like, model),
         lambda: torch_bridge.to_flax(Checkpoint(model), like),
     ):
-        with pytest.raises(ValueError, match="Names become equal") as error:
+        with pytest.raises(ValueError, match="names become equal") as error:
             convert()
         assert error.value.ambiguous == ("_orig_mod.fc.weight and fc.weight",)
 
@@ -546,7 +546,7 @@ FLAT = twins(conv0=CONV, fc=FC)  # of 16 places a channel
 def test_options_of_another_form_are_refused_in_one_sentence(options, kind, message):
     model, like = FLAT
     for convert in (params_from_torch, torch_bridge.pair):
-        with pytest.warns(UserWarning, match="fc reads 128 .* here .8, 4, 4. may be") as warned:
+        with pytest.warns(UserWarning, match="fc reads 128 .* perhaps .8, 4, 4.") as warned:
             convert(model, like, flatten={"fc": (4, 4, 8)})
         assert warned[0].filename == __file__
     params = params_from_torch(model, like, flatten={"fc": [8, 4, 4]})

@@ -57,7 +57,7 @@ def test_packed_attention_shares_q_and_says_so():
     checkpoint, errors, factors = random_run(model, [list(model)[::-1]])
     attention = nn.MultiHeadDotProductAttention(num_heads=4)
     params = attention.init(jax.random.key(0), jnp.zeros((1, 3, 32)))["params"]
-    with pytest.warns(UserWarning, match=r"in_proj_weight.*equivalent in kind"):
+    with pytest.warns(UserWarning, match=r"in_proj_weight.*next steps differ"):
         state = powersgd_from_torch(checkpoint, params)
     before = PowerSGDRecord(2, 5, {}, {}, {})  # without a Q there is nothing to say
     powersgd_from_torch(dataclasses.replace(checkpoint, powersgd=(before,)), params)
@@ -78,7 +78,7 @@ def test_different_factors_of_all_packed_tensors_are_one_warning():
     checkpoint, _, _ = random_run(tensors, [list(tensors)[::-1]])
     attention = nn.MultiHeadDotProductAttention(num_heads=4)
     params = attention.init(jax.random.key(0), jnp.zeros((1, 3, 32)))["params"]
-    with pytest.warns(UserWarning, match="equivalent in kind"):
+    with pytest.warns(UserWarning, match="next steps differ"):
         state = powersgd_from_torch(checkpoint, {"a": params, "b": params})
     for name in "ab":
         state.q[name]["key"]["kernel"] += 1
@@ -105,7 +105,7 @@ def packed_by_head(*names):
 
 
 @pytest.mark.parametrize("names", [("q", "k", "v"), ("qkv",)])
-@pytest.mark.filterwarnings("ignore:.*equivalent in kind")
+@pytest.mark.filterwarnings("ignore:.*next steps differ")
 def test_residuals_and_moments_of_heads_that_are_packed_one_by_one(names):
     pairs, params = packed_by_head(*names)
     module = torch.nn.ModuleDict({"qkv": torch.nn.Linear(32, 96, bias=False)})
@@ -209,7 +209,7 @@ def test_parts_of_a_packed_matrix_may_be_too_small_to_be_compressed_one_by_one()
     carry = (jnp.zeros(8), jnp.zeros(8))
     params = nn.OptimizedLSTMCell(8).init(jax.random.key(0), carry, jnp.zeros(24))
     with (
-        pytest.warns(UserWarning, match="equivalent in kind"),
+        pytest.warns(UserWarning, match="next steps differ"),
         pytest.warns(UserWarning, match=r"hf/kernel.*averages them exactly"),
     ):
         run = torch_bridge.to_flax(checkpoint, params)

@@ -17,7 +17,7 @@ _LISTS = ("missing", "unexpected", "mis_shaped", "ambiguous")
 
 
 class CheckpointMismatch(ValueError):
-    """A checkpoint does not fit the model, the state, or the file format.
+    """Reports that a checkpoint does not fit the model, the state, or the file format.
 
     One error lists all differences. Names come from files, so the text shows control characters as
     escapes, which a terminal does not execute.
@@ -130,7 +130,7 @@ class Problems:
 
 
 class UnsafeCheckpoint(ValueError):
-    """A file asks for a global that is not on the allow-list; nothing in the file was executed.
+    """Reports that a file asks for a global that is not on the allow-list; nothing was executed.
 
     The message names the first such global.
 

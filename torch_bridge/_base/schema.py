@@ -39,7 +39,7 @@ def random_state(key: Any, pos: Any, has_gauss: Any, cached_gaussian: Any) -> np
         raise CheckpointMismatch(f"`rng` must hold an array of {_WORDS} integer words")
     for name, value, largest in (("position", pos, _WORDS), ("`has_gauss`", has_gauss, 1)):
         if type(value) is not int or not 0 <= value <= largest:
-            raise CheckpointMismatch(f"`rng` must have its {name} in 0 to {largest}")
+            raise CheckpointMismatch(f"`rng` must have a {name} from 0 to {largest}")
     if not isinstance(cached_gaussian, float):
         raise CheckpointMismatch("`rng` must have a number as `cached_gaussian`")
     generator = np.random.RandomState(0)  # without a seed it would also hold a SeedSequence
@@ -49,7 +49,7 @@ def random_state(key: Any, pos: Any, has_gauss: Any, cached_gaussian: Any) -> np
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGDRecord:
-    """One rank's ``PowerSGDState``, with arrays in place of tensors.
+    """Holds one rank's ``PowerSGDState``, with arrays in place of tensors.
 
     Attributes:
       matrix_approximation_rank: The hook's rank; a parameter's is ``min(rows, cols, rank)``.
@@ -218,7 +218,7 @@ def _number(name: str, value: Any) -> int | float | bool:
         if kind is float or exact:
             return kind(value)
     raise CheckpointMismatch(
-        f"`{name}` must be a number of its kind below 2**62, got {type(value).__name__}"
+        f"`{name}` must be of type {kind.__name__} and below 2**62, got a {type(value).__name__}"
     )
 
 
@@ -232,6 +232,8 @@ def _bucket_arrays(name: str, value: Any) -> dict[int, np.ndarray]:
             raise CheckpointMismatch(f"`{name}` must map bucket index to tensor, at {key!r:.40}")
         # torch writes contiguous ones. A view with strides of 0 would grow when it is flattened.
         if not array.flags.c_contiguous or array.dtype.kind in "iubc":
-            raise CheckpointMismatch(f"`{name}` must hold flat tensors, floating-point, at {key}")
+            raise CheckpointMismatch(
+                f"`{name}` must hold flat tensors of floating-point numbers, unlike bucket {key}"
+            )
         arrays[key] = array.reshape(-1)
     return arrays

@@ -207,8 +207,8 @@ def clean_names(names: Sequence[str]) -> dict[str, str]:
             ambiguous.append(f"{other} and {name}")
     if ambiguous:
         raise CheckpointMismatch(
-            "Names become equal without the words of DDP, FSDP and torch.compile. Rename or drop "
-            "one name of each pair before the conversion.",
+            "Several names become equal when the prefixes of DDP, FSDP and torch.compile are "
+            "removed. Rename or drop one name of each pair before the conversion.",
             ambiguous=ambiguous,
         )
     return cleaned

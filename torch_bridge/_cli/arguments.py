@@ -88,30 +88,37 @@ def _parser() -> argparse.ArgumentParser:
         )
         add = command.add_argument
         if name == "to-torch":
-            add("checkpoint", type=pathlib.Path, metavar="CHECKPOINT")
+            add("checkpoint", type=pathlib.Path, metavar="CHECKPOINT", help="an orbax directory")
             like_help = "the torch checkpoint that the run came from"
             add("--like", nargs="+", required=True, metavar="FILE", help=like_help)
         else:
-            add("files", nargs="+", metavar="FILE")
+            add("files", nargs="+", metavar="FILE", help="a torch checkpoint, or one per rank")
         if name == "inspect":
             add("--json", action="store_true", help="print JSON instead of a table")
         else:
             _add_conversion(add)
         if name == "to-flax":
-            add("--missing-ranks", choices=("error", "zero", "replicate"), default="error")
-            add("--params", required=True, metavar="MODULE:NAME", type=_reference)
-        add("--layout", type=pathlib.Path, metavar="FILE", help="record_layout(...).to_json()")
+            add("--missing-ranks", choices=("error", "zero", "replicate"), default="error",
+                help="if ranks' errors are missing (default: %(default)s)")  # fmt: skip
+            add("--params", required=True, metavar="MODULE:NAME", type=_reference,
+                help="the Flax tree to fill, or a function that returns it")  # fmt: skip
+        add("--layout", type=pathlib.Path, metavar="FILE", help="JSON of record_layout(...)")
         add("--max-bytes", type=_bytes, metavar="N", help="the most bytes one file may unpack to")
     return main
 
 
 def _add_conversion(add: Callable[..., Any]) -> None:
     """Adds the options of both conversions, which include the options of `pair`."""
-    add("--out", required=True, type=pathlib.Path)
+    add("--out", required=True, type=pathlib.Path, help="where to write")
     add("--force", action="store_true", help="overwrite --out")
     add("--apply", metavar="MODULE:NAME", type=_reference, help="apply(params, *inputs) of the "
         "Flax model, which is run on the file's example")  # fmt: skip
-    add("--param-names", type=pathlib.Path, metavar="FILE", help="a JSON list, as in Python")
+    add(
+        "--param-names",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="JSON list of the parameters' names",
+    )
     add("--plain", action="store_true", help="answer all open questions with the usual case")
     add("--conv-transpose", metavar="REGEX", help="ConvTranspose layers with as many inputs as "
         "outputs")  # fmt: skip
@@ -137,13 +144,13 @@ def read_files(options: argparse.Namespace) -> None:
             continue
         kind = no_file(path)
         if kind:
-            raise CheckpointMismatch(f"{path} is {kind}, and must be a file of JSON.")
+            raise CheckpointMismatch(f"{path} is {kind}, but it must be a JSON file.")
         size = path.stat().st_size
         try:
             Budget(size, options.max_bytes).claim(PARSED_BYTES * size)
             setattr(options, name, parse(path.read_text("utf-8")))
         except UnicodeDecodeError as error:
-            raise CheckpointMismatch(f"{path} is not text, and must be a file of JSON.") from error
+            raise CheckpointMismatch(f"{path} is not text, but it must be a JSON file.") from error
         except (ValueError, RecursionError) as error:
             parameters = getattr(error, "parameters", ())
             raise CheckpointMismatch(f"{path}: {error}", parameters=parameters) from error

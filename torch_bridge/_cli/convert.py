@@ -62,9 +62,9 @@ def convert_to_flax(options: argparse.Namespace) -> None:
         empty = leaves_without_values(params)
         if empty:
             raise CheckpointMismatch(
-                "torch has no values for some leaves, and --params has only their shapes, which "
-                "no directory can hold. Let --params return values for them: those of a whole "
-                "model, nnx.state(make_model()), if they are random states.",
+                "The torch file has no values for some leaves, and --params has only their shapes, "
+                "which cannot be saved. Let --params return values for them. For random states "
+                "return those of a whole model, nnx.state(make_model()).",
                 missing=empty,
             )
         run = to_flax(

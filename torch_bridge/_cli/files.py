@@ -143,8 +143,8 @@ class FlaxFile:
             FileNotFoundError,
         ) as error:
             raise CheckpointMismatch(
-                f"{self._item} is no tree of arrays as orbax's StandardSave writes it. Convert it "
-                f"in Python with torch_bridge.to_torch. ({error!s:.200})"
+                f"{self._item} is not a tree of arrays as orbax's StandardSave writes it. Convert "
+                f"it in Python with torch_bridge.to_torch. ({error!s:.200})"
             ) from error
 
 

@@ -197,8 +197,9 @@ class OptimizerPlan:
                 split.append("/".join(pair.path))
         if split:
             raise CheckpointMismatch(
-                "Torch parameters that become one Flax leaf are in different param groups, have "
-                "taken different numbers of steps, or only some of them are frozen.",
+                "Some Flax leaves are made of several torch parameters that the optimizer treats "
+                "differently: their param groups or their numbers of steps differ, or only some of "
+                "them are frozen.",
                 ambiguous=split,
             )
         parts = {path: part for path, part in parts.items() if part}
@@ -319,10 +320,10 @@ def _refuse_untied(pairs: Pairs, model: Document) -> None:
             apart.append(f"{name}: {', '.join(sorted(paths))}")
     if apart:
         raise CheckpointMismatch(
-            "One (tied) parameter in torch is several leaves in Flax, which an optimizer would "
-            "train apart, and with other updates than torch's. Tie them in Flax (nn.Embed.attend, "
-            "one nnx.Param in both places). To train them apart with a new optimizer, convert "
-            "dataclasses.replace(checkpoint, optimizer=None).",
+            "One (tied) parameter in torch is several leaves in Flax. An optimizer would update "
+            "each leaf separately, and they would no longer be equal. Tie them in Flax "
+            "(nn.Embed.attend, one nnx.Param in both places). To train them separately with a new "
+            "optimizer, convert dataclasses.replace(checkpoint, optimizer=None).",
             ambiguous=apart,
         )
 

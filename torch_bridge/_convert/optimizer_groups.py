@@ -184,8 +184,9 @@ def _algorithm(group: Document, kept: Collection[str]) -> str:
         )
     if group.get("amsgrad"):
         raise ValueError(
-            "`amsgrad` has no equal in optax: optax.amsgrad keeps the maximum of the corrected "
-            "second moment, torch that of the uncorrected one. Turn it off in torch first."
+            "`amsgrad` has no equal in optax: torch keeps the maximum of the second moment before "
+            "its bias correction, optax.amsgrad keeps it after the correction. Turn it off in "
+            "torch first."
         )
     if group.get("momentum") and group.get("dampening"):
         raise ValueError(
@@ -266,8 +267,8 @@ def read_entries(
                 names = []  # with pairs they may be clear
         if names and len(names) != count:
             raise ValueError(
-                f"The optimizer has {count} parameters and there are {len(names)} names: it is "
-                "not known which were frozen or are buffers. Pass `param_names`: "
+                f"The optimizer has {count} parameters, but the model has {len(names)} names. The "
+                "file does not say which of them are frozen or are buffers. Pass `param_names`: "
                 "[name for name, p in model.named_parameters()], of the optimizer's parameters "
                 "only."
             )
@@ -284,8 +285,9 @@ def read_entries(
 def _no_optimizer(value: Any) -> str:
     """Returns a sentence about a value that should be the state of an optimizer."""
     expected = (
-        "This is no optimizer state: {'state': {index: ...}, 'param_groups': [{'lr': ..., "
-        "'params': [index, ...]}, ...]} was expected."
+        "This is not an optimizer state: "
+        "{'state': {index: ...}, 'param_groups': [{'lr': ..., 'params': [index, ...]}, ...]} was "
+        "expected."
     )
     if not isinstance(value, Mapping):
         return expected
@@ -372,9 +374,10 @@ def _refuse_others(entries: Mapping[str, Entry], model: Document) -> None:
         )
     if complex_ones:
         raise CheckpointMismatch(
-            "torch's optimizers take a complex parameter for two real ones, and torch's gradients "
-            "are the conjugates of jax.grad's. Convert the parameters alone, with "
-            "params_from_torch, and start a new optimizer.",
+            "The optimizer state of a complex parameter cannot be converted: torch's optimizers "
+            "treat it as two real parameters, and torch's gradients are the complex conjugates of "
+            "those of jax.grad. Convert the parameters alone, with params_from_torch, and start a "
+            "new optimizer.",
             unexpected=sorted(complex_ones),
         )
 

@@ -79,9 +79,9 @@ def powersgd_from_torch(
 
     Warns:
       UserWarning: A packed tensor (attention's ``in_proj``) has one Q for several leaves. Each leaf
-        gets this Q, and the next steps are equivalent in kind, not equal. Or a leaf's state is not
-        finite, because the layer was never used or the run diverged; it starts with a new
-        Q and no residual.
+        gets this Q, and the next steps differ from torch's. Or a leaf's state is not finite,
+        because the layer was never used or the run diverged; it starts with a new Q and no
+        residual.
 
     Example:
       >>> record = PowerSGDRecord(1, 20, {0: np.ones(96, "f4")}, {0: np.ones(8)}, {0: np.ones(12)})
@@ -150,13 +150,13 @@ def filled_state(
     if not record.warm_start:
         warn(
             "The hook has warm_start=False: each step draws a new Q, and JAX draws others than "
-            "torch, so the next steps are equivalent in kind, not equal."
+            "torch, so the next steps differ from torch's."
         )
     if packed:
         warn(
             f"{some(packed)}: torch has one Q for all parts of a packed matrix. Each Flax kernel "
-            "gets this Q and its part of the error, so the next steps are equivalent in kind, not "
-            "equal. A Flax model with one packed kernel continues exactly."
+            "gets this Q and its part of the error, so the next steps differ from torch's. A Flax "
+            "model with one packed kernel continues exactly."
         )
     if exact:
         warn(
@@ -403,8 +403,8 @@ def _fill(
     if apart:
         warn(
             f"The parts of {some(apart)} have different Q factors, and torch has one Q for all "
-            "parts of a tensor. It gets their leading common subspace, so its next steps are "
-            "equivalent in kind, not equal."
+            "parts of a tensor. It gets their leading common subspace, so its next steps differ "
+            "from those in JAX."
         )
 
 
@@ -432,9 +432,9 @@ def _as_before(record: PowerSGDRecord, old: PowerSGDRecord, scale: float) -> Non
                 overflown.append(f"{name} of bucket {bucket}: {known.dtype}")
     if overflown:
         raise CheckpointMismatch(
-            "The state, in units of the loss scale of the file, overflows the dtype that it had in "
-            "torch. Go on from dataclasses.replace(checkpoint, loss_scale=...) with a smaller "
-            "scale, and start the GradScaler in torch with that scale.",
+            "The state, multiplied by the loss scale of the file, overflows the dtype that it had "
+            "in torch. Continue from dataclasses.replace(checkpoint, loss_scale=...) with a "
+            "smaller scale, and start the GradScaler in torch with that scale.",
             mis_shaped=overflown,
         )
 

@@ -38,7 +38,7 @@ from torch_bridge._pairing.pairs import Pair, leaves_from_torch
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FlaxRun:
-    """A training run in JAX, as `to_flax` returns it.
+    """Holds a training run in JAX, as `to_flax` returns it.
 
     ``params, transformation, opt_state, step = run`` unpacks it. Operations of the torch loop
     between ``backward()`` and ``step()``, such as clipping, go between reducer and optimizer:
@@ -52,8 +52,8 @@ class FlaxRun:
       reducer: The transformation that averages the gradients.
       reducer_state: The reducer's state, consolidated.
       optimizer: The optimizer, or None if the file has none.
-      optimizer_state: The optimizer's state. Both states have the structure of ``init(params)``;
-        of linen variables, or an ``nnx.State`` with statistics, of the parameters alone.
+      optimizer_state: The optimizer's state. Both states have the structure of ``init`` of the
+        parameters, without the statistics that `params` may have.
       step: Steps taken so far: the calls of the hook or, without a hook, Adam's count.
       difference: The largest difference between the outputs of the Flax model and torch's on the
         example, relative to the largest output; None if no example was run. At most 1e-5 (with 16
@@ -140,9 +140,9 @@ def to_flax(
       apply: ``apply(params, *inputs) -> outputs``, the Flax model in evaluation mode; `params` is a
         tree of the structure of `like`. The model is run on the example with likely pairs, or with
         `pairs`, and parameters that do not give torch's outputs are refused.
-      example: What `run_example` returns or, without its record of torch's calls, inputs of the
-        torch module (a tuple of arrays) and its outputs in evaluation mode. None means the example
-        that `save_checkpoint` stored in the file.
+      example: The result of `run_example` or, without its record of torch's calls, the inputs of
+        the torch module (a tuple of arrays) and its outputs in evaluation mode. None means the
+        example that `save_checkpoint` stored in the file.
       axis_name: The mapped axis (or axes) of the replicas.
       layout: The bucket layout, as for `powersgd_from_torch`. A parameter in no bucket gets no
         gradient in torch, so it is frozen here, even if the optimizer has it.
@@ -152,8 +152,7 @@ def to_flax(
       learning_rate: As for `optimizer_from_torch`. A schedule is not in the file, so pass it here.
       param_names: As for `optimizer_from_torch`. Not needed if the optimizer was given only the
         trainable parameters, because the layout has their names.
-      consume: Whether to empty `checkpoint`: the errors of the ranks before the optimizer's state
-        is made, and the rest at the end.
+      consume: True empties `checkpoint` during the conversion, which then needs less memory.
       step: The number of updates so far, from which a schedule continues. None means Adam's count
         or, with SGD, which does not count, the hook's count. The hook counts every reduction since
         its state was made, and gradient accumulation makes that number larger than the updates.

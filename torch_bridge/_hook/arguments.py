@@ -166,7 +166,9 @@ def powersgd_kwargs_from_torch(*args: Any, hook: Any = None, **arguments: Any) -
         if name in values and args[1:]:
             raise ValueError(f"{name!r} is given twice, by position and by name; leave one out.")
         if name in _REFUSED and value is not None:
-            raise ValueError(f"`{name}` is no argument of torch's PowerSGDState: {_REFUSED[name]}.")
+            raise ValueError(
+                f"`{name}` is not an argument of torch's PowerSGDState: {_REFUSED[name]}."
+            )
         if name not in _KNOWN:
             close = difflib.get_close_matches(name, _KNOWN, n=1)
             hint = f"Did you mean {close[0]!r}?" if close else f"Known are {', '.join(_KNOWN)}."

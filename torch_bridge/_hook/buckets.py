@@ -37,7 +37,7 @@ _MAX_TEXT = 1 << 24  # characters of JSON; 100 000 parameters take 10 million
 
 @dataclasses.dataclass(frozen=True)
 class BucketEntry:
-    """One parameter in a bucket.
+    """Describes one parameter in a bucket.
 
     Attributes:
       name: The parameter's name in the model.
@@ -134,7 +134,7 @@ class BucketPart(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BucketLayout:
-    """The parameters of each bucket, in order; the position of a bucket is its index in torch.
+    """Lists the parameters of each bucket in order; the position of a bucket is its index in torch.
 
     A `Checkpoint` has the layout with the names of its model. `named_as` does the same for another
     model, whose names may have other prefixes of wrappers (``module.``, ``_orig_mod.``).
@@ -213,7 +213,7 @@ class BucketLayout:
         return cls(tuple(tuple(map(entries.__getitem__, names)) for names in order))
 
     def named_as(self, model: Collection[str]) -> BucketLayout:
-        """Returns the layout with the names that a model has for the same parameters.
+        """Returns the same layout, with another model's names for the parameters.
 
         Args:
           model: The names of a model's tensors.

@@ -26,7 +26,7 @@ _MISSING_RANKS = ("error", "zero", "replicate")
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A PyTorch checkpoint as NumPy arrays.
+    """Holds a PyTorch checkpoint as NumPy arrays.
 
     Attributes:
       model: Parameter or buffer name -> array, in the order of the ``state_dict``, without
@@ -38,8 +38,8 @@ class Checkpoint:
       world_size: The number of ranks of the run, or None if the file does not have it.
       hook: The name of the registered hook, such as ``"fp16_compress_wrapper(powerSGD_hook)"``, or
         None if the file does not have it. `powersgd_kwargs_from_torch` takes this name.
-      example: Inputs of the torch module, a tuple of arrays, and its outputs in evaluation mode,
-        arrays in dictionaries and tuples. None if the file has no example.
+      example: The inputs of the torch module, as a tuple of arrays, and its outputs in evaluation
+        mode, as arrays in dictionaries and tuples. None if the file has no example.
       calls: Parameter name -> the extremes of the array that torch first applied the parameter to
         when it ran the example: its four largest and four smallest values, or NaN if unknown. The
         names are in the order of use. Empty if the file has no such record.
@@ -169,8 +169,9 @@ def refuse_missing_ranks(checkpoint: Checkpoint, missing_ranks: str) -> bool:
     if missing and missing_ranks == "error":
         size = f" of {checkpoint.world_size}" if checkpoint.world_size else ""
         raise CheckpointMismatch(
-            f"The error feedback (error_dict) of {len(checkpoint.powersgd)} rank(s){size} is here, "
-            "and the mean over all ranks is needed. Load one file per rank, or save with "
+            f"The file has the errors (error_dict) of {len(checkpoint.powersgd)} rank(s){size} "
+            "only, but the conversion needs the mean over all ranks. Load one file per rank, or "
+            "save with "
             f'torch_bridge.save_checkpoint. Otherwise choose: missing_ranks="zero" drops the '
             f'gradients that were not sent yet, missing_ranks="replicate" uses the mean of these '
             f"ranks, whose deviation from the true mean enters the weights once, as a spurious "

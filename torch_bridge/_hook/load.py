@@ -217,7 +217,7 @@ def _fields(value: dict[Any, Any]) -> dict[str, Any]:
     elif is_state(state, "PowerSGDState"):
         fields["powersgd"] = (record_from_slots(state),)
     elif state is not None:
-        raise Malformed("a `comm_hook_state` that is no PowerSGDState")
+        raise Malformed("a `comm_hook_state` that is not a PowerSGDState")
     elif fields["model"] is None:  # a flat state_dict, to which some loops add such as the epoch
         tensors, others = _divided(rest)
         if tensors or not fields["optimizer"]:
@@ -266,7 +266,7 @@ def _model(model: Any) -> dict[str, np.ndarray]:
     arrays = _text_keys(tensors, "the state_dict")
     named = dict(zip(unwrapped(list(arrays)), arrays.values(), strict=True))
     if len(named) < len(arrays):
-        raise Malformed("tensors with one name, once with a wrapper's words in it and once without")
+        raise Malformed("two tensors whose names differ only in a wrapper's prefix")
     return named
 
 
@@ -286,7 +286,7 @@ def _text_keys(mapping: Mapping[Any, Any], what: str) -> dict[str, Any]:
     """Converts integer keys to text; refuses other keys, and keys that become equal."""
     plain = {str(key): entry for key, entry in mapping.items() if isinstance(key, str | int)}
     if len(plain) < len(mapping):
-        raise Malformed(f"keys of {what} that are no text, or equal as text (1 and '1')")
+        raise Malformed(f"keys of {what} that are not text, or that are equal as text (1 and '1')")
     return plain
 
 

@@ -60,16 +60,16 @@ def run_example(
     generators are as they were. Nothing is sent, so one rank of a job can call this alone.
 
     Args:
-      module: The module, with the weights of the file. Of a ``DistributedDataParallel`` model pass
-        the ``module``.
+      module: The module, with the weights of the file. For a ``DistributedDataParallel`` model pass
+        its ``module``.
       example: Inputs of the module, a tensor or a tuple of tensors, on any device; a few rows are
         enough.
 
     Returns:
       The inputs, the outputs and the calls, on the CPU. The outputs are tensors and plain values in
       dictionaries and tuples; any other object (a cache of keys and values) becomes None. The calls
-      say in which order parameters are used, and of each array that they are applied to they have
-      the four largest and the four smallest values.
+      say in which order the parameters are used. They have the four largest and four smallest
+      values of each array that a parameter is applied to.
 
     Raises:
       TypeError: `module` is not a module, or `example` holds something else than tensors.

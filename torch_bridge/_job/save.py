@@ -76,17 +76,17 @@ def record_layout(
     frozen = sorted(set(layout.names) - set(_trained(ddp_model)))
     if frozen:
         warn(
-            f"{some(frozen)}: frozen after DDP had made its buckets, which still have them. A "
-            "layout does not show that, so freeze them in JAX, too: with optax.set_to_zero in an "
-            "optax.multi_transform."
+            f"{some(frozen)}: frozen after DDP had made its buckets, so the buckets still contain "
+            "them. A layout does not show that. Freeze them in JAX, too, with optax.set_to_zero in "
+            "an optax.multi_transform."
         )
     if state is None:
         return layout
     wrong = layout.misfits(state)
     if wrong:
         raise CheckpointMismatch(
-            "The hook state was made for other buckets than DDP uses now. Call record_layout in "
-            "the run that made the state, after compression began.",
+            "The hook state belongs to other buckets than those that DDP uses now. Call "
+            "record_layout in the run that made the state, after compression began.",
             mis_shaped=wrong,
         )
     if holds_buffers(state) and awaits_rebuild(ddp_model):
@@ -210,11 +210,11 @@ def save_checkpoint(
         ``{"epoch": 3}``. The `extra` of rank 0 is saved.
       example: Inputs of the model, a tensor or a tuple of tensors; a few rows are enough. The file
         stores them with the model's outputs in evaluation mode. With these a conversion finds out
-        which layer is which, and proves that the outputs are equal. The file also says in which
-        order parameters are used, and of each array that they are applied to it has the four
-        largest and the four smallest values; with these a conversion finds layers one after the
-        other. Rank 0 runs the module once; its modes, buffers, gradients and random number
-        generators stay as they were. ``torch.compile`` is off in this run.
+        which layer is which, and compares the outputs. The file also records in which order the
+        parameters are used, and the four largest and four smallest values of each array that a
+        parameter is applied to. With this record a conversion finds the layers one after the other.
+        Rank 0 runs the module once; its modes, buffers, gradients and random number generators stay
+        as they were. ``torch.compile`` is off in this run.
       scaler: The ``GradScaler`` of the training loop, or None. Under a scaler the errors are in
         units of its scale, and a conversion divides by it. Its ``state_dict()`` is saved as
         ``extra["scaler"]``, unless `extra` has such an entry.

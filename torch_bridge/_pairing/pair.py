@@ -76,7 +76,7 @@ def pair(
         reordered. Name all such layers, or pass ``{}`` if there is none. A layer with the shape
         None reads no map. With an example, layers that you do not name are tried. If other values
         stand beside the map, list all in order: ``[(3, 32, 32), 10]``. A norm of the same width
-        directly before the layer is reordered, too; name a norm at any other place.
+        directly before the layer is reordered, too. Name norms at other places.
       unflatten: The same for the outputs of a Linear that are reshaped to ``(C, H, W)``, as before
         the convolutions of a decoder, with the norm directly after the layer.
       conv_transpose: Regular expression of the module names of the ConvTranspose layers with as
@@ -90,16 +90,16 @@ def pair(
       plain: Answers open questions with the usual case: square weights are ``(out, in)`` and not of
         a ConvTranspose, bare parameters have torch's order of axes, and no map is flattened. Layers
         that differ only in their numbers are paired in the order of the numbers. Torch and Flax
-        must number them in the same order; linen numbers nested calls from the outside. Still asked
-        about are names that do not count in the same way (``convs1.0`` and ``Conv_0``), and weights
-        of which other layers show the unusual form. With the other arguments you name exceptions.
+        must number them in the same order; linen numbers nested calls from the outside. The bridge
+        still asks about names that do not count in the same way (``convs1.0`` and ``Conv_0``), and
+        about weights if other layers show the unusual form. The other arguments name exceptions.
       ignore: Regular expression of the names of tensors to leave out.
       apply: ``apply(params, *inputs) -> outputs``, the Flax model in evaluation mode; `params` is a
         tree of the structure of `like`. The inputs are arrays. Floating-point inputs with three or
         more axes are tried as they are, and with their second axis moved to the end.
-      example: What `run_example` returns, or `Checkpoint.recorded_example`; with their record of
-        torch's calls the layers are found one after the other. Or only inputs of the torch module
-        (a tuple of arrays) and its outputs in evaluation mode.
+      example: The result of `run_example`, or `Checkpoint.recorded_example`. They have a record of
+        torch's calls, with which the search goes from layer to layer. Or only the inputs of the
+        torch module (a tuple of arrays) and its outputs in evaluation mode.
 
     Returns:
       The pairs, in the natural order of the leaves. Every conversion takes them as `pairs`.

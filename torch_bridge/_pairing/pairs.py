@@ -27,7 +27,7 @@ Maps: TypeAlias = tuple[tuple[int, int, int], ...]
 
 
 class Packing(NamedTuple):
-    """The order of packed parts, such as (query, key, value) or (gate, value), in both frameworks.
+    """Describes the order of packed parts, such as (query, key, value), in both frameworks.
 
     The parts may follow each other, or every group of rows (a head of attention) has its rows of
     the first part, then of the second part, and so on.
@@ -51,7 +51,7 @@ class Packing(NamedTuple):
 
     @property
     def is_likely(self) -> bool:
-        """True if one side packs by groups and the other does not, or if two parts are exchanged.
+        """Returns whether only one side packs by groups, or two parts are exchanged.
 
         In the first case the parts have the same order in both frameworks.
         """
@@ -61,7 +61,7 @@ class Packing(NamedTuple):
 
     @property
     def is_in_order(self) -> bool:
-        """True if the parts have the same order in both frameworks."""
+        """Returns whether the parts have the same order in both frameworks."""
         return self.order == tuple(range(len(self.order)))
 
     def torch_rows(self, total: int) -> np.ndarray:
@@ -78,7 +78,7 @@ class Packing(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """The conversion of one torch tensor, or some of its rows, to one Flax leaf.
+    """Converts one torch tensor, or some of its rows, to one Flax leaf, and back.
 
     Most tensors have one pair. A packed tensor (the ``in_proj_weight`` of attention, the gates of
     an LSTM) has one pair for each leaf, with the same `torch_name` and different `rows`. A leaf

@@ -192,8 +192,8 @@ def _warn_of_channels_last(
     shape = parts[0]
     if proposal and len(parts) == 1 and shape[-1] == proposal[0][0] != shape[0]:
         warn(
-            f"{option}={shape} has the channels last, but {reads} of {proposal[0][0]} channels: "
-            f"pass torch's shape (C, H, W), which here {proposal[0]} may be."
+            f"{option}={shape} seems to have the channels last: {reads} of {proposal[0][0]} "
+            f"channels. Pass torch's shape (C, H, W), perhaps {proposal[0]}."
         )
 
 

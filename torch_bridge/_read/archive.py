@@ -42,7 +42,7 @@ _OTHER_KINDS = (
         "a pickle, as torch wrote before 1.6; read it with torch.load(..., weights_only=True) and "
         "save it again with torch.save",
     ),
-    (0, b"", "a file that is no zip archive, which torch.save writes"),
+    (0, b"", "a file that is not a zip archive, as torch.save writes it"),
 )
 
 
@@ -127,7 +127,9 @@ class _Entries:
             if name.endswith("/data.pkl") and name.count("/") == 1:
                 roots.append(name.removesuffix("data.pkl"))
         if len(roots) != 1:
-            raise Malformed("a zip archive without the one data.pkl that torch.save writes")
+            raise Malformed(
+                "a zip archive that torch.save did not write: it does not have exactly one data.pkl"
+            )
         self._root = roots[0]
         if self._has("constants.pkl"):
             raise Malformed("a TorchScript archive (torch.jit.save); save the state_dict instead")

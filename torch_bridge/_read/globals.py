@@ -188,7 +188,7 @@ def set_state(value: Any, state: Any, budget: Budget) -> None:
         if _text(state[1]) == ">":
             raise Malformed("a big-endian NumPy array; save array.astype(float), for example")
     elif not isinstance(value, dict):
-        raise Malformed("attributes of something that has none")
+        raise Malformed("attributes of an object that cannot have any")
 
 
 def _array(budget: Budget, raw: Any, dtype: Any, shape: Any, order: Any = "C") -> np.ndarray:
@@ -196,7 +196,7 @@ def _array(budget: Budget, raw: Any, dtype: Any, shape: Any, order: Any = "C") -
     expect(dtype, np.dtype, "as a NumPy dtype")
     budget.claim(len(raw) + 64)
     if not isinstance(shape, tuple | list) or len(shape) > 64:
-        raise Malformed("a NumPy array whose shape is no tuple of at most 64")
+        raise Malformed("a NumPy array whose shape is not a tuple of at most 64 numbers")
     return np.frombuffer(raw, dtype).reshape(shape, order=order).copy()
 
 
@@ -211,7 +211,7 @@ def _text(value: Any) -> str:
 
 def _device(kind: Any, index: Any = None) -> str:
     if index is not None and type(index) is not int:
-        raise Malformed("a device whose index is no number")
+        raise Malformed("a device whose index is not a number")
     return f"{_text(kind):.32}" if index is None else f"{_text(kind):.32}:{brief(index)}"
 
 

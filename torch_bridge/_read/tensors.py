@@ -76,7 +76,7 @@ def storage_reader(read: Callable[[str, int], np.ndarray]) -> Callable[..., Stor
             storages[name] = Storage(read(f"data/{name}", nbytes), dtype)
         # A second mention may not reinterpret the bytes of the first.
         if storages[name].dtype != dtype or storages[name].raw.size != nbytes:
-            raise Malformed("one storage with two sizes or types")
+            raise Malformed("one storage that has two sizes or types")
         return storages[name]
 
     return storage
@@ -101,9 +101,9 @@ def tensor_constructors(budget: Budget) -> dict[str, Callable[..., Any]]:
                     "a lazily conjugated or negated tensor; save it after resolve_conj()"
                 )
         if not all(isinstance(axes, tuple | list) and len(axes) <= 64 for axes in (size, stride)):
-            raise Malformed("a tensor whose sizes and strides are no tuples of at most 64")
+            raise Malformed("a tensor whose sizes and strides are not tuples of at most 64 numbers")
         if len(size) != len(stride) or not all(map(_is_count, (offset, *size, *stride))):
-            raise Malformed("a tensor whose offset, sizes or strides are no counts")
+            raise Malformed("a tensor whose offset, sizes or strides are not counts")
         budget.claim(_VIEW_BYTES + 16 * len(size))
         nbytes = math.prod(size) * kind.itemsize
         if not nbytes:  # it reaches nothing, and may have any strides

@@ -98,7 +98,7 @@ class _Unpickler:
                     memo[argument] = stack[-1]
                 case "BINPUT" | "LONG_BINPUT" | "MEMOIZE":
                     if argument not in (None, len(memo)):
-                        raise Malformed("numbers of the memo that do not count up")
+                        raise Malformed("memo numbers that are not in ascending order")
                     memo.append(stack[-1])
                 case "MARK":
                     below.append(stack)
@@ -190,7 +190,7 @@ class _Unpickler:
             return 1, 0
         _, size, depth = self._measured.get(id(value), (None, 0, 1))
         if level + depth > _DEEPEST:
-            raise Malformed(f"more than {_DEEPEST} containers in each other")
+            raise Malformed(f"containers nested more than {_DEEPEST} deep")
         if size:
             return size, depth
         self._budget.claim(_CONTAINER)
@@ -231,7 +231,7 @@ class _Unpickler:
     def _call(self, function: Any, arguments: Any) -> Any:
         """Calls the replacement for a global."""
         if not isinstance(function, Global) or not isinstance(arguments, tuple):
-            raise Malformed("a call of something that is no function")
+            raise Malformed("a call of something that is not a function")
         if function.name not in self._functions:
             # The name is allowed as a value (a hook, a dtype), but not as a function to call.
             raise Forbidden(f"{function.name} (called)")
@@ -243,7 +243,7 @@ class _Unpickler:
         match identity:
             case (str(kind), *rest) if kind == STORAGE and isinstance(identity, tuple):
                 return self._functions[STORAGE](*rest)
-        raise Malformed("a reference to something that is no storage")
+        raise Malformed("a reference to something that is not a storage")
 
 
 def _called(function: Callable[..., Any], arguments: tuple[Any, ...], otherwise: str) -> Any:

@@ -85,16 +85,18 @@ class Budget:
             return
         parts = key if isinstance(key, tuple) else (key,)
         if len(parts) > _MAX_PARTS or not all(map(_is_cheap, parts)):
-            raise Malformed(f"{brief(key)} as a dictionary key: too large, or none at all")
+            raise Malformed(
+                f"{brief(key)} as a dictionary key: too large, or not of a type that keys have"
+            )
         cost = _TUPLE_COMPARISON if parts is key else 1
         self._comparisons += cost * min(position, self._chosen)
         self._chosen += 1
         if self._comparisons > _MAX_COMPARISONS:
             raise Malformed(
-                "a dictionary or set of more than 16384 numbers as keys, or 4096 tuples, other "
-                "than 0, 1, 2, ... in order: such keys can be chosen so that reading them takes "
-                "hours. If you trust the file, read it with torch.load and save it with text as "
-                "keys (str(key)) or with the keys in a tensor"
+                "a dictionary or set with more than 16384 numbers or 4096 tuples as keys (0, 1, 2, "
+                "... in order do not count). A hostile file can choose such keys so that reading "
+                "them takes hours. If you trust the file, read it with torch.load and save it with "
+                "text as keys (str(key)) or with the keys in a tensor"
             )
 
 

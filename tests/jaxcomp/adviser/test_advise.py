@@ -416,5 +416,5 @@ def test_the_state_of_another_model_is_refused():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nothing_to_measure(rank):
-    with pytest.raises(ValueError, match=r"positive integer|nothing of this model"):
+    with pytest.raises(ValueError, match=r"positive integer|no leaf of this model"):
         jaxcomp.measure({"n": jnp.zeros(3)}, rank=rank)

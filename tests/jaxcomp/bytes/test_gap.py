@@ -235,7 +235,7 @@ def test_ranks_for_a_loss_budget_keep_a_measured_gap():
         ((4, "a little"), "`measured` must be positive and below 1, with a unit as in 1.2%"),
         ((4, None), "`measured` must be positive and below 1, with a unit as in 1.2%"),
         ((0, 0.1), "`rank` must"),
-        ((40, 0.1), "leaves out nothing: measure a lower one"),
+        ((40, 0.1), "leaves out nothing, so it shows no cost"),
     ],
 )
 def test_what_was_not_measured_is_refused(measured, message):

@@ -161,9 +161,9 @@ def test_ranks_of_boxed_gradients_are_for_the_boxed_parameters():
 
 def test_messages():
     grads = decaying()
-    with pytest.raises(ValueError, match=r"rank 1 everywhere already sends .* at most \d"):
+    with pytest.raises(ValueError, match=r"rank 1 for every leaf sends .* at most \d"):
         ranks_by_spectrum(grads, ratio=100.0)
-    with pytest.raises(ValueError, match=r"sends \d+ bytes, and ratio=100 allows"):
+    with pytest.raises(ValueError, match=r"sends \d+ bytes, but ratio=100 allows only"):
         ranks_by_spectrum(grads, ratio=100.0, comm_dtype="int8")
     with pytest.raises(ValueError, match=r"must be a dict of ranks .*, got 4\. One rank"):
         jaxcomp.Ranks(4)

@@ -80,9 +80,7 @@ def test_bad_input_is_refused():
     with pytest.raises(ValueError, match="must return a tuple"):
         rounds(run, PARAMS, jnp.zeros((2, 1)), run.init(PARAMS, ()), "vmap")
 
-    with pytest.raises(
-        ValueError, match=r"A round takes \(params, state, batches\).*got a dict sec"
-    ):
+    with pytest.raises(ValueError, match=r"Call a round as \(params, state, batches\).*is a dict"):
         run(run.init(PARAMS, ()), PARAMS, jnp.zeros((2, 1)))
     with pytest.raises(ValueError, match=r"`outer` must be an optimizer, got allreduce.*as reduc"):
         jaxcomp.local_sgd_round(pair, sync_every=1, axis_name=AXIS, outer=allreduce())
@@ -99,7 +97,7 @@ def test_bad_input_is_refused():
 
     run = jaxcomp.local_sgd_round(swapped, sync_every=1, axis_name=AXIS)
     momenta = MOMENTUM.init(PARAMS)
-    with pytest.raises(ValueError, match=r"in this order.* got \('dict', 'tuple'\) and returned"):
+    with pytest.raises(ValueError, match=r"as the third.* got \('dict', 'tuple'\) and returned"):
         rounds(run, PARAMS, jnp.zeros((2, 1)), run.init(PARAMS, momenta), "vmap")
     with pytest.raises(ValueError, match="needs `inner_init`"):
         jaxcomp.local_sgd_round(pair, sync_every=1, axis_name=AXIS, average_inner_state="reset")

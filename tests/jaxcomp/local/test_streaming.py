@@ -220,8 +220,8 @@ BAD = [
     ({"step_fn": lambda params, batch: None}, r"a function of \(params, inner_state, batch\)"),
     ({"average_inner_state": np.array(["reset"])}, "`average_inner_state` must be True, F"),
     ({"inner_init": optax.sgd(0.1)}, "`inner_init` must be a function"),
-    ({"fragment_sync_delay": 3}, "leave 3 steps .* fragment_sync_delay=3 must be less"),
-    ({"sync_every": 7, "fragment_sync_delay": 3}, "leave 3 steps of sync_every=7"),
+    ({"fragment_sync_delay": 3}, "3 steps apart, so fragment_sync_delay must be less, got 3"),
+    ({"sync_every": 7, "fragment_sync_delay": 3}, "sync_every=7 averages are 3 steps apart"),
     ({"fragment_sync_delay": -1}, "fragment_sync_delay=-1"),
     ({"fragment_sync_delay": 0.5}, "`fragment_sync_delay` must be"),
     ({"fragment_update_alpha": 1.5}, "at least 0 and at most 1, got 1.5"),
@@ -236,7 +236,7 @@ BAD = [
     ({"fragments": "a"}, "`fragments` must be"),
     ({"average_inner_state": "reset", "fragments": 1}, "fragment_sync_delay=0"),
     ({"fragments": 0}, "fragments=0"),
-    ({"fragments": 4, "sync_every": 3}, "leave 0 steps of sync_every=3"),
+    ({"fragments": 4, "sync_every": 3}, "sync_every=3 averages are 0 steps apart"),
 ]
 
 
@@ -248,9 +248,11 @@ def test_bad_input_is_refused_when_built(case, message):
 
 def test_bad_input_is_refused_when_used():
     make = functools.partial(jaxcomp.local_sgd_round, sgd_step)
-    with pytest.raises(ValueError, match="No pattern of `fragments` is found in the leaf 'c'"):
+    with pytest.raises(
+        ValueError, match="No pattern of `fragments` is found in the path of the leaf 'c'"
+    ):
         make(**streaming(fragments=["a", "b"])).init(PARAMS, ())
-    with pytest.raises(ValueError, match="'b', and no floating leaf is left"):
+    with pytest.raises(ValueError, match="No floating leaf belongs to the pattern 'b'"):
         make(**streaming(fragments=["a|b|c", "b"])).init(PARAMS, ())
     few = streaming(sync_every=8, fragments=4, fragment_sync_delay=0, outer=None)
     with pytest.raises(ValueError, match="more than the 3 floating leaves"):

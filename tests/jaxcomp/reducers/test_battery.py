@@ -173,7 +173,7 @@ def test_gradients_that_are_not_floating_are_all_named(name):
     with pytest.raises(ValueError, match=r"\['odd'\] has dtype int32; \['z'\] has dtype complex64"):
         updated(tx, grads)
     step = lambda w: tx.update({"w": w, "b": 1.0}, tx.init({"w": w}))[0]  # noqa: E731
-    with pytest.raises(ValueError, match=r"\['b'\] is a float and no array"):
+    with pytest.raises(ValueError, match=r"\['b'\] is a float and not an array"):
         jax.vmap(step, axis_name=AXIS)(grads["w"])
 
 

@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_named():
     other = {**PARAMS, "dense": jnp.zeros((50, 30))}
     for state, reducer, message in (
         (saved, optax.chain(powersgd(2), optax.adam(1e-3)), "must be a jaxcomp reducer, got Grad"),
-        (saved[1:], powersgd(2), "it holds 0. Pass that of one"),
+        (saved[1:], powersgd(2), "it holds 0. Pass one state"),
         ((saved, saved), powersgd(2), "it holds 2"),
         (saved, powersgd(2), r"residual\['dense'\]: \(40, 30\) in the state, \(50, 30\)"),
     ):

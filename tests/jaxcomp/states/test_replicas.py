@@ -107,7 +107,7 @@ def test_errors_name_the_leaf_or_the_axis():
         jaxcomp.shard_state(state, mesh_of(2), "model")
     with pytest.raises(ValueError, match=rf"no axis \['{AXIS}'\]"):
         jaxcomp.shard_state(state, mesh_of(2), [AXIS])
-    with pytest.raises(ValueError, match=r"The leaf \[1\] is a builtin.* and no array"):
+    with pytest.raises(ValueError, match=r"The leaf \[1\] is a builtin.* and not an array"):
         jaxcomp.shard_state([state, len], mesh_of(2), AXIS)
     with pytest.raises(ValueError, match=r"`state` has only a shape at \.count"):
         jaxcomp.shard_state(jax.eval_shape(powersgd(2).init, PARAMS), mesh_of(2), AXIS)

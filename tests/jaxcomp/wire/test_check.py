@@ -472,7 +472,7 @@ def test_lists_that_do_not_belong_together_are_refused():
         jaxcomp.collectives(program, mesh="data")
     with pytest.raises(ValueError, match=r"is a list of 2, .* params of type dict"):
         jaxcomp.check(program, [NOW, NOW], new_params())
-    with pytest.raises(ValueError, match="is a list of 2, so `params` must be one"):
+    with pytest.raises(ValueError, match="is a list of 2, so `params` must be a list"):
         jaxcomp.check(program, [NOW, NOW], [new_params()])
     with pytest.raises(ValueError, match=r"is a list of 2, .* steps=\[1\]"):
         jaxcomp.check(program, [NOW, NOW], [new_params(), new_params()], steps=[1])
