@@ -315,6 +315,15 @@ def test_an_example_has_the_tensors_and_plain_values_of_the_outputs():
     jax.tree.map(assert_array_equal, outputs, expected)
 
 
+def test_outputs_without_a_tensor_are_no_example():
+    class Silent(tnn.Linear):
+        def forward(self, x):
+            return {"loss": super().forward(x).sum().item()}
+
+    with pytest.raises(ValueError, match="gives no tensor"):
+        run_example(Silent(3, 2), torch.ones(4, 3))
+
+
 @pytest.mark.parametrize("module", [None, tnn.Linear(3, 3).state_dict()])
 def test_an_example_runs_through_a_module_only(module):
     with pytest.raises(TypeError, match="`module` must be the torch module"):
