@@ -139,6 +139,10 @@ TRICKS = {
     "the NumPy dtype 'O8'": {
         "an array of objects": "numpy:dtype 'O8' TUPLE1 REDUCE",
     },
+    "the generator 'PCG64' where torch has MT19937": {
+        "a generator of another kind": "generator EMPTY_TUPLE REDUCE MARK 'PCG64' 1 1 1 1 TUPLE"
+        " BUILD",
+    },
     "where a dtype that NumPy has belongs": {
         "a quantized dtype": f"{_V3} torch:quint8 TUPLE REDUCE",
         "text as a dtype": f"{_V3} 'float32' TUPLE REDUCE",
