@@ -19,11 +19,10 @@ from torch_bridge._base.framework import import_torch
 from torch_bridge._base.terminal import printable
 from torch_bridge._cli.arguments import imported, imported_tree
 from torch_bridge._cli.progress import steps
-from torch_bridge._convert.optimizer_groups import MOMENTS
+from torch_bridge._convert.algorithms import MOMENTS, UnusedState
 from torch_bridge._convert.params import leaves_without_values
 from torch_bridge._convert.to_flax import to_flax
 from torch_bridge._convert.to_torch import to_torch
-from torch_bridge._convert.torch_updates import UnusedState
 from torch_bridge._hook.arguments import powersgd_kwargs_from_torch
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._hook.checkpoint import Checkpoint

@@ -16,11 +16,16 @@ from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._base.plain import plain_copy
 from torch_bridge._base.tensors import tied, to_tensor
 from torch_bridge._base.terminal import some, warn
-from torch_bridge._convert.optimizer_groups import (
+from torch_bridge._convert.algorithms import (
     MOMENTS,
     Document,
-    Entry,
     Hyperparameters,
+    UnusedState,
+    held,
+    until_gradient,
+)
+from torch_bridge._convert.optimizer_groups import (
+    Entry,
     ParamNames,
     doubts_of_entries,
     doubts_of_one_rate,
@@ -28,7 +33,6 @@ from torch_bridge._convert.optimizer_groups import (
     read_entries,
     recorded_names,
 )
-from torch_bridge._convert.torch_updates import UnusedState, held, until_gradient
 from torch_bridge._hook.buckets import BucketLayout
 from torch_bridge._pairing.leaves import flatten_tree, leaves_by_path, with_values
 from torch_bridge._pairing.pair import Model, Pairs, named, pairs_of
