@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,19 +25,19 @@ from torch_bridge._pairing.trace import Use
 _FEW = 5  # up to so many layers that are applied to one array are tried in all orders
 
 
-class _State(NamedTuple):
-    """A reading that was run.
+class Located(NamedTuple):
+    """What a run of a reading has shown about its layers.
 
     Attributes:
       reading: The reading.
+      partners: Torch layer -> the Flax layer that is applied to the same array.
       uses: Flax layer -> the first use of its matrix.
-      located: Torch layer -> the Flax layer that is applied to the same array.
       confirmed: The leaves on which the inputs of the located layers depend.
     """
 
     reading: Reading
+    partners: Partners
     uses: dict[Layer, Use]
-    located: Partners
     confirmed: frozenset[Path]
 
     def is_confirmed(self, target: Layer) -> bool:
@@ -45,29 +45,16 @@ class _State(NamedTuple):
         return not self.confirmed.isdisjoint(target.tensors())
 
 
-class Follower:
-    """Follows the calls of a torch module through a Flax model.
+class Record:
+    """The calls of a torch module, with which layers are located in a Flax model.
 
     Attributes:
       torch: The torch layers in the order of use.
     """
 
-    def __init__(
-        self,
-        case: Case,
-        compare: Callable[[Reading], Difference | None],
-        is_over: Callable[[], bool],
-    ) -> None:
-        """Reads the calls.
-
-        Args:
-          case: The two models and the example, with the calls.
-          compare: Runs a reading; returns None if it is not new, or the search is over.
-          is_over: Returns whether a reading is proved, or no runs are left.
-        """
+    def __init__(self, case: Case) -> None:
+        """Reads the calls of an example."""
         self._case = case
-        self._compare = compare
-        self._is_over = is_over
         self._extremes = {}  # torch layer -> the extremes of what it was applied to
         calls = case.evidence.calls
         places = dict(zip(calls, itertools.count(), strict=False))
@@ -87,57 +74,7 @@ class Follower:
             else:
                 self._together.append([layer])
 
-    def follow(self, readings: Sequence[Reading]) -> str:
-        """Runs changes of readings that locate more and more layers, until one is proved.
-
-        Returns:
-          A sentence about the first layer that could not be located; "" without one.
-        """
-        states = list(filter(None, map(self._run, readings)))
-        if not states:
-            return ""
-        state = max(states, key=lambda one: len(one.located))
-        following = state
-        while following:
-            state = following
-            following = self._better(state)
-        layer = self._not_located(state)
-        if layer is None:
-            return ""
-        return (
-            f"The first layer with other inputs than in torch is {layer} "
-            f"({state.reading.partners[layer]}), behind {len(state.located)} layers with the same "
-            "inputs. "
-        )
-
-    def _better(self, state: _State) -> _State | None:
-        """Runs changes until one locates more layers than a state, and returns its state."""
-        for reading in self._mended(state):
-            if self._is_over():
-                return None
-            following = self._run(reading)
-            if following and len(following.located) > len(state.located):
-                return following
-        return None
-
-    def _run(self, reading: Reading) -> _State | None:
-        """Runs a reading, and then the reading with the located layers as partners.
-
-        Returns:
-          The state of the last run that located as many layers; None without a run.
-        """
-        state = None
-        while True:
-            difference = self._compare(reading)
-            if difference is None:
-                return state
-            following = self._located(reading, difference)
-            if state and len(following.located) < len(state.located):
-                return state
-            state = following
-            reading = self._moved(state)
-
-    def _located(self, reading: Reading, difference: Difference) -> _State:
+    def located(self, reading: Reading, difference: Difference) -> Located:
         """Locates the layers of a reading that was run; those of its pairs stay together."""
         match = self._case.match
         by_path = difference.uses or {}
@@ -157,7 +94,7 @@ class Follower:
         confirmed = frozenset()
         for target in located.values():
             confirmed |= uses[target].sources
-        return _State(reading, uses, located, confirmed)
+        return Located(reading, located, uses, confirmed)
 
     def _is_same(self, layer: Layer, extremes: np.ndarray) -> bool:
         """Returns whether an array has the extremes of a layer's inputs but for rounding."""
@@ -165,45 +102,61 @@ class Follower:
         most = self._case.evidence.rounding
         return bool(np.abs(known - extremes).max() <= most * np.abs(known).max())
 
-    def _moved(self, state: _State) -> Reading:
-        """Returns the reading of a state with the located layers as partners."""
-        match = self._case.match
-        decided = match.ruled.partners | state.located
-        taken = set(decided.values())
-        for layer, target in state.reading.partners.items():
-            if layer not in decided and target not in taken:
-                decided[layer] = target
-        flax = sorted(match.layers.flax, key=self._case.place)
-        partners = match.in_order(match.assign(decided, Group(self.torch, flax)))
-        return Reading(partners, state.reading.answers)
+    def changes(self, located: Located) -> Iterator[Reading]:
+        """Yields readings that may locate more layers.
 
-    def _not_located(self, state: _State) -> Layer | None:
-        """Returns the first layer in use that is neither located nor confirmed, but could be."""
-        in_use = sorted(state.reading.partners.items(), key=lambda pair: self._case.place(pair[1]))
-        for layer, target in in_use:
-            is_known = layer in self._extremes and target in state.uses
-            if is_known and layer not in state.located and not state.is_confirmed(target):
-                return layer
-        return None
-
-    def _mended(self, state: _State) -> Iterator[Reading]:
-        """Yields changes of unconfirmed layers, first of those before the first not located."""
-        reading = state.reading
+        The first one has the located layers as partners. The others change unconfirmed layers,
+        first those before the first layer that is not located.
+        """
+        yield self._moved(located)
+        reading = located.reading
         open_layers = {}
         for layer, target in reading.partners.items():
-            if layer not in self._case.match.ruled.partners and not state.is_confirmed(target):
+            if layer not in self._case.match.ruled.partners and not located.is_confirmed(target):
                 open_layers[layer] = target
         part = Reading(open_layers, reading.answers)
-        first = self._not_located(state)
+        first = self._not_located(located)
         suspects = set()
         if first:
-            sources = state.uses[reading.partners[first]].sources
+            sources = located.uses[reading.partners[first]].sources
             for layer, target in open_layers.items():
                 if not sources.isdisjoint(target.tensors()):
                     suspects.add(layer)
         for culprits in (suspects, set(open_layers)):
             for other in self._changes(part, culprits):
                 yield Reading(reading.partners | other.partners, other.answers)
+
+    def first_other(self, located: Located) -> str:
+        """Returns a sentence about the first layer that is not located; "" without one."""
+        layer = self._not_located(located)
+        if layer is None:
+            return ""
+        return (
+            f"The first layer with other inputs than in torch is {layer} "
+            f"({located.reading.partners[layer]}), behind {len(located.partners)} layers with the "
+            "same inputs. "
+        )
+
+    def _moved(self, located: Located) -> Reading:
+        """Returns the reading with the located layers as partners."""
+        match = self._case.match
+        decided = match.ruled.partners | located.partners
+        taken = set(decided.values())
+        for layer, target in located.reading.partners.items():
+            if layer not in decided and target not in taken:
+                decided[layer] = target
+        flax = sorted(match.layers.flax, key=self._case.place)
+        partners = match.in_order(match.assign(decided, Group(self.torch, flax)))
+        return Reading(partners, located.reading.answers)
+
+    def _not_located(self, located: Located) -> Layer | None:
+        """Returns the first layer in use that is neither located nor confirmed, but could be."""
+        pairs = located.reading.partners.items()
+        for layer, target in sorted(pairs, key=lambda pair: self._case.place(pair[1])):
+            is_known = layer in self._extremes and target in located.uses
+            if is_known and layer not in located.partners and not located.is_confirmed(target):
+                return layer
+        return None
 
     def _changes(self, part: Reading, culprits: set[Layer]) -> Iterator[Reading]:
         """Yields changes of a part of a reading, each of one culprit at least.

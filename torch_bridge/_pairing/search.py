@@ -9,7 +9,6 @@ number of runs: in turn of the reading that came nearest, and of one with few ch
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._pairing.evidence import TRIES, Difference
-from torch_bridge._pairing.follow import Follower
+from torch_bridge._pairing.follow import Record
 from torch_bridge._pairing.kinds import CONV_TRANSPOSE, Answer
 from torch_bridge._pairing.layers import Layer, reparametrized
 from torch_bridge._pairing.maps import Reading
@@ -118,7 +117,9 @@ class Search:
         names = (match.partners, match.ruled.partners)  # with equal names, and without
         flax = sorted(match.layers.flax, key=self._case.place)
         if self._case.evidence.calls:
-            self._follow(names, flax)
+            record = Record(self._case)
+            layers = Group(record.torch, flax)
+            self._follow(record, [self._completed(decided, layers) for decided in names])
         readings = []
         for decided in names:
             for torch in _orders(match.layers.torch):
@@ -138,14 +139,22 @@ class Search:
                 if self._run(change.reading, state.depth + 1):
                     state.tried += 1
 
-    def _follow(self, names: Sequence[Partners], flax: list[Layer]) -> None:
-        """Follows torch's calls, for at most half of the runs that are left."""
-        limit = self._limit
-        self._limit = (limit + self._case.evidence.runs) // 2
-        follower = Follower(self._case, functools.partial(self._run, depth=1), self._is_over)
-        layers = Group(follower.torch, flax)
-        self._first_other = follower.follow([self._completed(one, layers) for one in names])
-        self._limit = limit
+    def _follow(self, record: Record, first: Sequence[Reading]) -> None:
+        """Runs what may locate more layers than any reading, for at most half of the runs."""
+        evidence = self._case.evidence
+        limit = (self._limit + evidence.runs) // 2
+        runs = []  # what each run has located, and the readings that may locate more
+        waiting = list(first)
+        while waiting and evidence.runs < limit and not self._is_proved():
+            reading = waiting.pop(0)
+            difference = self._run(reading, 1)
+            if difference:
+                located = record.located(reading, difference)
+                runs.append((located, record.changes(located)))
+            if runs and not waiting:
+                best, changes = max(runs, key=lambda run: len(run[0].partners))
+                self._first_other = record.first_other(best)
+                waiting += itertools.islice(changes, 1)
 
     def _is_proved(self) -> bool:
         """Returns whether the last reading gives torch's outputs."""
