@@ -28,7 +28,7 @@ from torch_bridge._pairing.match import Group, Match, grouped
 from torch_bridge._pairing.options import Options, PairOptions, refuse_unused_patterns
 from torch_bridge._pairing.pairs import Pair
 from torch_bridge._pairing.proposals import Case
-from torch_bridge._pairing.questions import Questions, answered, asked_orders, listed, names_of
+from torch_bridge._pairing.questions import Questions, answered, names_of
 from torch_bridge._pairing.search import Search
 
 # Class of torch or transformers -> the form of its weight; "" if Flax has two forms of it.
@@ -220,9 +220,10 @@ def _complete_by_shapes(match: Match) -> Reading:
     match.match_names()
     match.match_shapes()
     groups, unmatched = match.groups()
-    orders, assumed = asked_orders(match, groups)
+    questions = Questions(match)
+    questions.ask_orders(groups)
     reading, wrong = answered(match, match.partners)
-    questions = Questions(match, reading)
+    questions.ask(reading)
     problems = _problems(match, reading, unmatched, wrong)
     for torch, flax in groups:
         surplus = len(torch) - len(flax)
@@ -231,31 +232,24 @@ def _complete_by_shapes(match: Match) -> Reading:
         elif surplus < 0:
             problems["missing"].append(f"{-surplus} of {names_of(flax)}")
     is_different = any(problems.values())
-    problems["ambiguous"] += orders + questions.asked
+    problems["ambiguous"] += questions.orders + questions.asked
     if any(problems.values()):
         is_plain = match.options.plain
         cases = (
             (is_different, _DIFFERENT),
-            (orders and is_plain, _ORDER_IS_OPEN + _PLAIN_ORDER),
-            (orders, _ORDER_IS_OPEN),
+            (questions.orders and is_plain, _ORDER_IS_OPEN + _PLAIN_ORDER),
+            (questions.orders, _ORDER_IS_OPEN),
             (is_plain, _PLAIN_IS_OPEN),
             (questions.has_likely_map, _MAPS_ARE_OPEN),
             (True, _FORMS_ARE_OPEN),
         )
         message = next(sentence for applies, sentence in cases if applies)
         raise _mismatch(match, problems, unmatched, message)
-    assumed += questions.assumed
-    if match.ruled.consecutive:
-        assumed.append(
-            f"{listed(match.ruled.consecutive)}: all rows of a part follow each other (in rules= "
-            "this is '1*(query|key|value)', and '12*(query|key|value)' if each of 12 heads has "
-            "rows of every part)"
-        )
-    if assumed:
+    if questions.assumed:
         warn(
             "Assumed, because neither names nor shapes show it: "
-            f"{printable('; '.join(assumed))}. Only a run on an example proves it (apply= and "
-            "example=)."
+            f"{printable('; '.join(questions.assumed))}. Only a run on an example proves it "
+            "(apply= and example=)."
         )
     return reading
 

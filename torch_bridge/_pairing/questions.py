@@ -1,8 +1,8 @@
 """Asks what neither names nor shapes tell about two models, and answers with the user's options.
 
-`asked_orders` asks which layer is which, and `Questions` how weights are stored and what is a
-flattened map; each question says which argument to write. With ``plain=True`` both assume the usual
-case, and say what they assume. `answered` puts the user's other options into a reading.
+`Questions` asks which layer is which, how weights are stored and what is a flattened map; each
+question says which argument to write. With ``plain=True`` it assumes the usual case, and says what
+it assumes. `answered` puts the user's other options into a reading.
 """
 
 from __future__ import annotations
@@ -42,41 +42,6 @@ _OF_FORMS = {
     "turned": "{0}: its shape fits in several orders of its axes. Pass turned={{}} if all have "
     "torch's order, else turned={{{0!r}: {1}}}, or another order",
 }
-
-
-def asked_orders(match: Match, groups: Iterable[Group]) -> tuple[list[str], list[str]]:
-    """Asks about each group of layers that cannot be told apart.
-
-    With ``plain=True`` layers that differ only in their numbers are paired instead.
-
-    Returns:
-      The questions, and what was assumed about layers that are paired by their numbers.
-    """
-    lines = []
-    assumed = []
-    for group in groups:
-        torch, flax = map(names_of, group)
-        by_number = _by_number(match, group)
-        if by_number and match.options.plain:
-            match.partners.update(by_number)
-            assumed.append(
-                f"{torch} and {flax} are called in the order of their numbers on both sides (else "
-                "rules=)"
-            )
-            continue
-        first = group.torch[0]
-        shapes = ", ".join(map(str, map(first.shape, first.parts)))
-        hint = ""
-        if by_number:
-            hint = (
-                " plain=True pairs them in the order of their numbers, which is right only if the "
-                "model calls them in this order."
-            )
-        lines.append(
-            f"{torch} {shapes} could be {flax}: say which is which, as with "
-            f"rules={{{re.escape(str(first))!r}: {str(group.flax[0])!r}}}.{hint}"
-        )
-    return lines, assumed
 
 
 def _by_number(match: Match, group: Group) -> Partners:
@@ -201,27 +166,60 @@ class Questions:
     """The questions that the options leave open.
 
     Attributes:
-      asked: The open questions, each a line of text that says how to answer.
-      has_likely_map: Whether a layer directly beside a convolution probably has a flattened map.
+      orders: The questions which layer is which, each a line of text that says how to answer.
+      asked: All other questions, likewise.
+      has_likely_map: Whether a layer probably has a flattened map of a convolution.
       assumed: A line of text for each question that ``plain=True`` answers, although neither names
         nor shapes of other layers support the answer. And one for each kind of layer that seems to
-        be packed.
+        be packed, and for layers whose parts a rule names without their order.
     """
 
-    def __init__(self, match: Match, reading: Reading) -> None:
-        """Asks about the layers of a reading, which has the user's answers."""
+    def __init__(self, match: Match) -> None:
+        self.orders = []
         self.asked = []
         self.has_likely_map = False
         self.assumed = []
+        self._match = match
         self._options = match.options
-        self._ask_forms(match, reading)
+
+    def ask_orders(self, groups: Iterable[Group]) -> None:
+        """Asks about each group of layers that cannot be told apart.
+
+        With ``plain=True`` layers that differ only in their numbers are paired instead.
+        """
+        for group in groups:
+            torch, flax = map(names_of, group)
+            by_number = _by_number(self._match, group)
+            if by_number and self._options.plain:
+                self._match.partners.update(by_number)
+                self.assumed.append(
+                    f"{torch} and {flax} are called in the order of their numbers on both sides "
+                    "(else rules=)"
+                )
+                continue
+            first = group.torch[0]
+            shapes = ", ".join(map(str, map(first.shape, first.parts)))
+            hint = ""
+            if by_number:
+                hint = (
+                    " plain=True pairs them in the order of their numbers, which is right only if "
+                    "the model calls them in this order."
+                )
+            self.orders.append(
+                f"{torch} {shapes} could be {flax}: say which is which, as with "
+                f"rules={{{re.escape(str(first))!r}: {str(group.flax[0])!r}}}.{hint}"
+            )
+
+    def ask(self, reading: Reading) -> None:
+        """Asks about the layers of a reading, which has the user's answers."""
+        self._ask_forms(reading)
         flow = Flow(reading)
-        self._assume_orders(flow, match, reading)
+        self._assume_orders(flow, reading)
         for option in VERBS:
-            if getattr(match.options, option) is None:
+            if getattr(self._options, option) is None:
                 self._ask_maps(flow, option)
 
-    def _ask_forms(self, match: Match, reading: Reading) -> None:
+    def _ask_forms(self, reading: Reading) -> None:
         """Asks for each weight with several possible forms which form it has."""
         asked = {}  # option -> layers
         assumed = {}
@@ -233,7 +231,7 @@ class Questions:
             is_norm = target.kind == "norm"
             if reading.answer(layer).form:
                 continue
-            if is_norm and layer in match.ruled.partners and len(layer.shape("weight")) == 2:
+            if is_norm and layer in self._match.ruled.partners and len(layer.shape("weight")) == 2:
                 continue  # a rule transposes a matrix only if its shape requires it
             for option in _options_of(forms):
                 if getattr(self._options, option) is not None:
@@ -257,11 +255,12 @@ class Questions:
         for option, layers in assumed.items():
             self.assumed.append(_ASSUMED_FORMS[option].format(listed(layers)))
 
-    def _assume_orders(self, flow: Flow, match: Match, reading: Reading) -> None:
-        """Names the layers that seem to pack several parts, whose order no shape shows.
+    def _assume_orders(self, flow: Flow, reading: Reading) -> None:
+        """Names the layers that pack several parts, whose order no shape shows, or seem to.
 
-        The next layer reads one part, and no layer reads all.
+        If they seem to, the next layer reads one part, and no layer reads all.
         """
+        ruled = self._match.ruled
         kernels = []
         for layer, target in reading.partners.items():
             if layer.kind == "weight" and target.kind == "kernel":
@@ -270,7 +269,7 @@ class Questions:
         reads = flow.channels["unflatten"]
         packed = []
         for layer, following in itertools.pairwise(kernels):
-            is_known = layer.share or layer in match.ruled.partners or layer.is_packed_by_torch()
+            is_known = layer.share or layer in ruled.partners or layer.is_packed_by_torch()
             is_part = gives[layer] in [count * (reads[following] or 0) for count in PACKED]
             if is_part and gives[layer] not in reads.values() and not is_known:
                 packed.append(layer)
@@ -281,6 +280,12 @@ class Questions:
                 f"{listed(packed)}: if the outputs are several parts, both sides have them in one "
                 f"order (rules={{{name!r}: '1*({path}[0]|{path}[1])'}} says so of two, and "
                 "'12*(...)' that in torch each of 12 heads has rows of every part)"
+            )
+        if ruled.consecutive:
+            self.assumed.append(
+                f"{listed(ruled.consecutive)}: all rows of a part follow each other (in rules= "
+                "this is '1*(query|key|value)', and '12*(query|key|value)' if each of 12 heads has "
+                "rows of every part)"
             )
 
     def _ask_maps(self, flow: Flow, option: str) -> None:
