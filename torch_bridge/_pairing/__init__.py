@@ -13,7 +13,7 @@ The way of a tensor, ``layers.0.fc.weight`` of shape (8, 4), to ``layers_0/Dense
    them to a `Reading`, first with equal names and the likeliest answers, then without, runs the
    Flax model on it (`evidence`), and changes the reading until the outputs are torch's. `proposals`
    lists the changes, the likeliest first, from what the model does (`trace`). If the example says
-   what torch's layers were applied to, `follow.Record` locates layers after each run, and says
+   what torch's layers were applied to, `locate.Locator` locates layers after each run, and says
    which changes may locate more. At the end similar readings are run as a check.
 6. `Reading.pairs` returns the `Pair` of each tensor. `Pair.to_flax` and `Pair.to_torch` convert it.
 """

@@ -17,9 +17,9 @@ import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
 from torch_bridge._pairing.evidence import TRIES, Difference
-from torch_bridge._pairing.follow import Record
 from torch_bridge._pairing.kinds import CONV_TRANSPOSE, Answer
 from torch_bridge._pairing.layers import Layer, reparametrized
+from torch_bridge._pairing.locate import Locator
 from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import Group, Partners, grouped
 from torch_bridge._pairing.pairs import Path, leaves_from_torch
@@ -117,9 +117,9 @@ class Search:
         names = (match.partners, match.ruled.partners)  # with equal names, and without
         flax = sorted(match.layers.flax, key=self._case.place)
         if self._case.evidence.calls:
-            record = Record(self._case)
-            layers = Group(record.torch, flax)
-            self._follow(record, [self._completed(decided, layers) for decided in names])
+            locator = Locator(self._case)
+            layers = Group(locator.torch, flax)
+            self._follow(locator, [self._completed(decided, layers) for decided in names])
         readings = []
         for decided in names:
             for torch in _orders(match.layers.torch):
@@ -139,7 +139,7 @@ class Search:
                 if self._run(change.reading, state.depth + 1):
                     state.tried += 1
 
-    def _follow(self, record: Record, first: Sequence[Reading]) -> None:
+    def _follow(self, locator: Locator, first: Sequence[Reading]) -> None:
         """Runs what may locate more layers than any reading, for at most half of the runs."""
         evidence = self._case.evidence
         limit = (self._limit + evidence.runs) // 2
@@ -149,11 +149,11 @@ class Search:
             reading = waiting.pop(0)
             difference = self._run(reading, 1)
             if difference:
-                located = record.located(reading, difference)
-                runs.append((located, record.changes(located)))
+                located = locator.located(reading, difference)
+                runs.append((located, locator.changes(located)))
             if runs and not waiting:
                 best, changes = max(runs, key=lambda run: len(run[0].partners))
-                self._first_other = record.first_other(best)
+                self._first_other = locator.first_other(best)
                 waiting += itertools.islice(changes, 1)
 
     def _is_proved(self) -> bool:

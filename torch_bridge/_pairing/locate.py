@@ -1,4 +1,4 @@
-"""Finds a reading layer by layer, with what torch's layers were applied to.
+"""Locates layers in a Flax model, by what torch's layers were applied to.
 
 A Flax layer is located if it is applied to what a torch layer was applied to. Then all layers
 before it are right, which are called confirmed here. So a mistake is between the confirmed layers
@@ -45,7 +45,7 @@ class Located(NamedTuple):
         return not self.confirmed.isdisjoint(target.tensors())
 
 
-class Record:
+class Locator:
     """The calls of a torch module, with which layers are located in a Flax model.
 
     Attributes:
