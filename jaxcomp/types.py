@@ -4,7 +4,7 @@ from jaxcomp._adviser.advise import Advice, Prediction
 from jaxcomp._adviser.measure import Calibration
 from jaxcomp._base.stats import CompressionStats, LeafStats
 from jaxcomp._bytes.gap import Gap, Law
-from jaxcomp._local.round import LocalSGDRound
+from jaxcomp._local.local_sgd_round import LocalSGDRound
 from jaxcomp._local.sync import LocalSGDState
 from jaxcomp._reducers.error_feedback import ErrorFeedbackState
 from jaxcomp._reducers.transformation import Transformation
