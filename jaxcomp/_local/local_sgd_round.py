@@ -447,8 +447,8 @@ def local_sgd_round(
     if in_parts and (average_inner_state is not False or drop_non_finite):
         raise ValueError(
             f"average_inner_state={average_inner_state!r} and drop_non_finite={drop_non_finite!r} "
-            "need fragments=1 and fragment_sync_delay=0: an inner state belongs to all parameters, "
-            "and what is not finite in some spreads to the others."
+            "need fragments=1 and fragment_sync_delay=0: an inner state belongs to all parameters "
+            "together, and a value that is not finite spreads from one fragment to the others."
         )
     check_function("step_fn", step_fn, "params", "inner_state", "batch")
     check_function("inner_init", inner_init, "params", otherwise=" or None")

@@ -206,7 +206,7 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
         if kind is None:
             files.append(file)
         elif not file.is_dir():
-            raise CheckpointMismatch(f"{file} is {kind}, and no checkpoint.")
+            raise CheckpointMismatch(f"{file} is {kind}, not a checkpoint.")
         elif folder not in seen:  # links may lead in circles
             seen.add(folder)
             waiting.extend(file.iterdir())

@@ -178,7 +178,7 @@ def to_flax(
           stay at 16. Or leaves that no torch model has are only shapes in `like`, and stay so.
         - The hook's state seems to be in units of a loss scale that the file does not have.
         - The optimizer has state for leaves in no bucket of DDP, which are frozen. Or it has no
-          state for some leaves, or fewer steps, and no layout says whether these are frozen.
+          state or fewer steps for some leaves, and no layout says whether these are frozen.
         - A schedule continues from Adam's count, and the hook has another count.
 
     Example:

@@ -113,8 +113,8 @@ def pair(
 
     Warns:
       UserWarning: A shape of `flatten` or `unflatten` seems to have the channels last. Or `plain`
-        answers questions where no other layer supports the usual case; the warning lists them. Or
-        the parts in a rule have no factor, and no example shows whether their rows alternate.
+        answers questions although no other layer supports the usual case; the warning lists them.
+        Or the parts in a rule have no factor, and no example shows whether their rows alternate.
 
     Example:
       >>> import numpy as np
