@@ -134,10 +134,11 @@ class Sync:
         # At a narrow level replicas elsewhere have other parameters, so no anchor is common to all.
         narrow = set(axis_tuple(axes)) != set(axis_tuple(self.axis_name))
         plain = self.plain or narrow
+        exact = plain or self.uncompressed
         sent = params
         if not plain:
             sent = jax.tree.map(jnp.subtract, anchor, params)
-        if plain or self.uncompressed:
+        if exact:
             # Momenta in the same all-reduce.
             (mean, momenta), counted = averaged((sent, momenta), axes, weight)
         else:
@@ -157,7 +158,7 @@ class Sync:
             if counted is not None:
                 momenta = optax.tree.where(counted, momenta, inner)
             inner = momenta
-        if counted is not None and (plain or self.uncompressed):
+        if counted is not None and exact:
             # All weights were 0, and the mean is of nothing.
             before = params
             if not narrow and jax.tree.leaves(anchor):

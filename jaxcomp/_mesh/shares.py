@@ -127,7 +127,8 @@ class BlockLayout(_Layout):
         packed, scales, _ = jnp.split(rows, [self._integer_bytes, self._payload], axis=-1)
         integers = _unpacked(packed, self.bits)[..., : self.blocks * self.length]
         values = integers.reshape(*rows.shape[:-1], *self.share_shape).astype(dtype)
-        return values * _from_bytes(scales, jnp.float32).astype(dtype)[..., None]
+        scale = _from_bytes(scales, jnp.float32).astype(dtype)
+        return values * scale[..., None]
 
 
 @dataclasses.dataclass(frozen=True)

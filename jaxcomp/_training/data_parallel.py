@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxcomp._base.checks import answers_other_names, check_flag, is_traced
 from jaxcomp._base.leaves import arrays_only, check_values, is_array
@@ -354,15 +354,13 @@ class DataParallel:
         # differ, so an array that every replica gets whole is recognised by its identity, and
         # replaced by the one from before the marking.
         shared: dict[int, Any] = {}
-
-        def note(array: Any, of_function: Any, spec: PartitionSpec) -> None:
+        trees = map(jax.tree.leaves, (arrays, marked, inputs.specs))
+        for before, array, spec in zip(*trees, strict=True):
             axis = split_axis(spec)
             if axis is None:
-                shared[id(of_function)] = array
+                shared[id(array)] = before
             else:
                 examples.add(array.shape[axis])
-
-        jax.tree.map(note, arrays, marked, inputs.specs)
         return as_outputs(values, self.aux, self.axis_name, shared, examples), gradients
 
 
