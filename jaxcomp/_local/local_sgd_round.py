@@ -45,7 +45,7 @@ from jaxcomp._mesh.meshes import check_mesh_axes, explicit_inside, replicas_on, 
 from jaxcomp._mesh.per_replica import has_replica_axis, with_replica_axis, without_replica_axis
 from jaxcomp._reducers.transformation import Counted, shows_its_call
 from jaxcomp._states.place import shard_state
-from jaxcomp._training.arguments import check_keys, is_raw_key, is_shared, split_spec
+from jaxcomp._training.arguments import Inputs, check_keys, is_raw_key, is_shared, split_spec
 from jaxcomp._training.on_mesh import call_on_replicas, check_params, the_mesh
 from jaxcomp._training.outputs import as_array, one_level
 
@@ -187,14 +187,12 @@ class LocalSGDRound(Counted):
             state,
             (params, batches),
             weight,
-            specs=(P(), specs),
-            examples={},
+            inputs=Inputs((), [0], (P(), specs), {}),
             params=params,
             mesh=mesh,
             axis_name=axis_name,
             state_axis=axis_name,
             compiled=self.compiled,
-            static=(),
         )
         return params, state, auxiliary
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +24,15 @@ from jaxcomp._mesh.collectives import axis_tuple, mesh_axes
 from jaxcomp._mesh.meshes import over_axes, split_axis
 from jaxcomp._mesh.weights import as_weights, refuse_misspelt_weight
 from jaxcomp._states.place import known_spec
+
+
+class Inputs(NamedTuple):
+    """Describes the arguments of a call without their arrays, which no compiled call must hold."""
+
+    static: PyTree  # the arguments, with ``...`` in place of arrays
+    params_at: list[int]  # positions of the parameters
+    specs: PyTree  # the PartitionSpec of each array over the axes of the replicas
+    examples: dict[int, int]  # number of examples along each axis that is split
 
 
 def arguments_of_replica(arguments: PyTree, arrays: PyTree) -> PyTree:
@@ -78,34 +87,30 @@ def check_keywords(kwargs: dict[str, Any], function: Callable[..., Any]) -> None
             )
 
 
-def split_specs(
+def read_inputs(
     args: tuple[Any, ...],
-    unsplit: list[int],
+    params_at: list[int],
     batch_specs: Any,
     axis_name: AxisName,
     mesh: Any,
     replicas: int,
-) -> tuple[PyTree, dict[int, int]]:
+) -> Inputs:
     """Finds how each array is split: by `batch_specs`, or by its sharding on the mesh.
 
     Args:
-      args: The arguments of the call.
-      unsplit: The positions of those that every replica gets whole, such as the parameters.
+      args: The positional arguments of the call, and a dict of its keyword arguments.
+      params_at: The positions of the parameters.
       batch_specs: As for `data_parallel`.
       axis_name: The axis or axes of the replicas.
       mesh: The mesh. None if the arrays already belong to one replica; specs then only find the
         axes of the examples.
       replicas: The number of replicas.
 
-    Returns:
-      A tree like `args` with a PartitionSpec over the axes of the replicas for each array (P() for
-      an array that is not split) and None for other leaves; and the number of examples along each
-      axis that is split.
-
     Raises:
       ValueError: If the number of specifications is wrong, an array cannot be split as specified,
         no array is a batch, or it is not clear which array is a batch.
     """
+    unsplit = [*params_at, len(args) - 1]  # every replica gets them whole
     examples: dict[int, int] = {}
     rows: dict[str, int] = {}  # number of rows of each leaf that is split without a specification
     keys: dict[str, Any] = {}
@@ -164,7 +169,8 @@ def split_specs(
                 f"{axis_name!r}. A function that makes its own examples needs keys that are split, "
                 "jax.random.split(key, replicas)."
             )
-    return specs, examples
+    static = jax.tree.map(lambda x: ... if is_array(x) else x, args)
+    return Inputs(static, params_at, specs, examples)
 
 
 def _one_each(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ import optax
 from jax.sharding import Mesh
 
 from jaxcomp._base.checks import answers_other_names, check_flag, is_traced
-from jaxcomp._base.leaves import arrays_only, check_values, is_array
+from jaxcomp._base.leaves import arrays_only, check_values
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
 from jaxcomp._mesh.meshes import (
@@ -39,10 +39,11 @@ from jaxcomp._reducers.reducer import averaging, check_averaged
 from jaxcomp._reducers.transformation import Transformation
 from jaxcomp._states.place import shard_state
 from jaxcomp._training.arguments import (
+    Inputs,
     arguments_of_replica,
     check_keywords,
     positions,
-    split_specs,
+    read_inputs,
     weight_spec,
 )
 from jaxcomp._training.examine import examined
@@ -66,16 +67,6 @@ from jaxcomp._training.outputs import (
     taken_apart,
 )
 from jaxcomp._training.stacked_layers import note_stacked_layers
-
-
-class Inputs(NamedTuple):
-    """Describes one call without its arrays, which what was compiled must not hold."""
-
-    # The positional arguments and a dict of keyword arguments, with ``...`` in place of arrays.
-    arguments: tuple[Any, ...]
-    params_at: list[int]  # positions of the parameters
-    specs: PyTree  # the PartitionSpec of each array
-    examples: dict[int, int]  # number of examples along each axis that is split
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed by identity, so jax.jit accepts it
@@ -255,7 +246,7 @@ class DataParallel:
         weights = np.array(list(map(np.sum, halves)))
 
         def outputs_of(arrays: PyTree) -> PyTree:
-            *args, kwargs = arguments_of_replica(inputs.arguments, arrays)
+            *args, kwargs = arguments_of_replica(inputs.static, arrays)
             value, *auxiliary = taken_apart(self.grad_fn(*args, **kwargs))[0]
             return [value, *(jax.tree.map_with_path(as_array, tree) for tree in auxiliary)]
 
@@ -275,12 +266,7 @@ class DataParallel:
     def _inputs(self, arguments: Any, mesh: Any, replicas: int) -> Inputs:
         """Finds the arrays among positional and keyword arguments, and how each is split."""
         at = positions(arguments[:-1], self.argnums)
-        unsplit = [*at, len(arguments) - 1]  # the parameters, and what is passed by keyword
-        specs, examples = split_specs(
-            arguments, unsplit, self.batch_specs, self.axis_name, mesh, replicas
-        )
-        static = jax.tree.map(lambda x: ... if is_array(x) else x, arguments)
-        return Inputs(static, at, specs, examples)
+        return read_inputs(arguments, at, self.batch_specs, self.axis_name, mesh, replicas)
 
     def _on_mesh(self, state: PyTree, arguments: Any, params: PyTree, weight: Any) -> Any:
         """Runs the step on every replica of a mesh."""
@@ -297,14 +283,12 @@ class DataParallel:
             state,
             arrays,
             weight,
-            specs=inputs.specs,
-            examples=inputs.examples,
+            inputs=inputs,
             params=params,
             mesh=mesh,
             axis_name=self.axis_name,
             state_axis=self._axes_of_state(params, mesh),
             compiled=self.compiled,
-            static=inputs.arguments,
             check_vma=self.check_vma,
         )
 
@@ -346,7 +330,7 @@ class DataParallel:
             # Marked as this replica's own: else JAX would sum the gradients of all replicas.
             local[i] = as_local(local[i], self.axis_name)
         marked = tuple(local)
-        *args, kwargs = arguments_of_replica(inputs.arguments, marked)
+        *args, kwargs = arguments_of_replica(inputs.static, marked)
         values, gradients = taken_apart(self.grad_fn(*args, **kwargs))
         check_loss(values[0], self.axis_name)
         examples: set[int] = set()

@@ -34,7 +34,7 @@ from jaxcomp._mesh.meshes import (
 from jaxcomp._mesh.per_replica import OWNER, PER_REPLICA, REPLICATED, leaves_marked
 from jaxcomp._reducers.reducer import Reducer, check_averaged
 from jaxcomp._states.place import check_not_spread, known_spec, state_specs
-from jaxcomp._training.arguments import weight_spec
+from jaxcomp._training.arguments import Inputs, weight_spec
 
 
 def the_mesh(users_mesh: Any, axis_name: AxisName, *trees: PyTree) -> Any:
@@ -160,14 +160,12 @@ def call_on_replicas(
     arrays: PyTree,
     weight: Any,
     *,
-    specs: PyTree,
-    examples: dict[int, int],
+    inputs: Inputs,
     params: PyTree,
     mesh: Any,
     axis_name: AxisName,
     state_axis: AxisName,
     compiled: dict[Any, Any],
-    static: PyTree,
     check_vma: bool = True,
 ) -> Any:
     """Calls a function of one replica in a `jax.shard_map` over all replicas.
@@ -181,16 +179,14 @@ def call_on_replicas(
       state: The state of all replicas.
       arrays: A tree of global arrays.
       weight: All replicas' weights, or None.
-      specs: The PartitionSpec of each array over the axes of the replicas.
-      examples: The number of examples along each axis of the arrays that is split.
+      inputs: How the arrays are split, and all else that the function depends on. If a static value
+        has no hash, each call outside of `jax.jit` compiles.
       params: The parameters.
       mesh: The mesh.
       axis_name: The axis or axes of the replicas.
       state_axis: Those along which the state differs.
       compiled: What was compiled outside of `jax.jit`, by all that it depends on. Each object that
         calls has its own dictionary, so that what it compiled is freed with it.
-      static: What the function depends on beside the types of the arrays. If a leaf of it has no
-        hash, each call outside of `jax.jit` compiles.
       check_vma: As for `jax.shard_map`.
 
     Raises:
@@ -210,11 +206,11 @@ def call_on_replicas(
     check_params(params, mesh, axes)
     weights = None
     if weight is not None:
-        weights = weight_spec(weight, examples, axis_name, replicas)
+        weights = weight_spec(weight, inputs.examples, axis_name, replicas)
         weight = jnp.asarray(weight)
     mapped = _mapped(
         function,
-        (state_specs(state, state_axis), specs, weights),
+        (state_specs(state, state_axis), inputs.specs, weights),
         (params, state),
         mesh,
         axis_name,
@@ -223,18 +219,18 @@ def call_on_replicas(
     on_host = all(jax.typeof(x).sharding.mesh.empty for x in jax.tree.leaves(arrays))
     if on_host and mesh_axes(AxisType.Explicit, mesh):
         # Arrays of NumPy do not tell a program its devices, and Explicit axes need them.
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), inputs.specs)
         arrays = jax.device_put(arrays, shardings)
-    inputs = (state, arrays, weight)
+    operands = (state, arrays, weight)
     with _explained(axes):
         # In `jax.jit` a new array is traced; under `jax.grad` and `jax.vmap` outside of it, only
         # arguments are.
         if is_traced(jnp.zeros([])):
-            return mapped(*inputs)
-        key = _key_of((static, specs, mesh, jax.tree.map(jax.typeof, inputs)))
+            return mapped(*operands)
+        key = _key_of((inputs, mesh, jax.tree.map(jax.typeof, operands)))
         if key is None:
-            return jax.jit(mapped)(*inputs)
-        return compiled.setdefault(key, jax.jit(mapped))(*inputs)
+            return jax.jit(mapped)(*operands)
+        return compiled.setdefault(key, jax.jit(mapped))(*operands)
 
 
 def _key_of(tree: PyTree) -> Any:
