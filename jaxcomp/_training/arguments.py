@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -160,15 +160,7 @@ def read_inputs(
         check_keys(keys, lengths)
         _check_lists(args, unsplit, lengths)
         if not examples:
-            # Every replica would compute the whole batch, so nothing would be parallel.
-            kinds = [type(arg).__name__ for i, arg in enumerate(args) if i not in unsplit]
-            raise ValueError(
-                "No argument is split between the replicas: each would compute the whole batch. "
-                f"Beside the parameters it got: {', '.join(kinds) or 'nothing'}. Pass the batch as "
-                "an array of JAX or NumPy, not in a closure, with batch_specs that name "
-                f"{axis_name!r}. A function that makes its own examples needs keys that are split, "
-                "jax.random.split(key, replicas)."
-            )
+            _refuse_unsplit(args, unsplit, axis_name)
     static = jax.tree.map(lambda x: ... if is_array(x) else x, args)
     return Inputs(static, params_at, specs, examples)
 
@@ -296,6 +288,17 @@ def _check_lists(args: tuple[Any, ...], unsplit: list[int], lengths: set[int]) -
                 f"Argument {i} is a {type(arg).__name__} of Python numbers, which are not split "
                 "between the replicas. Pass an array: np.asarray(batch)."
             )
+
+
+def _refuse_unsplit(args: tuple[Any, ...], unsplit: list[int], axis_name: AxisName) -> NoReturn:
+    """Refuses a call of which every replica would compute the whole, so nothing is parallel."""
+    kinds = [type(arg).__name__ for i, arg in enumerate(args) if i not in unsplit]
+    raise ValueError(
+        "No argument is split between the replicas: each would compute the whole batch. Beside the "
+        f"parameters it got: {', '.join(kinds) or 'nothing'}. Pass the batch as an array of JAX or "
+        f"NumPy, not in a closure, with batch_specs that name {axis_name!r}. A function that makes "
+        "its own examples needs keys that are split, jax.random.split(key, replicas)."
+    )
 
 
 def weight_spec(
