@@ -23,8 +23,6 @@ from tests.helpers.bridge import move_weights, randomize, steps_in_jax, steps_in
 from tests.helpers.two_frameworks import NEVER, FlaxModel, TorchModel
 from tests.helpers.zoo import images, sequences
 
-TOLERANCE = 1e-5  # relative to the largest output
-
 
 class Case(NamedTuple):
     body: Callable[..., Any]

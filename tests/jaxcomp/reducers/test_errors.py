@@ -203,16 +203,6 @@ def test_stacked_warns_of_layers_that_no_rank_compresses():
         tx.init({"blocks": {"w": jnp.zeros((3, 4, 4)), "large": jnp.zeros((3, 16, 16))}})
 
 
-@pytest.mark.parametrize("make", [jaxcomp.powersgd, jaxcomp.batched_powersgd])
-def test_torchs_names_are_answered_with_ours(make):
-    with pytest.raises(TypeError, match=r"matrix_approximation_rank: it is `rank` here"):
-        make(axis_name=AXIS, matrix_approximation_rank=2)
-    with pytest.raises(TypeError, match=r"start_powerSGD_iter: it is `start_step` here"):
-        make(2, axis_name=AXIS, start_powerSGD_iter=2)
-    with pytest.raises(TypeError, match=f"{make.__name__} has no argument colour"):
-        make(2, axis_name=AXIS, colour="blue")
-
-
 TX = powersgd(2)
 TWO = {"a": (16, 16), "b": (20, 20)}
 STATE = TX.init(zeros(TWO))

@@ -206,6 +206,10 @@ data_parallel | donate_argnums | pass it to the jax\.jit around the step
 value_and_grad | in_specs | it is `batch_specs` here
 value_and_grad | allow_int | its result to jaxcomp.data_parallel
 powersgd | average | all reducers average
+powersgd | matrix_approximation_rank | it is `rank` here
+powersgd | start_powerSGD_iter | it is `start_step` here
+batched_powersgd | matrix_approximation_rank | it is `rank` here
+batched_powersgd | start_powerSGD_iter | it is `start_step` here
 accumulate | every_k_schedule | it is `every_k` here
 local_sgd | outer_optimizer | it is `outer` here
 local_sgd_round | period | it is `sync_every` here
