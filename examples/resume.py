@@ -5,6 +5,7 @@ python examples/resume.py checkpoints --replicas 2
 """
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 
@@ -85,5 +86,9 @@ except KeyboardInterrupt:
 
 # Only the mean of the residuals matters: one state for any number of replicas.
 state = jax.device_get((params, opt_state, jaxcomp.consolidate(reducer_state)))
-manager.save(start + STEPS, args=ocp.args.StandardSave(state))
-manager.close()  # waits for the files
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax also logs the traceback of an error
+try:
+    manager.save(start + STEPS, args=ocp.args.StandardSave(state))
+    manager.close()  # waits for the files
+except (OSError, ValueError) as error:  # such as a full disk
+    sys.exit(f"resume.py: not saved, the last checkpoint is of step {start} ({error})")

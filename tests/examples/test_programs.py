@@ -1,5 +1,6 @@
 """The programs to copy, run as a user runs them, and what they say."""
 
+import os
 import re
 import runpy
 import signal
@@ -67,6 +68,21 @@ def test_ctrl_c_ends_a_program_that_saves_with_its_last_checkpoint(tmp_path):
         finally:
             process.kill()  # a program that does not end would keep the suite waiting
     assert errors == "resume.py: interrupted; the last checkpoint is of step 0\n"
+
+
+def test_a_full_disk_ends_a_program_that_saves_with_its_last_checkpoint(tmp_path):
+    """As far as it goes: a limit on each file."""
+    command = ["bash", "-c", 'ulimit -f 8; exec "$@"', "-", sys.executable, EXAMPLES / "resume.py"]
+    done = subprocess.run(
+        [*command, tmp_path / "run"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"},  # needs a disk
+    )
+    assert done.returncode == 1
+    sentence = r"resume\.py: not saved, the last checkpoint is of step 0 \(.*File too large.*\)\n"
+    assert re.fullmatch(sentence, done.stderr), done.stderr
 
 
 def excess_and_ratio(printed):
