@@ -91,8 +91,8 @@ class Somebody:
 
 def values():
     """Makes plain values, as training scripts put them beside a model."""
-    deep = [1]
-    for _ in range(60):
+    deep = [1, "a"]
+    for _ in range(97):  # as deep as is read: 100 containers with those around it
         deep = [deep]
     return {
         "numbers": [0, -1, 255, 65_536, 2**31, -(2**31), 2**63, 10**30, 0.5, float("inf"), 1 + 2j],
