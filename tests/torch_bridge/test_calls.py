@@ -198,6 +198,20 @@ def conformer(n, x):
     return n.dense(x, "out", 5)
 
 
+def mixed(n, x, order):
+    """Computes two blocks whose layers are each applied to a mixture of its own, as RWKV does."""
+    for k in range(2):
+        y = n.ln(x, f"{k}.norm")
+        rows = {}
+        for place, word in enumerate(order[:3]):
+            mixture = y * n.param(f"{k}.mix{k}_{place}", 8) + x
+            rows[word] = n.dense(mixture, f"{k}.{word}", 8)
+        weights = {word: n.param(f"{k}.{word}{k}", 8) for word in order[3:]}
+        y = n.tanh(rows["k"] + weights["u"]) * weights["w"] + rows["v"]
+        x = x + n.dense(n.sigmoid(rows["r"]) * y, f"{k}.o", 8)
+    return n.dense(x, "head", 3)
+
+
 def triangle(n, z, order):
     """Computes a triangle multiplication and a transition, as AlphaFold does, twice."""
     for k in range(2):
@@ -216,6 +230,12 @@ MODELS = {
     "gated": (
         partial(gated, attention="qkv", product=("gate", "up")),
         partial(gated, attention="vkq", product=("up", "gate")),
+        values(3, 6, 8),
+        "",
+    ),
+    "mixed": (
+        partial(mixed, order="kvrwu"),
+        partial(mixed, order="rkvuw"),
         values(3, 6, 8),
         "",
     ),

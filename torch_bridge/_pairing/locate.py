@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch_bridge._pairing.layers import Layer
 from torch_bridge._pairing.maps import Reading
 from torch_bridge._pairing.match import Group, Partners, grouped
 from torch_bridge._pairing.pairs import Path
-from torch_bridge._pairing.proposals import Case, changes, rearranged
+from torch_bridge._pairing.proposals import Case, changes, exchanged, rearranged
 from torch_bridge._pairing.trace import Use
 
 _FEW = 5  # up to so many layers that are applied to one array are tried in all orders
@@ -43,6 +43,11 @@ class Located(NamedTuple):
     def is_confirmed(self, target: Layer) -> bool:
         """Returns whether a Flax layer comes before a located layer."""
         return not self.confirmed.isdisjoint(target.tensors())
+
+    def sources(self, target: Layer) -> frozenset[Path]:
+        """Returns the leaves on which the inputs of a Flax layer depend; none if it has no use."""
+        use = self.uses.get(target)
+        return use.sources if use else frozenset()
 
 
 class Locator:
@@ -122,9 +127,33 @@ class Locator:
             for layer, target in open_layers.items():
                 if not sources.isdisjoint(target.tensors()):
                     suspects.add(layer)
-        for culprits in (suspects, set(open_layers)):
-            for other in self._changes(part, culprits):
-                yield Reading(reading.partners | other.partners, other.answers)
+        for other in self._changes(part, suspects):
+            yield Reading(reading.partners | other.partners, other.answers)
+        yield from self._exchanges(located, suspects)
+        for other in self._changes(part, set(open_layers)):
+            yield Reading(reading.partners | other.partners, other.answers)
+
+    def _exchanges(self, located: Located, suspects: set[Layer]) -> Iterator[Reading]:
+        """Yields exchanges of two suspects, each with what alone makes its inputs; then of more.
+
+        Each layer keeps the inputs that it has in torch, and other layers use its outputs.
+        """
+        targets = {located.reading.partners[layer] for layer in suspects}
+        keys = {located.reading.key()}
+        readings = [located.reading]
+        for reading in readings:
+            layers = {target: layer for layer, target in reading.partners.items()}
+            for one, other in itertools.combinations(filter(targets.__contains__, layers), 2):
+                ours, theirs = map(located.sources, (one, other))
+                ones = _with_makers(layers, one, ours - theirs)
+                others = _with_makers(layers, other, theirs - ours)
+                if len(ones) != len(others):
+                    continue
+                for change in exchanged(self._case.match, reading, ones, others):
+                    if change.reading.key() not in keys:
+                        keys.add(change.reading.key())
+                        readings.append(change.reading)
+                        yield change.reading
 
     def first_other(self, located: Located) -> str:
         """Returns a sentence about the first layer that is not located; "" without one."""
@@ -183,6 +212,17 @@ class Locator:
                     yield other
         for change in changes(self._case, part, culprits):
             yield change.reading
+
+
+def _with_makers(
+    layers: Mapping[Layer, Layer], target: Layer, leaves: frozenset[Path]
+) -> list[Layer]:
+    """Returns the torch layer of a Flax layer, and those of all Flax layers with some leaves."""
+    makers = [layers[target]]
+    for other, layer in layers.items():
+        if not leaves.isdisjoint(other.tensors()):
+            makers.append(layer)
+    return makers
 
 
 def _words(layers: Iterable[Layer]) -> tuple[Path, ...]:
