@@ -123,7 +123,7 @@ def state_in(
                 "optax.MultiSteps(...))."
             )
     if is_reducer_state(params):
-        raise ValueError(_not_the_order(tree, "none"))
+        raise ValueError(_not_one_state(tree, None, 0))
     fresh_state = jax.eval_shape(reducer.init, params)
     fresh = jax.tree.structure(fresh_state)
     expected = [fresh]
@@ -155,7 +155,7 @@ def state_in(
     return unboxed(held), put_back
 
 
-def _not_one_state(tree: PyTree, fresh: PyTree, fitting: int) -> str:
+def _not_one_state(tree: PyTree, fresh: PyTree | None, fitting: int) -> str:
     """Returns the message for a tree with no fitting state, or with several."""
     kind = type(fresh)
     same_kind = list(filter(lambda node: type(node) is kind, reducer_states(tree)))
@@ -176,13 +176,9 @@ def _not_one_state(tree: PyTree, fresh: PyTree, fitting: int) -> str:
             f"The {kind.__name__} in the first argument does not fit the parameters:\n  {listed}\n"
             f"{hint}"
         )
+    held = "none"
     if fitting:
-        return _not_the_order(tree, f"{fitting} that may be it")
-    return _not_the_order(tree, "none")
-
-
-def _not_the_order(tree: PyTree, held: str) -> str:
-    """Returns the message for a first argument that is something else."""
+        held = f"{fitting} that may be it"
     names = f"a {type(tree).__name__}"
     if isinstance(tree, dict):
         names += f" of {', '.join(map(repr, tree))}"
