@@ -21,10 +21,11 @@ from jaxcomp._base.leaves import is_floating, widest
 from jaxcomp._base.stats import CompressionStats, dense_stats
 from jaxcomp._base.typing import Array, AxisName, PyTree
 from jaxcomp._local.fragments import numbered, part_of, put_back
-from jaxcomp._local.periods import SyncEvery, check_known, check_periods
+from jaxcomp._local.periods import Periods, SyncEvery, check_known, check_periods
 from jaxcomp._local.sync import (
     AverageInnerState,
     LocalSGDState,
+    Sync,
     average,
     check_sync,
     payload,
@@ -233,49 +234,58 @@ def local_sgd(
         updates, state = switch(due, branches)
         return updates, state._replace(count=count, last_sync=last_sync)
 
-    def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
-        """Counts the bytes of a step, without those over `local_axis_name`; see ``bytes``.
+    sends = functools.partial(_count_bytes, optimizer, sync, periods)
+    return Transformation(init, update, count_bytes=sends)
 
-        Raises:
-          ValueError: If the bytes are not known.
-        """
-        shapes, treedef = jax.tree.flatten(jax.eval_shape(optax.tree.zeros_like, params))
-        if _sends_something(optimizer, axis_name, treedef, tuple(shapes)):
+
+def _count_bytes(
+    optimizer: optax.GradientTransformationExtraArgs,
+    sync: Sync,
+    periods: Periods,
+    params: PyTree,
+    replicas: int | None,
+    step: int | None,
+) -> CompressionStats:
+    """Counts the bytes of a step of `local_sgd`, without those over its `local_axis_name`.
+
+    Raises:
+      ValueError: If the bytes are not known.
+    """
+    shapes, treedef = jax.tree.flatten(jax.eval_shape(optax.tree.zeros_like, params))
+    if _sends_something(optimizer, sync.axis_name, treedef, tuple(shapes)):
+        raise ValueError(
+            "`inner` sends something in every step, which is not counted here: the inner "
+            "optimizer should take local steps. Take the reducer out of its chain and pass it "
+            "as reducer=, or the axis that it averages over as local_axis_name=."
+        )
+    start = periods.start_step
+    part = part_of(params, numbered(params))
+
+    def averages(level: int, nth: int | None) -> CompressionStats:
+        if not level:
+            return CompressionStats(())
+        narrow = level < len(periods.levels)
+        return sync.bytes(part, replicas, nth, optimizer.init, params, plain=narrow)
+
+    if step is None:
+        if periods.schedule is not None:
             raise ValueError(
-                "`inner` sends something in every step, which is not counted here: the inner "
-                "optimizer should take local steps. Take the reducer out of its chain and pass it "
-                "as reducer=, or the axis that it averages over as local_axis_name=."
+                "`sync_every` is a schedule, so there is no cycle of fixed length to average "
+                "over. Pass `step`."
             )
-        start = periods.start_step
-        part = part_of(params, numbered(params))
-
-        def averages(level: int, nth: int | None) -> CompressionStats:
-            if not level:
-                return CompressionStats(())
-            narrow = level < len(periods.levels)
-            return sync.bytes(part, replicas, nth, optimizer.init, params, plain=narrow)
-
-        if step is None:
-            if periods.schedule is not None:
-                raise ValueError(
-                    "`sync_every` is a schedule, so there is no cycle of fixed length to average "
-                    "over. Pass `step`."
-                )
-            cycle = periods.levels[-1].period  # a multiple of all other periods
-            sent = [averages(level, None) for level in periods.between(start, start + cycle)]
-            return payload(params, sent).scaled(1 / cycle)
-        if step >= start:
-            *earlier, level = periods.between(start, step + 1)
-            return payload(params, [averages(level, earlier.count(level))])
-        if sync.uncompressed:
-            sent = [dense_stats(params)]
-        else:
-            sent = [sync.reducer.bytes(params, replicas=replicas, step=step)]
-        if step == start - 1 and not sync.plain:
-            sent.append(wide_stats(params))  # the first anchor
-        return payload(params, sent)
-
-    return Transformation(init, update, count_bytes=count_bytes)
+        cycle = periods.levels[-1].period  # a multiple of all other periods
+        sent = [averages(level, None) for level in periods.between(start, start + cycle)]
+        return payload(params, sent).scaled(1 / cycle)
+    if step >= start:
+        *earlier, level = periods.between(start, step + 1)
+        return payload(params, [averages(level, earlier.count(level))])
+    if sync.uncompressed:
+        sent = [dense_stats(params)]
+    else:
+        sent = [sync.reducer.bytes(params, replicas=replicas, step=step)]
+    if step == start - 1 and not sync.plain:
+        sent.append(wide_stats(params))  # the first anchor
+    return payload(params, sent)
 
 
 @functools.lru_cache  # called for every step of a run
