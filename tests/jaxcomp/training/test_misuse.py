@@ -377,7 +377,7 @@ def test_gradients_in_other_containers_need_auto_axes():
 
 
 MISSPELT = """weights weigths weight_ sampleWeight wgt num_examples wieght ewight waights weigt
-wight weigh weighting loss_weihgt"""
+wight weigh weighting loss_weihgt Weight example_weights"""
 
 
 @pytest.mark.parametrize("name", MISSPELT.split())
