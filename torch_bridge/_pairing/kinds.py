@@ -334,19 +334,19 @@ def _views(link: Link, torch: Layer, flax: Layer) -> Views:
     if link.share and len(link.share[1]) > 1:
         place, sizes = link.share
         unit, rest = divmod(shape[0], sum(sizes))
-        start = unit * sum(sizes[:place])
-        height = unit * sizes[place]
-        rows = (start, start + height)
-        shape = (height, *shape[1:])
         if rest:
-            forms = {}
+            return {}
+        start = unit * sum(sizes[:place])
+        rows = (start, start + unit * sizes[place])
+        shape = (unit * sizes[place], *shape[1:])
     views: Views = {}
     seen = set()
     for form, order in forms.items():
         last = len(order) - 1
         shape = (*shape[:last], math.prod(shape[last:]))  # axes that the order does not name
-        wide = tuple(axis for axis in order if shape[axis] != 1)  # axes of length 1 do not matter
         leaf_axes = _leaf_axes(shape, target, order)
+        # Axes of length 1 do not matter, so without them two orders may be the same.
+        wide = tuple(axis for axis in order if shape[axis] != 1)
         if leaf_axes is None or wide in seen:
             continue
         seen.add(wide)
@@ -357,13 +357,22 @@ def _views(link: Link, torch: Layer, flax: Layer) -> Views:
         if form == CONV_TRANSPOSE:
             flip = tuple(range(len(target) - 2))
         pair = Pair(
-            *(name, whole, path, target, split, axes, len(leaf_axes[0]), flip),
-            *(rows, link.terms, link.must_be_zero),
+            torch_name=name,
+            torch_shape=whole,
+            path=path,
+            shape=target,
+            split=split,
+            axes=axes,
+            row_axes=len(leaf_axes[0]),
+            flip=flip,
+            rows=rows,
+            terms=link.terms,
+            must_be_zero=link.must_be_zero,
         )
-        first, last = link.map_fields
-        views[form] = View(pair, first, last)
+        row_field, column_field = link.map_fields
         if order[-1] == 0:  # torch's rows are the last axis in Flax
-            views[form] = View(pair, last, first)
+            column_field, row_field = link.map_fields
+        views[form] = View(pair, row_field, column_field)
     usual = views.get(OUT_IN)
     if link.is_packed and usual and usual.pair.row_axes == _PACKED_AXES:
         for order in itertools.islice(itertools.permutations(range(_PACKED_AXES)), 1, None):
