@@ -12,6 +12,7 @@ import collections
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -146,31 +147,34 @@ class Match:
             if len(weight) < 2 or math.prod(weight[2:]) > 1:
                 continue
             for sizes in _divisions(alike[0], targets):
-                divided = packed | {layer: layer.shares(sizes) for layer in alike}
+                divided = dict(packed)
+                for layer in alike:
+                    divided[layer] = layer.shares(sizes)
                 torch = layers.torch.copy()
                 replace_layers(torch, divided)
                 paired = self.assign({}, Group(torch, layers.flax))
+                shares = set(itertools.chain.from_iterable(divided.values()))
                 alone = len(torch) + len(layers.flax) - 2 * len(paired)
-                if alone < fewest and paired.keys() >= set(itertools.chain(*divided.values())):
+                if alone < fewest and shares <= paired.keys():
                     fewest = alone
                     packed = divided
         replace_layers(self.layers.torch, packed)
 
     def match_names(self, *, misfits: bool = True) -> None:
-        """Pairs layers of equal names.
+        """Pairs layers of equal names, if both sides count all modules around them alike.
 
         Args:
           misfits: Whether to pair layers whose shapes differ, too, so that the error lists them.
         """
-        innermost = _shared(self.layers)
+        unlike = _unlike(*(_beginnings(side, whole=True) for side in self.layers))
         torch, flax = self.open()
         theirs = {}
         for target in flax:
             theirs[target.words, target.numbers] = target
         for layer in torch:
-            key = (layer.words, layer.numbers)
-            target = theirs.get(key)
-            if target is None or layer.share or innermost(layer.segments) != key:
+            target = theirs.get((layer.words, layer.numbers))
+            words = dict(_beginnings([layer], whole=True))
+            if target is None or layer.share or not unlike.isdisjoint(words):
                 continue
             joined = join(layer, target)
             if joined.fits or (misfits and (joined.links or joined.problems["mis_shaped"])):
@@ -242,8 +246,27 @@ class Match:
         Blocks may be numbered in opposite orders. So a number in a module's name counts only if
         layers in the module have equal names.
         """
-        innermost = _shared(self.layers, _beginnings(self.by_name, whole=False))
-        table = self._table(self.open(), lambda layer: innermost(layer.segments[:-1]))
+        ours, theirs = (_beginnings(side, whole=False) for side in self.layers)
+        unlike = _unlike(ours, theirs)
+        counts = collections.Counter(words for words, _ in ours | theirs)
+        named = _beginnings(self.by_name, whole=False)
+        shared = set()
+        for name in ours & theirs:
+            if name in named or counts[name[0]] == 1:
+                shared.add(name)
+
+        def innermost(layer: Layer) -> Any:
+            module = layer.segments[:-1]
+            longest: Any = ()
+            for length in range(len(module) + 1):
+                name = words_of(module[:length])
+                if name[0] in unlike:
+                    break
+                if name in shared:
+                    longest = name
+            return longest
+
+        table = self._table(self.open(), innermost)
         if self.options.plain:
             usual = table.strengths == FITS
             table.strengths[usual.any(1)] *= usual[usual.any(1)]
@@ -275,36 +298,13 @@ def _anywhere(_: Layer) -> None:
     """Returns the same for all layers: any two of them may be in one module."""
 
 
-def _shared(layers: Group, named: set[Any] | None = None) -> Callable[[Path], Any]:
-    """Returns a function that finds the longest beginning of a name that both sides have.
+def _unlike(ours: set[tuple[Path, Shape]], theirs: set[tuple[Path, Shape]]) -> AbstractSet[Path]:
+    """Returns the words of the names that both sides number otherwise.
 
     Names with numbers form a series. A series counts only if one side has all numbers of the other.
     So ``fc1``, ``fc2`` on one side and ``fc0``, ``fc1`` on the other share no name.
-
-    Args:
-      layers: The layers of both models.
-      named: None compares the names of modules and layers, and counts all. A set compares only the
-        names of modules, and counts those with numbers only if they are in the set.
     """
-    ours, theirs = (_beginnings(members, whole=named is None) for members in layers)
-    counts = collections.Counter(words for words, _ in ours | theirs)
-    other_series = dict(ours - theirs).keys() & dict(theirs - ours).keys()
-    both = set()
-    for name in ours & theirs:
-        if named is None or name in named or counts[name[0]] == 1:
-            both.add(name)
-
-    def innermost(segments: Path) -> Any:
-        longest: Any = ()
-        for length in range(len(segments) + 1):
-            name = words_of(segments[:length])
-            if name[0] in other_series:
-                break
-            if name in both:
-                longest = name
-        return longest
-
-    return innermost
+    return dict(ours - theirs).keys() & dict(theirs - ours).keys()
 
 
 def _beginnings(layers: Iterable[Layer], *, whole: bool) -> set[tuple[Path, Shape]]:
