@@ -234,18 +234,21 @@ class _Test:
     def _flaw_of_place(self, name: str, bucket: int, place: int, factor: int | None) -> str | None:
         """Returns the reason why a parameter cannot have its error and factor at these places."""
         entry = self.entries[name]
-        rows, _ = entry.matrix
         rank = self._ranks[name]
         mean = None
         if bucket in self._means:
             mean = self._means[bucket][place : place + entry.size]
-        if not rank and self._several and mean is not None:
+        if not rank:
+            if mean is None or not self._several:
+                return None
             error = self._errors[bucket][place : place + entry.size].astype(np.float64)
             allowed = 1e-2 * np.linalg.norm(error) + self._rounding * np.sqrt(mean.size)
             if np.linalg.norm(mean) > allowed:
                 return f"the errors of {name} would not cancel over the ranks"
-        if not rank or factor is None or bucket not in self.record.p_memory_dict:
             return None
+        if factor is None or bucket not in self.record.p_memory_dict:
+            return None
+        rows, _ = entry.matrix
         p = self.record.p_memory_dict[bucket][factor : factor + rows * rank]
         if len(p) < rows * rank:
             return f"P of bucket {bucket} would end before {name}"
@@ -254,7 +257,9 @@ class _Test:
         p = p.reshape(rows, rank)[:, :_COLUMNS].astype(np.float64)
         if not np.isfinite(p).all():
             return None
-        if np.abs(p.T @ p - np.eye(p.shape[1])).max() > tolerance:
+        products = p.T @ p
+        identity = np.eye(p.shape[1])
+        if np.abs(products - identity).max() > tolerance:
             return f"the factors of {name} would not be orthonormal"
         if mean is not None:
             left_over = p.T @ mean.reshape(rows, -1)

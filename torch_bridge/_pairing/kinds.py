@@ -293,10 +293,11 @@ def _bare(torch: Layer, flax: Layer) -> list[Link]:
     ((tensor, (_, shape)),) = torch.parts.items()
     ((leaf, (path, target)),) = flax.parts.items()
     same = tuple(range(len(shape) or 1))
-    orders = [same, (*same[2:], *same[1::-1])]
+    space = same[2:]
+    orders = [same, (*space, *same[1::-1])]
     if torch.kind in ("weight", "recurrent", "attention"):
         orders.reverse()
-    for axes in itertools.permutations((same[:1], same[1:2], same[2:])):
+    for axes in itertools.permutations((same[:1], same[1:2], space)):
         orders.append(tuple(itertools.chain(*axes)))
     if path[-1] in _AS_THEY_ARE and without_ones(shape) == without_ones(target):
         orders = [same]
@@ -305,11 +306,11 @@ def _bare(torch: Layer, flax: Layer) -> list[Link]:
         maps = _DENSE
     elif torch.kind == "bare" and len(without_ones(shape)) <= 1:
         maps = ("", "flatten")
-    links = [Link(tensor, leaf, None, maps, dict(zip(orders, orders, strict=True)))]
-    if len(same) <= _BARE_AXES:
-        orders = list(itertools.permutations(same))
-        links.append(Link(tensor, leaf, None, maps, dict(zip(orders, orders, strict=True))))
-    return links
+    likely = Link(tensor, leaf, map_fields=maps, forms={order: order for order in orders})
+    if len(same) > _BARE_AXES:
+        return [likely]
+    every = itertools.permutations(same)
+    return [likely, likely._replace(forms={order: order for order in every})]
 
 
 # Kinds of a torch and a Flax layer -> the function that links them. `_bare` links other kinds, if

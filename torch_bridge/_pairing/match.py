@@ -218,7 +218,8 @@ class Match:
           layers: The layers, in the orders whose positions count.
         """
         partners = dict(decided)
-        table = self._table(layers.without(decided), _anywhere)
+        # Any two layers may be in one module.
+        table = self._table(layers.without(decided), lambda _: None)
         for (torch, flax), strengths in table.groups():
             # One more layer in its usual form outweighs all places; one more pair outweighs both.
             count = 1.0 + len(torch)
@@ -292,10 +293,6 @@ def grouped(members: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_
     for member in members:
         groups.setdefault(key(member), []).append(member)
     return groups
-
-
-def _anywhere(_: Layer) -> None:
-    """Returns the same for all layers: any two of them may be in one module."""
 
 
 def _unlike(ours: set[tuple[Path, Shape]], theirs: set[tuple[Path, Shape]]) -> AbstractSet[Path]:

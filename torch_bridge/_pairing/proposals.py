@@ -228,7 +228,10 @@ def likely_packings(case: Case, reading: Reading) -> Iterator[Reading]:
 
     A deep model is far off until all its layers are right, so these are not single changes.
     """
-    families = grouped(packed_rows(case, reading), _rows_and_values)
+    families = grouped(
+        packed_rows(case, reading),
+        lambda choice: (choice.layers[0].shape("weight")[0], tuple(choice.values)),
+    )
     # The widest layers come last, whose orders change first: narrow ones are rarely packed.
     in_turn = sorted(families.items(), key=lambda item: item[0][0])
     likely = []
@@ -240,10 +243,6 @@ def likely_packings(case: Case, reading: Reading) -> Iterator[Reading]:
             for choice in choices:
                 packed = packed.with_answers(choice.layers, "packing", packing)
         yield packed
-
-
-def _rows_and_values(choice: Choice) -> tuple[int, tuple[Any, ...]]:
-    return choice.layers[0].shape("weight")[0], tuple(choice.values)
 
 
 def _orders(trace: Trace, layer: Layer) -> list[Packing]:
