@@ -99,9 +99,10 @@ _NOTES = {
     ),
     "^ManualAxisType": (
         "This is a fault of JAX: on a mesh with another axis, jnp.zeros_like does not accept a "
-        "shape from jax.eval_shape whose type is local to a replica. Write "
-        "jaxcomp.as_local(jnp.zeros(shape.shape, shape.dtype), axis_name), or zeros_like of the "
-        "array itself; or pass check_vma=False to jaxcomp.data_parallel."
+        "shape from jax.eval_shape whose type is local to a replica, and jnp.interp, searchsorted "
+        "and expm make such shapes. Pass check_vma=False to jaxcomp.data_parallel; or, for a "
+        "zeros_like of yours, write jaxcomp.as_local(jnp.zeros(shape.shape, shape.dtype), "
+        "axis_name), or zeros_like of the array itself."
     ),
     "do_update (?:.|\n)*reject_update": (
         "optax.apply_if_finite and conditionally_transform choose between the average and this "
@@ -109,12 +110,13 @@ _NOTES = {
         "pass the reducer itself to data_parallel. A step that is not finite leaves its state as "
         "it was."
     ),
-    "manual axis types": (
+    "manual axis types|to have matching type": (
         "In jaxcomp.data_parallel, parameters and split arrays have a type that is local to each "
-        "replica, and the carried values of a loop, or the results of a custom_vjp, must keep this "
-        "type. zeros_like(x) has the type of x, zeros(shape) does not, and jaxcomp.as_local gives "
-        "the type to arrays that every replica gets whole. Or pass check_vma=False: the gradients "
-        "are the same, but then only jaxcomp.check detects a pmean of your own."
+        "replica. The carried values of a loop and the results of a custom_vjp must keep this "
+        "type, and the key of jax.random.gamma needs it if they are its parameters. zeros_like(x) "
+        "has the type of x, zeros(shape) does not, and jaxcomp.as_local gives the type to arrays "
+        "that every replica gets whole. Or pass check_vma=False: the gradients are the same, but "
+        "then only jaxcomp.check detects a pmean of your own."
     ),
     r"Closing over inputs to shard_map(?:.|\n)*Manual": (
         "JAX cannot differentiate through this call on a mesh that has a further Explicit axis. "

@@ -308,11 +308,17 @@ def recurrent(params, x):
     return jnp.mean(jax.lax.scan(turn, jnp.zeros(x.shape), length=2)[0] ** 2)
 
 
+def drawn(params, x):
+    widths = jax.random.gamma(jax.random.key(0), jnp.abs(params["up"]) + 1)
+    return jnp.mean((x @ widths) ** 2) + loss(params, x)
+
+
 @pytest.mark.parametrize(
     ("fun", "whole", "error", "message"),
     [
         (averaged, loss, ValueError, "loss is the same on every replica along 'data'"),
         (recurrent, recurrent, TypeError, "check_vma=False"),
+        (drawn, drawn, TypeError, "jaxcomp.as_local gives the type to arrays"),
     ],
 )
 def test_what_the_types_refuse_is_right_without_them(fun, whole, error, message):
