@@ -8,6 +8,7 @@ and the rest is kept.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -135,61 +136,68 @@ def error_feedback(
             owner=no_owner(axis_name),
         )
 
-    def reduce(
-        updates: PyTree,
-        state: ErrorFeedbackState,
-        params: PyTree | None = None,
-        *,
-        like: PyTree | None = None,
-        **extra_args: Any,
-    ) -> Reduction:
-        residual = as_local(jax.tree.leaves(state.residual), axis_name)
-        scale: Any = decay
-        if callable(decay):
-            scale = check_number("decay", decay(state.count), 0, 1)
-        # Counted from 1, so that a whole period comes before the first residual is added.
-        due = (state.count + 1) % every == 0
-        if every > 1:
-            scale = jnp.where(due, scale, 0.0)
-
-        def with_residual(gradient: Array, residual: Array) -> Array:
-            """Adds ``scale * residual``, in float32 or the gradient's wider dtype."""
-            dtype = compute_dtype(gradient.dtype)
-            if not (isinstance(scale, (int, float)) and scale == 1):
-                residual = residual * jnp.asarray(scale, residual.dtype)
-            return gradient.astype(dtype) + residual.astype(dtype)
-
-        totals = jax.tree.map(with_residual, floating_leaves(updates), residual)
-        result = reducer.reduce(with_leaves(updates, totals), state.inner, params, **extra_args)
-        # `allreduce` returns the finite leaves of a partly finite step. With a residual a step is
-        # taken whole or not at all.
-        means = nan_unless(result.finite, floating_leaves(result.updates))
-        sent = floating_leaves(result.sent)
-        unsent = []
-        values = sum(total.size for total in totals)
-        for i, output in enumerate(floating_leaves(updates if like is None else like)):
-            remaining = totals[i] - sent[i]
-            if jnp.finfo(output.dtype).bits < 32:  # sent, but perhaps beyond the output's range
-                largest = float(jnp.finfo(output.dtype).max)
-                within = jnp.clip(means[i], -largest, largest)
-                remaining += means[i] - within
-                means[i] = within
-            old = residual[i]
-            if every > 1:  # keep the residual that was not added
-                remaining += jnp.where(due, 0, old.astype(remaining.dtype))
-            remaining = limited(remaining, values, axis_size(axis_name))
-            unsent.append(jnp.where(result.finite, remaining.astype(old.dtype), old))
-        new = ErrorFeedbackState(
-            residual=jax.tree.structure(state.residual).unflatten(unsent),
-            inner=result.state,
-            count=jnp.where(result.finite, optax.safe_increment(state.count), state.count),
-            owner=jnp.where(result.finite, owner_id(axis_name), state.owner),
-        )
-        return result._replace(updates=with_leaves(updates, means), state=new)
-
     def count_bytes(params: PyTree, replicas: int | None, step: int | None) -> CompressionStats:
         # The inner reducer gets float32 or wider, whatever the gradients' dtype.
         counted = reducer.bytes(in_compute_dtype(params), replicas=replicas, step=step)
         return counted.instead_of(params)
 
-    return Reducer(init, reduce, axis_name, count_bytes=count_bytes, keeps_residual=True)
+    step = functools.partial(_step, reducer, every, decay)
+    return Reducer(init, step, axis_name, count_bytes=count_bytes, keeps_residual=True)
+
+
+def _step(
+    reducer: Reducer,
+    every: int,
+    decay: Any,
+    updates: PyTree,
+    state: ErrorFeedbackState,
+    params: PyTree | None = None,
+    *,
+    like: PyTree | None = None,
+    **extra_args: Any,
+) -> Reduction:
+    """Makes one update, of which the docstring of `error_feedback` has the equations."""
+    axis_name = reducer.axis_name
+    residual = as_local(jax.tree.leaves(state.residual), axis_name)
+    scale: Any = decay
+    if callable(decay):
+        scale = check_number("decay", decay(state.count), 0, 1)
+    # Counted from 1, so that a whole period comes before the first residual is added.
+    due = (state.count + 1) % every == 0
+    if every > 1:
+        scale = jnp.where(due, scale, 0.0)
+
+    def with_residual(gradient: Array, residual: Array) -> Array:
+        """Adds ``scale * residual``, in float32 or the gradient's wider dtype."""
+        dtype = compute_dtype(gradient.dtype)
+        if not (isinstance(scale, (int, float)) and scale == 1):
+            residual = residual * jnp.asarray(scale, residual.dtype)
+        return gradient.astype(dtype) + residual.astype(dtype)
+
+    totals = jax.tree.map(with_residual, floating_leaves(updates), residual)
+    result = reducer.reduce(with_leaves(updates, totals), state.inner, params, **extra_args)
+    # `allreduce` returns the finite leaves of a partly finite step. With a residual a step is
+    # taken whole or not at all.
+    means = nan_unless(result.finite, floating_leaves(result.updates))
+    sent = floating_leaves(result.sent)
+    unsent = []
+    values = sum(total.size for total in totals)
+    for i, output in enumerate(floating_leaves(updates if like is None else like)):
+        remaining = totals[i] - sent[i]
+        if jnp.finfo(output.dtype).bits < 32:  # sent, but perhaps beyond the output's range
+            largest = float(jnp.finfo(output.dtype).max)
+            within = jnp.clip(means[i], -largest, largest)
+            remaining += means[i] - within
+            means[i] = within
+        old = residual[i]
+        if every > 1:  # keep the residual that was not added
+            remaining += jnp.where(due, 0, old.astype(remaining.dtype))
+        remaining = limited(remaining, values, axis_size(axis_name))
+        unsent.append(jnp.where(result.finite, remaining.astype(old.dtype), old))
+    new = ErrorFeedbackState(
+        residual=jax.tree.structure(state.residual).unflatten(unsent),
+        inner=result.state,
+        count=jnp.where(result.finite, optax.safe_increment(state.count), state.count),
+        owner=jnp.where(result.finite, owner_id(axis_name), state.owner),
+    )
+    return result._replace(updates=with_leaves(updates, means), state=new)
