@@ -38,8 +38,11 @@ class Checkpoints:
         if not missing.is_dir():
             raise CheckpointError(f"the directory {missing} does not exist")
         try:
-            # Seconds to wait for a process that failed, not orbax's 20 minutes; gloo waits 30 s.
-            wait = ocp.AsyncOptions(timeout_secs=20)
+            wait = None
+            if jax.process_count() > 1:
+                # Seconds to wait for a process that failed; gloo waits 30 s. They count while this
+                # process writes, too, and while it is suspended.
+                wait = ocp.AsyncOptions(timeout_secs=20)
             options = ocp.CheckpointManagerOptions(
                 max_to_keep=keep, cleanup_tmp_directories=True, async_options=wait
             )

@@ -177,6 +177,12 @@ def test_the_newest_is_restored_and_the_last_are_kept(tmp_path):
     assert saved(tmp_path / "run") == [2, 3]
 
 
+def test_one_process_has_orbaxs_twenty_minutes_to_write(tmp_path, monkeypatch):
+    """It has less beside others, who wait for it: a large model or a pause would end the run."""
+    monkeypatch.setattr(module.ocp, "AsyncOptions", None)
+    written(tmp_path / "run", 1)
+
+
 def test_a_flipped_bit_is_named_or_harmless_and_never_goes_unnoticed(tmp_path):
     """Flips a bit in the middle and at the end of each file; what was saved is restored."""
     newest = written(tmp_path / "run", 1, 2) / "2"
