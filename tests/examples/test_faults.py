@@ -75,7 +75,7 @@ def test_a_process_that_dies_ends_the_other_and_one_process_goes_on(tmp_path, un
         job.signal(signal.SIGKILL, 1)
         assert job.codes(60)[0] != 0 or saved(tmp_path / "run")[-1] == 12
         assert "step" not in job.said(1)  # only process 0 prints
-        assert "Traceback" not in job.said()
+        assert 'train.py", line' not in job.said()  # threads of orbax have tracebacks of their own
     newest = saved(tmp_path / "run")[-1]
     with Job(1, tmp_path, *arguments, "--devices", 2) as job:
         assert job.codes() == [0], job.said()
