@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,7 +119,6 @@ class Locator:
         for layer, target in reading.partners.items():
             if layer not in self._case.match.ruled.partners and not located.is_confirmed(target):
                 open_layers[layer] = target
-        part = Reading(open_layers, reading.answers)
         first = self._not_located(located)
         suspects = set()
         if first:
@@ -127,11 +126,9 @@ class Locator:
             for layer, target in open_layers.items():
                 if not sources.isdisjoint(target.tensors()):
                     suspects.add(layer)
-        for other in self._changes(part, suspects):
-            yield Reading(reading.partners | other.partners, other.answers)
+        yield from self._changes(reading, open_layers, suspects)
         yield from self._exchanges(located, suspects)
-        for other in self._changes(part, set(open_layers)):
-            yield Reading(reading.partners | other.partners, other.answers)
+        yield from self._changes(reading, open_layers, set(open_layers))
 
     def _exchanges(self, located: Located, suspects: set[Layer]) -> Iterator[Reading]:
         """Yields exchanges of two suspects, each with what alone makes its inputs; then of more.
@@ -187,7 +184,7 @@ class Locator:
                 return layer
         return None
 
-    def _changes(self, part: Reading, culprits: set[Layer]) -> Iterator[Reading]:
+    def _changes(self, reading: Reading, part: Partners, culprits: set[Layer]) -> Iterator[Reading]:
         """Yields changes of a part of a reading, each of one culprit at least.
 
         The first ones exchange a few layers that are applied to one array, with those of the same
@@ -195,9 +192,9 @@ class Locator:
         """
         groups = []
         for alike in self._together:
-            members = [layer for layer in alike if layer in part.partners]
+            members = [layer for layer in alike if layer in part]
             groups += grouped(members, lambda layer: layer.sizes).values()
-        for same in grouped(groups, _words).values():
+        for same in grouped(groups, lambda group: tuple(layer.words for layer in group)).values():
             columns = []  # the layers of one name in all these groups
             for column in zip(*same, strict=True):
                 if not culprits.isdisjoint(column):
@@ -207,11 +204,12 @@ class Locator:
             layers = list(itertools.chain(*columns))
             for order in itertools.permutations(columns):
                 others = itertools.chain(*order)
-                other = rearranged(self._case.match, part, layers, others)
+                other = rearranged(self._case.match, reading, layers, others)
                 if other:
                     yield other
-        for change in changes(self._case, part, culprits):
-            yield change.reading
+        for change in changes(self._case, Reading(part, reading.answers), culprits):
+            other = change.reading
+            yield Reading(reading.partners | other.partners, other.answers)
 
 
 def _with_makers(
@@ -223,10 +221,6 @@ def _with_makers(
         if not leaves.isdisjoint(other.tensors()):
             makers.append(layer)
     return makers
-
-
-def _words(layers: Iterable[Layer]) -> tuple[Path, ...]:
-    return tuple(layer.words for layer in layers)
 
 
 def _matrix(layer: Layer) -> Any:
