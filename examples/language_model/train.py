@@ -17,6 +17,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -361,16 +362,14 @@ def main() -> int:
         if jax.process_count() > 1:
             leave(f"error: {error}", 2)
         p.error(str(error))
-    except jax.errors.JaxRuntimeError as error:
+    except Exception as error:
         if jax.process_count() == 1:
             raise
         why = str(error).partition("\n")[0]
+        # A collective with a process that has ended fails with a status, in errors of two classes.
+        if not re.match("[A-Z_]+: ", why):
+            traceback.print_exc()
         leave(f"error: {why}; if another process ended first, see its error", 1)
-    except Exception:
-        if jax.process_count() == 1:
-            raise
-        traceback.print_exc()
-        leave("ended by the error above; if another process ended first, see its error", 1)
     if stopped is None:
         return 0
     if arguments.checkpoint_dir:
