@@ -722,6 +722,23 @@ def test_a_sum_behind_a_hundred_layers_does_not_tell_its_terms():
     assert error.value.ambiguous == ("end.0 is x, and end.1 is y, or the other way round",)
 
 
+def rooted(n, x, bare):
+    """Computes two layers that may be bare parameters in torch, and two alike that are not."""
+    for k in range(2):
+        if bare:
+            x = n.tanh(x @ n.param(f"{k}.root", 8, 8) + n.param(f"{k}.bias", 8))
+        else:
+            x = n.tanh(n.dense(x, f"{k}.root", 8))
+    for k in range(2):
+        x = n.tanh(n.dense(x, f"last.{k}", 8))
+    return n.dense(x, "head", 3)
+
+
+def test_any_of_several_alike_layers_may_be_bare_parameters():
+    model = FlaxModel(partial(rooted, bare=False), names={})
+    found_by_trying(partial(rooted, bare=True), model, values(4, 8))
+
+
 def branches(n, x, order):
     """Computes an Inception block, whose branches are called in an order."""
     outputs = {}

@@ -126,13 +126,23 @@ class Match:
         return self.layers.without(self.partners)
 
     def take_apart(self, layers: Group) -> None:
-        """Divides layers into one layer for each of their parts."""
-        for parted, side in zip(layers, self.layers, strict=True):
-            parts = {}
-            for layer in parted:
-                if len(layer.parts) > 1 and layer.kind not in ("attention", "recurrent"):
-                    parts[layer] = [layer.single(part) for part in layer.parts]
-            replace_layers(side, parts)
+        """Divides layers into one layer for each of their parts, if parts of two sides fit.
+
+        All other open layers that fit these are divided, too: which of them are the parts of the
+        other side is not known.
+        """
+        apart = set()  # signatures
+        for layer, target in _of_each_signature(layers):
+            if any(itertools.starmap(self.fits, itertools.product(_parts(layer), _parts(target)))):
+                apart.update((layer.signature, target.signature))
+        opened = self.open()
+        for layer, target in 2 * _of_each_signature(opened):
+            both = (layer.signature, target.signature)
+            if not apart.isdisjoint(both) and self.fits(layer, target):
+                apart.update(both)
+        for members, side in zip(opened, self.layers, strict=True):
+            divided = filter(lambda layer: layer.signature in apart, members)
+            replace_layers(side, {layer: _parts(layer) for layer in divided})
 
     def take_shares(self, layers: Group) -> None:
         """Divides packed Linears into shares, if more layers have a partner then.
@@ -293,6 +303,21 @@ def grouped(members: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_
     for member in members:
         groups.setdefault(key(member), []).append(member)
     return groups
+
+
+def _of_each_signature(layers: Group) -> list[tuple[Layer, Layer]]:
+    """Lists a torch layer and a Flax layer for every two signatures."""
+    sides = []
+    for side in layers:
+        sides.append({layer.signature: layer for layer in side}.values())
+    return list(itertools.product(*sides))
+
+
+def _parts(layer: Layer) -> list[Layer]:
+    """Returns a layer for each part of a layer that can be divided."""
+    if len(layer.parts) == 1 or layer.kind in ("attention", "recurrent"):
+        return [layer]
+    return list(map(layer.single, layer.parts))
 
 
 def _unlike(ours: set[tuple[Path, Shape]], theirs: set[tuple[Path, Shape]]) -> AbstractSet[Path]:
