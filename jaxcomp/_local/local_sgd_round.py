@@ -64,7 +64,8 @@ class LocalSGDRound(Counted):
     syncs: tuple[Sync, ...]  # one for each fragment
     inner_init: InnerInit | None
     mesh: Mesh | None = None
-    compiled: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False)
+    # Not an argument, so `dataclasses.replace` gives a copy a dictionary of its own.
+    compiled: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, compare=False)
 
     @answers_other_names
     def init(self, params: PyTree, inner_state: PyTree = None) -> LocalSGDState:

@@ -81,7 +81,8 @@ class DataParallel:
     aux: PyTree
     check_vma: bool
     argnums: int | tuple[int, ...]  # positions of the parameters
-    compiled: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False)
+    # Not an argument, so `dataclasses.replace` gives a copy a dictionary of its own.
+    compiled: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
 
     @answers_other_names
     def init(self, params: PyTree) -> PyTree:

@@ -1,5 +1,6 @@
 """Calls outside of jax.jit: compiled once, for all that the program depends on."""
 
+import dataclasses
 import gc
 import types
 import weakref
@@ -84,6 +85,20 @@ def test_an_argument_on_another_device_is_explained():
     with pytest.raises(ValueError, match="incompatible devices") as caught:
         run(run.init(w), w, normal(8, 16))
     assert "jax.device_put(x, jax.NamedSharding(mesh, jax.P()))" in caught.value.__notes__[-1]
+
+
+def test_a_changed_copy_is_not_taken_for_the_first():
+    def loss(w, x):
+        return mean_square(w, x), jnp.sum(x > 0)
+
+    run = jaxcomp.value_and_grad(loss, reducer("allreduce"), mesh=grid(2), has_aux=True, aux="sum")
+    w = normal(16, 16)
+    x = normal(8, 16, seed=1)
+    (_, summed), _ = run((), w, x)[0]
+    (_, stacked), _ = dataclasses.replace(run, aux="stack")((), w, x)[0]
+    assert summed == jnp.sum(x > 0)
+    assert stacked.shape == (2,)
+    assert jnp.sum(stacked) == summed
 
 
 def test_other_arguments_are_not_taken_for_those_of_the_first_call():
