@@ -105,6 +105,15 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+def is_compiling() -> bool:
+    """Returns whether all that is computed is traced, as inside of `jax.jit`.
+
+    Under `jax.grad` and `jax.vmap` outside of it, only arguments are traced.
+    """
+    # An explicit transfer, because `jax.transfer_guard("disallow")` refuses others.
+    return is_traced(jax.device_put(0.0))
+
+
 def is_integer(value: Any) -> bool:
     """Returns whether a value is an integer of Python or NumPy, and not a bool or a tracer."""
     # A bool is an int in Python, and rank=True would compress at rank 1.

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxcomp._base.checks import answers_other_names, check_flag, is_traced
+from jaxcomp._base.checks import answers_other_names, check_flag, is_compiling, is_traced
 from jaxcomp._base.leaves import arrays_only, check_values
 from jaxcomp._base.typing import AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, is_bound
@@ -234,8 +234,8 @@ class DataParallel:
         arguments = (params, *batch, kwargs)
         inputs = self._inputs(arguments, None, 2)
         arrays = arrays_only(arguments)
-        # A new array is traced inside of `jax.jit`, even if all arguments come from a closure.
-        if any(map(is_traced, jax.tree.leaves((arrays, weight, jnp.zeros([]))))):
+        # Inside of `jax.jit` the arguments may come from a closure.
+        if is_compiling() or any(map(is_traced, jax.tree.leaves((arrays, weight)))):
             raise ValueError(
                 "outputs compares numbers, and inside of jax.jit there are none yet. Call it once "
                 "before, outside, with arrays."

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxcomp._base.checks import check_axis_name, is_traced
+from jaxcomp._base.checks import check_axis_name, is_compiling
 from jaxcomp._base.leaves import leaf_name, named_dtype
 from jaxcomp._base.typing import Axes, AxisName, PyTree
 from jaxcomp._mesh.collectives import as_local, axis_tuple, mesh_axes, varying
@@ -225,9 +225,7 @@ def call_on_replicas(
         arrays = jax.device_put(arrays, shardings)
     operands = (state, arrays, weight)
     with _explained(axes):
-        # In `jax.jit` a new array is traced; under `jax.grad` and `jax.vmap` outside of it, only
-        # arguments are.
-        if is_traced(jnp.zeros([])):
+        if is_compiling():
             return mapped(*operands)
         key = _key_of((inputs, mesh, jax.tree.map(jax.typeof, operands)))
         if key is None:

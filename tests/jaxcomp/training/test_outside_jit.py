@@ -79,6 +79,17 @@ def test_a_call_that_is_differentiated_or_mapped_is_compiled_too():
     assert len(traces) == 2  # one for each shape of the parameters
 
 
+def test_a_call_moves_nothing_to_the_devices_unasked():
+    mesh = grid(2)
+    run = jaxcomp.value_and_grad(mean_square, reducer("powersgd"), mesh=mesh)
+    w = jax.device_put(normal(16, 16), jax.NamedSharding(mesh, jax.P()))
+    x = jax.device_put(normal(8, 16), jax.NamedSharding(mesh, jax.P("data")))
+    state = run.init(w)
+    with jax.transfer_guard("disallow"):
+        (value, _), _ = run(state, w, x)
+    assert_allclose(value, mean_square(w, x), rtol=1e-5)
+
+
 def test_an_argument_on_another_device_is_explained():
     run = jaxcomp.value_and_grad(mean_square, reducer("powersgd"), mesh=grid(2))
     w = jax.device_put(normal(16, 16), jax.devices()[0])
