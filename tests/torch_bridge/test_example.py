@@ -722,6 +722,18 @@ def test_a_sum_behind_a_hundred_layers_does_not_tell_its_terms():
     assert error.value.ambiguous == ("end.0 is x, and end.1 is y, or the other way round",)
 
 
+def test_a_refusal_names_what_has_no_place_in_flax():
+    module = tnn.Sequential(tnn.Embedding(7, 4), tnn.Linear(4, 7, bias=False))
+    state, example = proof(module, np.arange(6).reshape(2, 3))
+
+    def tied(params, ids):
+        return params["table"][ids] @ params["table"].T
+
+    like = {"table": np.zeros((7, 4), np.float32)}
+    with pytest.raises(CheckpointMismatch, match="has no place for 1 of torch"):
+        torch_bridge.pair(state, like, apply=tied, example=example)
+
+
 def rooted(n, x, bare):
     """Computes two layers that may be bare parameters in torch, and two alike that are not."""
     for k in range(2):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from torch_bridge._base.errors import CheckpointMismatch
+from torch_bridge._base.terminal import some
 from torch_bridge._pairing.evidence import TRIES, Difference
 from torch_bridge._pairing.kinds import CONV_TRANSPOSE, Answer
 from torch_bridge._pairing.layers import Layer, reparametrized
@@ -229,9 +230,14 @@ class Search:
                 "other; pass example=torch_bridge.run_example(module, inputs) if you have the "
                 "torch module. "
             )
+        left_out = ""
+        layers = self._case.match.layers.without(reading.partners).torch
+        if layers:
+            names = some(list(map(str, layers)))
+            left_out = f"The Flax model has no place for {names} of torch. "
         return CheckpointMismatch(
             f"{reparametrized(self._tensors)}The Flax model does not give torch's outputs: after "
-            f"{evidence.runs} tries the nearest are {difference}. {first_other}{hint}: "
+            f"{evidence.runs} tries the nearest are {difference}. {left_out}{first_other}{hint}: "
             f"{OTHER_FORMULA}",
             ambiguous=doubtful,
             parameters=("apply", "rules", "flatten", "conv1d", "conv_transpose"),
