@@ -1,5 +1,6 @@
 """Which tensor is which leaf: by a rule, by name, by number, by an answer, or one error."""
 
+import ast
 import collections
 import math
 import re
@@ -155,6 +156,14 @@ def test_what_fits_several_is_listed_with_a_rule():
     rules = {rf"(\d)\.{a}": rf"Block_\1/{b}" for a, b in ATTENTIONS.items()}
     paths = {p.path: p.torch_name for p in pair(model, like, rules)}
     assert paths["Block_1", "Attention_1", "key", "kernel"].startswith("1.multihead_attn")
+
+
+def test_the_rule_that_an_error_shows_for_the_root_is_one():
+    tensors = {"weight": values(4, 4), "b.weight": values(4, 4) + 1}
+    like = kernels(c=(4, 4), d=(4, 4))
+    lines = refused(tensors, like, conv1d="").ambiguous
+    rule = ast.literal_eval(re.search(r"rules=(\{.*\})\.", lines[0])[1])
+    there_and_back(tensors, like, rule, conv1d="")
 
 
 def test_names_that_become_one_are_refused():

@@ -207,7 +207,7 @@ class Questions:
                 )
             self.orders.append(
                 f"{torch} {shapes} could be {flax}: say which is which, as with "
-                f"rules={{{re.escape(str(first))!r}: {str(group.flax[0])!r}}}.{hint}"
+                f"rules={{{re.escape(first.name)!r}: {group.flax[0].name!r}}}.{hint}"
             )
 
     def ask(self, reading: Reading) -> None:
@@ -274,7 +274,7 @@ class Questions:
             if is_part and gives[layer] not in reads.values() and not is_known:
                 packed.append(layer)
         if packed:
-            name = re.escape(str(packed[0]))
+            name = re.escape(packed[0].name)
             path = reading.partners[packed[0]]
             self.assumed.append(
                 f"{listed(packed)}: if the outputs are several parts, both sides have them in one "
