@@ -212,6 +212,22 @@ def mixed(n, x, order):
     return n.dense(x, "head", 3)
 
 
+def sets(n, x, order):
+    """Computes two blocks of a Set Transformer: latents attend to rows, and rows to latents."""
+
+    def attended(name, rows, of):
+        inputs = {"q": rows, "k": of, "v": of}
+        parts = {word: n.dense(inputs[word], f"{name}.{word}", 8) for word in order}
+        y = parts["q"] + attend(n, parts["q"], parts["k"], parts["v"])
+        y = n.ln(y, f"{name}.ln0")
+        return n.ln(y + n.relu(n.dense(y, f"{name}.o", 8)), f"{name}.ln1")
+
+    for k in range(2):
+        latents = n.stack([n.param(f"{k}.latents{k}", 4, 8)] * 3)
+        x = attended(f"{k}.rows", x, attended(f"{k}.latent", latents, x))
+    return n.dense(x, "head", 3)
+
+
 def triangle(n, z, order):
     """Computes a triangle multiplication and a transition, as AlphaFold does, twice."""
     for k in range(2):
@@ -239,6 +255,7 @@ MODELS = {
         values(3, 6, 8),
         "",
     ),
+    "sets": (partial(sets, order="qkv"), partial(sets, order="vkq"), values(3, 6, 8), ""),
     "conformer": (conformer, conformer, values(3, 6, 8), "attn_norm attn conv ffn1 ffn2 final"),
     "triangle": (
         partial(triangle, order=THEIRS),

@@ -151,7 +151,9 @@ class Search:
             difference = self._run(reading, 1)
             if difference:
                 located = locator.located(reading, difference)
-                runs.append((located, locator.changes(located)))
+                changes = locator.changes(located)
+                runs.append((located, changes))
+                waiting += itertools.islice(changes, 1)  # with the located layers as partners
             if runs and not waiting:
                 best, changes = max(runs, key=lambda run: len(run[0].partners))
                 self._first_other = locator.first_other(best)
