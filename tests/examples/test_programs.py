@@ -81,8 +81,10 @@ def test_a_full_disk_ends_a_program_that_saves_with_its_last_checkpoint(tmp_path
         env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"},  # needs a disk
     )
     assert done.returncode == 1
-    sentence = r"resume\.py: not saved, the last checkpoint is of step 0 \(.*File too large.*\)\n"
-    assert re.fullmatch(sentence, done.stderr), done.stderr
+    sentence = r"^resume\.py: not saved, the last checkpoint is of step 0 \(.*File too large.*\)$"
+    assert re.search(sentence, done.stderr, re.MULTILINE), done.stderr
+    # Threads of orbax that finish behind the error may print tracebacks of their own.
+    assert 'resume.py", line' not in done.stderr
 
 
 def excess_and_ratio(printed):
