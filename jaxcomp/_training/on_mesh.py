@@ -210,14 +210,6 @@ def call_on_replicas(
     if weight is not None:
         weights = weight_spec(weight, inputs.examples, axis_name, replicas)
         weight = jnp.asarray(weight)
-    mapped = _mapped(
-        function,
-        (state_specs(state, state_axis), inputs.specs, weights),
-        (params, state),
-        mesh,
-        axis_name,
-        check_vma=check_vma,
-    )
     on_host = all(jax.typeof(x).sharding.mesh.empty for x in jax.tree.leaves(arrays))
     if on_host and mesh_axes(AxisType.Explicit, mesh):
         # Arrays of NumPy do not tell a program its devices, and Explicit axes need them.
@@ -225,12 +217,25 @@ def call_on_replicas(
         arrays = jax.device_put(arrays, shardings)
     operands = (state, arrays, weight)
     with _explained(axes):
-        if is_compiling():
-            return mapped(*operands)
-        key = _key_of((inputs, mesh, jax.tree.map(jax.typeof, operands)))
-        if key is None:
-            return jax.jit(mapped)(*operands)
-        return compiled.setdefault(key, jax.jit(mapped))(*operands)
+        is_outside = not is_compiling()
+        key = None
+        if is_outside:
+            key = _key_of((inputs, mesh, jax.tree.map(jax.typeof, operands)))
+            if key in compiled:
+                return compiled[key](*operands)
+        run = _mapped(
+            function,
+            (state_specs(state, state_axis), inputs.specs, weights),
+            (params, state),
+            mesh,
+            axis_name,
+            check_vma=check_vma,
+        )
+        if is_outside:
+            run = jax.jit(run)
+        if key is not None:
+            compiled[key] = run
+        return run(*operands)
 
 
 def _key_of(tree: PyTree) -> Any:
