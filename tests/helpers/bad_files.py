@@ -126,6 +126,7 @@ def foreign():
         "2**40 iterations": (files.slots(iter=2**40), "`iter`"),
         "True iterations": (files.slots(iter=True), "`iter` must be of type int"),
         "a rate of 10**400": (files.slots(min_compression_rate=10**400), "min_compression_rate"),
+        "a rate below 0": (files.slots(min_compression_rate=-1.0), "_rate` must be >= 0"),
         "a rate that is none": (files.slots(min_compression_rate=np.nan), "min_compression_rate"),
         "a version in a list": (own(version=[1]), "format version a list"),
         "a later version": (own(version=2), "format version 2,"),

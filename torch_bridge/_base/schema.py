@@ -204,6 +204,8 @@ def record_from_slots(slots: Mapping[str, Any]) -> PowerSGDRecord:
         raise CheckpointMismatch(
             "`matrix_approximation_rank` must be >= 1, `iter` in 0 to 2**31 - 1"
         )
+    if record.min_compression_rate < 0:
+        raise CheckpointMismatch("`min_compression_rate` must be >= 0")
     return record
 
 
