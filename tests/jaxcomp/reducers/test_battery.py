@@ -97,12 +97,13 @@ def test_what_is_not_sent_is_kept(name):
     if not jax.tree.leaves(kept):
         assert name.startswith(("allreduce", "int8", "powersgd-no", "own"))
         return
-    # Nobody can attribute that a residual in bfloat16 is rounded after each step, or that a float16
-    # all-reduce rounds inside the sum.
+    # Relative errors of a step that nobody can attribute: a float16 all-reduce rounds inside the
+    # sum, and a residual in bfloat16 is rounded to nearest after the step.
+    of_sum = float(np.finfo(np.float16).eps)
     rounded = {
-        "powersgd-fp16": jnp.bfloat16,
-        "feedback-fp16": np.float16,
-        "feedback-own": np.float16,
+        "powersgd-fp16": of_sum + float(jnp.finfo(jnp.bfloat16).eps) / 2,
+        "feedback-fp16": of_sum,
+        "feedback-own": of_sum,
     }
     for leaf, x in GRADS.items():
         steps = np.asarray(outputs[leaf])
@@ -113,7 +114,7 @@ def test_what_is_not_sent_is_kept(name):
         allowed = rounding(2 * len(steps), largest=np.abs(x).sum(1))
         if name in rounded:
             largest = max(np.abs(steps).max(), np.abs(residual).max())
-            allowed += len(steps) * float(jnp.finfo(rounded[name]).eps) * largest
+            allowed += len(steps) * rounded[name] * largest
         total = steps.sum(0) + residual.mean(0)
         assert_allclose(total, x.mean(0).sum(0), rtol=0, atol=allowed)
 
