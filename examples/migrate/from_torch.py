@@ -1,4 +1,4 @@
-"""Moves a training run from PyTorch DDP to JAX and back, and compare it with one that never moved.
+"""Moves a training run from PyTorch DDP to JAX and back, and compares it with one that stayed.
 
     python examples/migrate/from_torch.py --out out/migration
 

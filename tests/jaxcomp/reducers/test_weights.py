@@ -79,7 +79,7 @@ def test_weights_without_a_mean_leave_no_trace(name):
 
 
 def test_a_misspelt_weight_is_refused_with_the_right_name():
-    """Which names are taken for one is tested in training/test_misuse.py."""
+    """Tests only that a reducer asks; training/test_misuse.py tests the names."""
     for tx in (reducer("powersgd"), optax.chain(reducer("own"), optax.sgd(0.1))):
         with pytest.raises(ValueError, match="no argument `weights`"):
             updated(tx, gradients(), weights=2.0)
